@@ -2650,6 +2650,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'torchember/health/heads.py'),
                                          'torchember.health.heads.group_name': ( '55_health/heads.html#group_name',
                                                                                  'torchember/health/heads.py'),
+                                         'torchember.health.heads.heads_in': ( '55_health/heads.html#heads_in',
+                                                                               'torchember/health/heads.py'),
                                          'torchember.health.heads.layers_of': ( '55_health/heads.html#layers_of',
                                                                                 'torchember/health/heads.py'),
                                          'torchember.health.heads.peaked_attention': ( '55_health/heads.html#peaked_attention',

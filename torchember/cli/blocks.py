@@ -22,7 +22,7 @@ def scale_image(png, width, height=None):
         Image.Resampling.LANCZOS)
 
 def color_code(rgb, is_24_bit):
-    "Return the part of an ANSI escape sequence for a color."
+    "Return the code of a color for an ANSI escape sequence, such as '2;255;0;0'."
     if is_24_bit: return '2;'+';'.join(map(str, rgb))
     r,g,b = ((c*5+127)//255 for c in rgb)
     return f'5;{16+36*r+6*g+b}'
@@ -39,7 +39,7 @@ def draw_blocks(png, columns, env=None):
         # one of 5 shades of gray for two pixels: if both are white, the sum is 2*3*255 = 1530, and 1530//307 = 4
         return ''.join(''.join('█▓▒░ '[min(sum(map(sum, pair))//307, 4)] for pair in row)+'\n' for row in pairs)
     def code(rgb):
-        "Return the part of an ANSI escape sequence for a color."
+        "Return the code of a color for an ANSI escape sequence, such as '2;255;0;0'."
         return color_code(rgb, env.get('COLORTERM') in ('truecolor', '24bit'))
     return ''.join(''.join(f'\x1b[38;{code(upper)}m\x1b[48;{code(lower)}m▀' for upper,lower in row)+'\x1b[0m\n'
         for row in pairs)

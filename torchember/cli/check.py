@@ -101,7 +101,7 @@ def count_finished_steps(te):
     return te.recorder.tally.steps-te.recorder.tally.skipped
 
 class ModelTable:
-    "Result of the check for one model: name, optimizers and `StepChecks`, or the reason why there are none."
+    "Result of the check for one model: name, optimizers and `StepChecks`, or the reason why no checks were made."
     def __init__(self, te, optimizers, table=None, why=''):
         self.model,self.modules,self.optimizers,self.run = te.model_name,len(te.tracks),[type(o).__name__ for o in optimizers],te.fname
         self.values = sum(p.numel() for p in te.model.parameters() if type(p).__name__!='UninitializedParameter')
@@ -131,13 +131,13 @@ class Checking(Recording):
     options: keyword arguments of `torchEmber`
     steps: number of steps of each model
     rules: as for `check_step`"""
-    patience = 10 # a model that has finished this many times the requested steps does not wait for other models
+    patience = 10 # a model with this many times the requested number of steps does not wait for other models
 
     def __init__(self, options, steps=1, rules='default'):
         super().__init__(options)
         self.steps,self.rules,self.tables,self.reasons,self.raised,self.patch = steps,rules,[],[],0,None
 
-    def say(self, text): "Take a message about a found model, and do not print it, because the tables show which models were found."
+    def say(self, text): "Ignore the message that a model was found, because the tables show all models."
 
     def start(self):
         "Install the patches, and start to record the models."
@@ -160,7 +160,7 @@ class Checking(Recording):
         if self.raised or self.is_over(): self.finish(); self.raised += 1; raise StepsDone()
 
     def is_over(self):
-        "Return True if each model has finished its steps, or if a model has waited long enough for the other models."
+        "Return True if each model has finished its steps. Return True also if one model has waited long enough for the others."
         done = [count_finished_steps(te) for t in self.trainings.trainings if (te := t.te()) is not None]
         waits = bool(self.trainings.pending.live()) or min(done)<self.steps
         return not waits or max(done)>=self.patience*self.steps
@@ -208,14 +208,14 @@ def why_no_table(checking):
     return ["no module with the optimizer's parameters was called with gradients enabled, and no optimizer stepped."]
 
 def exit_code(checking, fail_on):
-    "Return the exit code of the check: 0 if no table row has a status in `fails[fail_on]`, 1 if one has, 2 if no model was checked."
+    "Return the exit code of the check: 1 if a table row has a status in `fails[fail_on]`, 2 if no model was checked, else 0."
     tables = [t.table for t in checking.tables if t.table is not None]
     if not tables: return 2
     return int(any(s in fails[fail_on] for t in tables for s in t['status']))
 
 def print_result(checking, error, as_json):
-    "Print the tables of all models, or why there is none."
-    if os.environ.get('RANK', '0')!='0': return # of several processes, only the first prints
+    "Print the tables of all models, or the reason why there is no table."
+    if os.environ.get('RANK', '0')!='0': return # with several processes, only the first process prints
     if as_json: print_lines(to_json([t.as_dict() for t in checking.tables]))
     else:
         for t in checking.tables: print_lines('', *map(colorize_line, t.lines()))
@@ -235,15 +235,15 @@ def run_program(program, checking, is_module):
         if not checking.raised: sys.excepthook(type(e), e, e.__traceback__)
     if not checking.raised:
         for t in threading.enumerate():
-            # this thread may train the model, so it is waited for
+            # wait for this thread of the program, because it may train the model
             if t is not threading.current_thread() and not t.daemon: t.join()
     checking.end(error)
     return error
 
 def leave(code, seconds=2.):
-    """Return the exit code. But if a thread of the program still runs, end the process with this code now.
+    """Return the exit code `code`. If a thread of the program still runs, end the process with this code instead.
 
-    If a thread of the program still runs, end the process instead: the thread may wait forever for a training that has ended."""
+    Such a thread may wait forever for a training that has ended. `seconds`: time to wait for the threads."""
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]
     for t in others: t.join(seconds/len(others))
     if threads_run():
@@ -252,7 +252,7 @@ def leave(code, seconds=2.):
     return code
 
 # %% ../../nbs/95_cli/77_check.ipynb #74273744
-def check_command(argv) -> int: # exit code: 0 if no error was found, 1 if an error was found, 2 if no step was finished
+def check_command(argv) -> int: # Exit code: 0 if no error was found, 1 if an error was found, 2 if no step was finished
     "Run a program up to the end of its first training step, and show what is wrong with its model, optimizer and loss."
     words,is_module,program = split_arguments(argv, flags)
     options = check_options_in(words, program)

@@ -65,7 +65,7 @@ def command(
     return register
 
 def command_names():
-    "Return the names of all commands, also of other packages: name -> one line of help (None for a hidden command)."
+    "Return a dict of all commands, including commands of plugin packages: name -> one line of help (None for a hidden command)."
     external = {name: f'a command of the package {plugin.dist.name}'
         for name,plugin in find_plugins('commands').items()}
     return external | {name: text for name,(_,text) in module_of_command.items()}
@@ -82,7 +82,7 @@ def command_named(name):
 
 # %% ../../nbs/95_cli/10_commands.ipynb #7a56846c
 class LazyParser(argparse.ArgumentParser):
-    "Parser that adds its arguments at the first use. So a command imports no Python modules of unused commands."
+    "Parser that adds its arguments at the first use, so that only the Python modules of the used command are imported."
     def __init__(self, *args, fill=None, **kwargs):
         # positionals: arguments without a dash; options: other arguments, by their text such as '--home'
         self.positionals,self.options = [],{}
@@ -126,7 +126,7 @@ class Version(argparse.Action):
 exit_codes = 'exit codes: 0 success, 1 something was found (diagnose, diff, tail), 2 wrong use or an error, 130 Ctrl-C'
 
 def make_parser(words=()):
-    "Return the parser of the command line, with one subparser per command. `words`: words to parse; a hidden command must be the first."
+    "Return the parser of the command line, with one subparser per command. `words`: words to parse; a hidden command is added only as the first."
     p = LazyParser(prog='torchember', description=wrap_text('See what every tensor of a network does while it trains.'),
         epilog=wrap_text(exit_codes)+'\n'+wrap_text('torchember <command> --help has the arguments of a command, and an example.'))
     p.add_argument('--version', action=Version, nargs=0, help='print the version')

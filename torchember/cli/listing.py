@@ -17,7 +17,7 @@ from .terminal import to_json, colorize, print_lines, format_size, format_table
 
 # %% ../../nbs/95_cli/20_listing.ipynb #5d86dffc
 def format_start(row):
-    "Return the time when a run began, as text. '' if its metadata contain no valid time."
+    "Return the time at which a run began, as text. Return '' if the metadata contain no valid time."
     start = row.get('start')
     try: return datetime.strptime(start, '%Y-%m-%d %H:%M:%S').strftime('%Y-%m-%d %H:%M:%S')
     except (ValueError, TypeError): return ''

@@ -61,7 +61,7 @@ class StepReport:
             printable(self.trouble), 'error')
 
 def tensor_line(r):
-    "Return a text that names the tensor of a row, and the kinds of its non-finite values (NaN or infinities)."
+    "Return a text with the name of a row's tensor, and the kinds of its non-finite values (NaN or infinities)."
     from torchember.store.reading import path_of
     what = ' and '.join(w for k,w in zip(counts, ('NaN', 'inf', '-inf'), strict=True) if r.get(k))
     path = path_of(r['module']) if isinstance(r.get('module'), str) else ''
@@ -89,13 +89,13 @@ class OpenSteps:
         self.last[log] = max(step, self.last.get(log, step))
 
     def pop_complete(self, logs):
-        "Remove and return the complete steps: all running logs have later steps. `logs`: names of the running logs"
+        "Remove and return the complete steps: steps before the last step of every running log. `logs`: names of the running logs"
         least = min((self.last.get(n, -math.inf) for n in logs), default=math.inf)
         return [self.open.pop(s) for s in sorted(self.open) if s<least]
 
 # %% ../../nbs/95_cli/40_steps.ipynb #c5c569b0
 class RunLog:
-    "The log of a run that one process writes. It may still grow."
+    "Log of one process of a run. The log may still grow."
     def __init__(self, name, path, data): self.name,self.path,self.data,self.tail = name,path,data,None
 
     def metadata(self):
@@ -113,7 +113,7 @@ class RunLog:
         return 'pid' in (base := self.metadata()) and 'end' not in base and not self.is_running()
 
     def open_at(self, most=None):
-        "Open the log about `most` bytes before its end, by default at its beginning. Return True if this skips no rows."
+        "Open the log about `most` bytes before its end, by default at its beginning. Return True if no rows are skipped."
         from torchember.show.live.following import Tail
         self.tail = Tail(self.path)
         return most is None or self.tail.skip_to_end(most)
@@ -147,7 +147,7 @@ class LinePrinter:
         self.logs,self.json,self.steps,self.last,self.n = logs,json_,OpenSteps(),deque(maxlen=n),n
 
     def print_line(self, line):
-        "Print a line. Before `print_last` was called, keep the line instead."
+        "Print a line. Until `print_last` is called, keep the line instead of printing it."
         if self.last is None: print_lines(line)
         else: self.last.append(line)
 
@@ -199,7 +199,7 @@ def follow_run(p, wait):
         time.sleep(wait)
     if any(log.has_died() for log in p.logs):
         from torchember.frames.handle import recover_boxes
-        recover_boxes(p.logs[0].path.parent.parent) # the last rows of a killed process are added to its log
+        recover_boxes(p.logs[0].path.parent.parent) # add the last rows of a killed process to its log
     p.read_rows([])
 
 def tail_arguments(p):

@@ -46,7 +46,7 @@ def text_width(text):
     return len(text) if text.isascii() else sum(map(columns_of, text))
 
 def cut_text(text, space):
-    "Return the beginning of a text that fits into `space` columns of a terminal."
+    "Return as much of the beginning of a text as fits into `space` columns of a terminal."
     at = 0
     while at<len(text) and text_width(text[:at+1])<=space: at += 1
     return text[:at]
@@ -71,10 +71,10 @@ def format_size(n):
         n /= 1000
     return f'{n:,.3g} TB'
 
-# matches numbers and sizes: a column of such texts is aligned at the right
+# matches numbers and sizes, because columns of numbers are aligned at the right
 is_amount = re.compile(r'(-?[\d,.]+(e[+-]\d+)?|-?inf)?( [kMGT]?B)?')
 
-min_width = 16 # a column of names is narrowed down to this width before another column is dropped
+min_width = 16 # narrow a column of names to this width before dropping any column
 
 def fit_widths(widths, elastic, space):
     """Shrink columns, the widest first, until a line of the table fits the terminal. Return all widths, or None if no line can fit.
@@ -89,7 +89,7 @@ def fit_widths(widths, elastic, space):
     return widths
 
 def format_table(rows, columns, elastic=(), drop=(), color=None):
-    "Return the lines of a table of dicts. elastic: columns to shrink; drop: columns to leave out, in this order"
+    "Return the lines of a table of dicts. If space is short, shrink the columns `elastic`, then leave out the columns `drop`, in this order."
     cells = [{c: format_cell(r.get(c)) for c in columns} for r in rows]
     space,drop = line_width(),[c for c in drop if c in columns]
     full = {c: max([text_width(c), *(text_width(r[c]) for r in cells)]) for c in columns}

@@ -15,7 +15,7 @@ from ..state.tables import as_list
 class NetDict(StateDict):
     "A `StateDict` with the methods and arguments of nnstat."
     def describe(self, layerwise=None, display=True, group=None, exclude=None, pattern=None, include=None, **kwargs):
-        "Return a table of statistics, of all values together or of each layer. `include` and `pattern`: texts that layer names must contain."
+        "Return a table of statistics: one row for all values together, or one for each layer. `include`, `pattern`: texts in the layer names."
         parts = as_list(include)+as_list(pattern)
         if layerwise is None: layerwise = bool(parts)
         return StateDict.describe(self.with_texts(parts), kwargs.pop('lw', layerwise), None, group, display,
@@ -26,7 +26,7 @@ class NetDict(StateDict):
         return self.describe(layerwise, display, include=include, **kwargs)
 
     def with_texts(self, parts):
-        "Return the layers whose names contain one of these texts. Without texts, return all layers."
+        "Return the layers whose names contain at least one of the texts. If no text is given, return all layers."
         if parts: return self.like((k, x) for k,x in self.items() if any(p in k for p in parts)).set_name(self._name)
         return self
 
@@ -80,7 +80,7 @@ def compute_stats(model, optimizer=None, optimizer_keys=(), display=True):
         d.set_name(title).describe()
 
 class utils:
-    "Functions of nnstat to set the folder in which plots are saved."
+    "Namespace with nnstat's functions for the folder in which plots are saved."
     @staticmethod
     def set_cache_dir(path):
         "Save each plot of a StateDict to this folder from now on. With None, stop saving."

@@ -21,7 +21,7 @@ from ..show.surfaces import Surface3d
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #e6960b82
 class DrawingPace:
-    "Limits the time for drawing plots to about 5% of the time of the training."
+    "Limits how often plots are drawn, so that drawing takes about 5% of the training time."
     share = 20 # the time between two plots is at least this multiple of the duration of the last plot
     def __init__(self): self.last,self.took = 0.,0. # last: time when the last plot was finished; took: its duration in seconds
 
@@ -184,7 +184,7 @@ class Visualization:
         step:int, # Number of the step that the monitor has tracked
         ext:dict=None # Other numbers to show, such as {'loss': loss.item()}
     ):
-        """Send the values of this step to the sink, and now and then plots of vectors.
+        """Send the values of a step to the sink. At longer intervals, also send plots of vectors.
 
         Args:
             step: Number of the step that the monitor has tracked
@@ -200,9 +200,9 @@ class Visualization:
         else: self.sink.put(numbers | dict(ext or {}), {}, step)
 
     def add_vector(self, key, step, v):
-        "Add a vector to the vectors of earlier steps, for a later plot. A `FigureSink` stores its vectors itself."
+        "Store the vector of a step for later plots. A `FigureSink` stores its vectors itself."
         past = self.history.setdefault(key, {})
-        # if the layer has a new size, the earlier vectors are deleted
+        # earlier vectors are deleted if their length differs, because the layer was resized
         if past and np.size(next(iter(past.values())))!=np.size(v): past.clear()
         past[step] = np.ravel(v)
         for old in list(past)[:-self.most_steps]: del past[old]
@@ -211,7 +211,7 @@ class Visualization:
 
     def _put_surfaces(self, numbers, step):
         "Send numbers to the sink, and surface plots of the changed vectors."
-        with self.pace.measure(): # this time includes sending the images
+        with self.pace.measure(): # the time to send the images counts as drawing time
             self.sink.put(numbers, {k: Surface3d(self.history[k], k) for k in sorted(self.changed)}, step)
         self.changed.clear()
 
@@ -219,7 +219,7 @@ class Visualization:
         ext:dict, # Dict: name -> number, such as {'loss': loss.item()}
         step:int=None # Number of the step. Default: the last step that the monitor has tracked
     ):
-        """Send numbers that are no quantities to the sink, such as the loss.
+        """Send other numbers to the sink, such as the loss, which is not a quantity of the `Monitor`.
 
         Args:
             ext: Dict: name -> number, such as {'loss': loss.item()}

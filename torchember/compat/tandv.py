@@ -94,7 +94,7 @@ class TorchTracker(Tracker):
 def track(
     module, # The model. It may be wrapped, for example by `DistributedDataParallel`
     track_gradients:bool=True, # Record gradients of outputs. With `track_weights`, also record gradients of weights
-    optimizer=None, # The optimizer, if its states are to be recorded
+    optimizer=None, # The optimizer. Needed only to record its states
     track_weights:bool=True, # Record weights
     include=None, # Modules to record: a regular expression, searched in module names, or another argument of `select`
     exclude=None, # Modules to leave out, selected like `include`
@@ -116,7 +116,7 @@ def track(
     Args:
         module: The model. It may be wrapped, for example by `DistributedDataParallel`
         track_gradients: Record gradients of outputs. With `track_weights`, also record gradients of weights
-        optimizer: The optimizer, if its states are to be recorded
+        optimizer: The optimizer. Needed only to record its states
         track_weights: Record weights
         include: Modules to record: a regular expression, searched in module names, or another argument of `select`
         exclude: Modules to leave out, selected like `include`
@@ -142,7 +142,7 @@ def track(
         exclude=check_exclude(select_by_pattern(exclude, 'exclude', prefix), module), stats=stats,
         only_training=only_stash_during_training, ends='step',
         first_step=init_step or 0, name=name, home=home, store=store)
-    te.recorder.sources.parameters.hint.silent = True # no hint is shown, because `warn_about_steps` warns instead
+    te.recorder.sources.parameters.hint.silent = True # `warn_about_steps` warns instead of this hint
     tracker = TorchTracker(te, prefix=prefix, offload_inc=offload_inc, offload_fn=offload_fn,
         offload_type=offload_type, wandb=wandb)
     return tracker

@@ -34,9 +34,9 @@ scalars = tuple(s for s in sets['numerics'] if s not in ('shape', 'exponents'))
 # %% ../../nbs/80_compat/20_tracker.ipynb #be6033ed
 @dataclass
 class Library:
-    "Functions that measure and copy tensors of one library, torch or JAX."
+    "Functions to measure and copy the tensors of one library: torch or JAX."
     scalars:Callable # Function: tensor -> dict of statistics by name
-    # Function of a tensor, the first and the last exponent that returns the number of elements for each exponent
+    # Function (tensor, first exponent, last exponent) that returns the number of elements for each exponent
     counts:Callable
     copy:Callable # Function that copies a tensor
 
@@ -134,7 +134,7 @@ class Stash:
 
     def __call__(self, x):
         got,out = self.f(x),{}
-        # another type is returned unchanged, because the recorder reports it as an error
+        # a result that is not a dict is returned unchanged, because the recorder reports it as an error
         if not isinstance(got, dict): return got
         for k,v in got.items():
             if k=='scalar_stats': out |= {ours.get(n, n): s for n,s in v.items()}
@@ -226,7 +226,7 @@ def tensor_stash(row):
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #61676271
 class Tracker:
-    "Base class of trackers, which record a run and write its LogFrame. Also a sequence: a `TensorStash` for each tensor of the latest step."
+    "Base class of trackers. A tracker records a run and writes its LogFrame. It is also a sequence of `TensorStash`es of the latest step."
     current_step = 0 # number of the current step, which has begun but not ended
     what = 'a model' # name of the model, for `repr`
     # t: the run, an `emberTracker`; prefix: text before the module names in the LogFrame; wandb: sink for W&B, or None
@@ -241,7 +241,7 @@ class Tracker:
     name = property(lambda self: self.t.fname, doc="Name of the run.")
     stashes = property(lambda self: list(self), doc="A `TensorStash` for each tensor of the latest step.")
 
-    def note_step_end(self, n, seen=True): # seen: True if the step was recorded, so that it has means
+    def note_step_end(self, n, seen=True): # seen: True if the step was recorded. Other steps have no means
         "Record the end of step `n`: send means of its statistics to W&B, and call `offload_fn` every `offload_inc` steps."
         self.calls += 1
         if seen and self.wandb is not None: self.log_to_wandb(n)

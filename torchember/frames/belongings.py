@@ -34,12 +34,12 @@ def regular_files(*paths):
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000006
 class Home:
-    "Index of all files in a home (the folder of all runs): lists the files that belong to each run."
+    "Index of the files in a home (the folder of all runs). It lists the files of each run."
     def __init__(self, home=None):
         self.place = folder('torchember', home)
         self.log,self.data = self.place/'log',self.place/'data'
         flush_logs(self.log)
-        # logs: names of logs; parts: names of logs that have Parquet files; metadata: name of a log -> its metadata files
+        # logs: names of all logs; parts: names of logs with Parquet files; metadata: name of a log -> its metadata files
         self.logs,self.parts,self.metadata,self.taken = set(),set(),{},set(taken)
         for f in list_folder(self.log):
             if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False):
@@ -110,7 +110,7 @@ def du(
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000a
 def run_sizes(h, run):
-    "Return the disk space of one run as a dict, which becomes a row of the table of `du`."
+    "Return the disk space of one run as a dict: one row of the table that `du` returns."
     out,members = dict.fromkeys(('files', 'log', 'parts', 'latest', 'metadata'), 0),h.members(run)
     for name in members:
         for kind,paths in h.files(name).items():
@@ -120,7 +120,7 @@ def run_sizes(h, run):
     return dict(name=run, ranks=len(members), **out, size=out['log']+out['parts']+out['latest']+out['metadata'])
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000c
-# After this number of seconds without a new row, no process on another machine is assumed to be writing the run
+# A run of another machine counts as ended after this number of seconds without a new row
 recent = 600
 
 def refuse_odd(h, name):
@@ -148,7 +148,7 @@ def refuse_written(h, name):
     ago = time.time()-stat_file(h.log/name).st_mtime
     if ago<recent and base.get('host')!=gethostname():
         raise ValueError(f"{text}, probably: it was started on {host}, its end was not recorded, and its last rows came {ago:.0f} s ago. "
-            f"End it there, or try again when it has got no rows for {recent//60} minutes.")
+            f"End it there, or try again after {recent//60} minutes without new rows.")
 
 def refuse_shared(h, name, names):
     "Raise ValueError if `name` is the log of one rank and its rows are in files shared with other ranks. Then only the whole run can be changed."
@@ -171,7 +171,7 @@ def runs_to_change(run, home):
     return h,names
 
 def forget_file(path):
-    "Remove a deleted log from the caches of this process, because a new log may get its name. `path`: file of the log."
+    "Remove a deleted log from the caches of this process, because a new log may get the same name. `path`: file of the log."
     taken.discard(path)
     for known in [k for k in counted if str(k[0])==str(path)]: del counted[known]
 

@@ -93,7 +93,7 @@ class RowFilter:
             return None
         values,codes = known
         values = [self.path_of(m) if isinstance(m, str) else m for m in values] if name=='path' else values
-        # a row without a value has the code -1, which selects the last element of this array: False
+        # False is appended for missing values: their code is -1, which selects the last element
         return np.array([*self.mask(name, values), False])[codes].tolist()
 
     def values(self, name, block):
@@ -104,7 +104,7 @@ class RowFilter:
             for m,p in zip(values, block['path'], strict=True)]
 
     def path_of(self, module):
-        "Return the path of a module from its display name. Known paths are kept in a cache."
+        "Return the path of a module from its display name. Paths are cached."
         if module not in self.paths: self.paths[module] = path_of(module)
         return self.paths[module]
 

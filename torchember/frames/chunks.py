@@ -36,7 +36,7 @@ from torchember.store.reading import marks_in, path_of
 class Segment:
     "Location of consecutive rows of a log: a Parquet part, or some lines of a file."
     path: object # file that contains the rows
-    start: int # offset of the first byte: of a Parquet part, in the whole log; of lines, in their file
+    start: int # offset of the first byte: in the whole log for a Parquet part, in the file for lines
     end: int
     rows: int
     first: int|None # smallest step; None if a row has no step
@@ -45,7 +45,7 @@ class Segment:
     of: str|None = None # id of the log, as in the list of its Parquet parts
     more: bytes = b'' # lines that the recording process has not written to the file yet
     log: object = None # path of the log to which the lines belong
-    before: int = 0 # number of bytes of the log that are in earlier files
+    before: int = 0 # number of bytes of the log in earlier files
 
     @contextmanager
     def open(self, steps=None): # steps: (first, last) step to read, None for all
@@ -61,7 +61,7 @@ class Segment:
             with open_file(path) as f:
                 f.seek(start)
                 data = f.read(self.end-self.start)
-            if self.locate()==(path, start): break # if the file was renamed during the read, it is read again
+            if self.locate()==(path, start): break # otherwise the file was renamed during the read, and is read again
         if len(data)<self.end-self.start: raise OSError(shorter_message(path))
         return data if data.endswith(b'\n') else data+b'\n'
 
@@ -105,7 +105,7 @@ class LogContents:
     "Segments of a log, and the kinds and layouts of its columns. A layout is the tuple of a row's keys."
     segments: list = field(default_factory=list)
     kinds: dict = field(default_factory=dict) # name of a column -> set of the kinds of its values
-    layouts: list = field(default_factory=list) # layouts of rows (tuples of keys), one for each row that has a new key
+    layouts: list = field(default_factory=list) # layouts of the rows (tuples of keys) that have a new key
 
     def __iter__(self): return iter((self.segments, self.kinds, self.layouts))
 
@@ -150,7 +150,7 @@ class LineIndex:
             out = LogContents().add(*self.contents)
             if self.at>=stop: return out
             f.seek(self.at)
-            # the next call reads the last line again, because this line may be incomplete
+            # the last line may be incomplete, so the next call reads this line again
             return out.add(*inspect_lines(f.read(stop-self.at), path, self.at, Expected()))
 
 def inspect_lines(data, path, at, expected):
@@ -227,7 +227,7 @@ def split_steps(segments, most):
     known = [(s.first, s.last+1, s.rows) for s in segments if s.first is not None]
     if not known: return []
     at = np.unique([b for a,z,_ in known for b in (a, z)])
-    # Estimated number of rows before each step of the array `at`, assuming that each step of a segment has equally many rows
+    # Estimated number of rows before each step in the array `at`, if the rows of a segment are evenly distributed over its steps
     rows = sum(n*np.clip((at-a)/(z-a), 0, 1) for a,z,n in known)
     cuts = np.unique(np.ceil(np.interp(np.arange(most, rows[-1], most), rows, at)).astype(np.int64)).tolist()
     ends = [int(at[0]), *(c for c in cuts if at[0]<c<at[-1]), int(at[-1])]
@@ -248,7 +248,7 @@ class Chunk:
     merged: bool = False # True if the rows of several ranks are merged
     plain: bool = False # True if no row replaces another row, and the rows of ranks are not merged
     home: object = None
-    # (logs, steps) of the first chunk. All chunks take parameter names from the first chunk, so that they use the same names
+    # (logs, steps) of the first chunk, from which all chunks take the same new names of modules
     start: tuple = ()
     asked: int = 0 # time of the call of `scan`, as a cache key, so that each call reads the metadata of ranks only once
 
@@ -328,7 +328,7 @@ def names_and_ranks(logs):
     return tuple((name, rank) for name,rank,_ in logs)
 
 def segment_blocks(segments, steps=None, whole=False):
-    "Return a function to open segments and yield their blocks. `whole`: True to load all columns together, which is faster."
+    "Return a function that opens the segments and yields their rows in blocks. `whole`: True to load all columns at once, which is faster."
     def blocks():
         "Yield the rows of the segments, one block at a time."
         for s in segments:
@@ -352,7 +352,7 @@ def read_rank_metadata(home, names, asked):
 
 @lru_cache(8)
 def names_of_start(home, logs, steps, asked):
-    "Return the names of parameters that only one rank has, from the first chunk, so that all chunks use the same names."
+    "Return new paths of modules whose weights differ between ranks. Use only the first chunk, so that all chunks get the same paths."
     return own_names(rank_rows(logs, steps), *read_rank_metadata(home, names_and_ranks(logs), asked))
 
 def frame_of(chunk):
@@ -385,7 +385,7 @@ def output_columns(contents, merged=False, per_rank=False, several=False):
     if merged:
         kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind
             for k,kind in kinds.items() if k not in shard_columns}
-    # Kind 'double', because some merged rows lack the number of elements, so that NaN must be possible
+    # Kind 'double', because only floats can be NaN, and some merged rows lack the number of elements
     if merged: kinds['numel'] = 'double'
     return {k: kinds[k] for k in column_order(kinds, output_marks(contents, several))}
 
@@ -421,7 +421,7 @@ def to_arrow(values, kind):
     to = output_type(kind)
     if kind=='text':
         try: return pa.array(values.astype(object), to, from_pandas=True)
-        # a value is no text, for example if the module is a number
+        # raised if a value is not a text, for example if a module is a number
         except pa.ArrowTypeError:
             return pa.array([v if isinstance(v, str) else json_text(v) for v in values.tolist()], to)
     if kind=='json': return pa.array([json_text(v) for v in values.tolist()], to)
@@ -435,7 +435,7 @@ def to_arrow(values, kind):
     return pa.array(values, to, from_pandas=True)
 
 def empty_column(kind, n, name):
-    "Return an Arrow column of `n` nulls. Return zeros for a count of NaN or infinities."
+    "Return an Arrow column of `n` nulls, or of `n` zeros if the column counts NaN or infinities."
     if name in bad and kind in ('int64', 'double'): return pa.array(np.zeros(n), output_type(kind))
     return pa.nulls(n, output_type(kind))
 
@@ -464,7 +464,7 @@ def paths_in_part(part):
     return pc.coalesce(part.column('path').dictionary_decode(), paths) if 'path' in part.kinds else paths
 
 def part_column(part, name, kind):
-    "Return one column of a Parquet part as in the result of `scan`: with paths, counts of NaN, and the kind that all chunks use."
+    "Return one column of a Parquet part as `scan` returns it: paths and counts of NaN are filled in, and all chunks use the same kind."
     n = part.rows
     if name=='path': return paths_in_part(part)
     raw = 'run' if name=='mark_run' else name

@@ -38,7 +38,7 @@ def partition_of(chunk, schema):
 
 # %% ../../nbs/50_frames/08_dataset.ipynb #652f262e
 def testable_values(values, kind, steps):
-    "Return a dict: value of a column -> the text or step number that a `Choice` (conditions on rows) can test. `steps`: True for the column `step`."
+    "Return a dict: value of a column -> text or step number for the test by a `Choice` (conditions on rows). `steps`: True for the column `step`."
     known = {v: json.loads(v) if kind=='json' else v for v in values if v is not None}
     if steps: return {v: int(k) for v,k in known.items() if isinstance(k, int|float) and k==k//1}
     return {v: k for v,k in known.items() if isinstance(k, str)}
@@ -105,12 +105,12 @@ class LogDataset(ds.Dataset):
         "Read the chunks that may have rows for a condition. Yield one Arrow table for each chunk."
         for c in self.pruned(condition): yield self.reader(c, columns)
 
-    def scanner(self, columns=None, filter=None, **how): # how: other arguments of `pyarrow.dataset.Dataset.scanner`
+    def scanner(self, columns=None, filter=None, **how): # how: further arguments of `pyarrow.dataset.Dataset.scanner`
         "Return an Arrow scanner for some columns of the rows satisfying a condition."
         used = str(filter) + ('' if columns is None or isinstance(columns, list)
             else ' '.join(map(str, columns.values())))
         names = self.arrow.names if columns is None else [k for k in self.arrow.names if k in columns or k in used]
-        # without a requested column, one column is read, because the caller only counts the rows
+        # if no column is requested, the caller only counts rows, for which one column is enough
         names = names or self.arrow.names[-1:]
         batches = (b for t in self.tables(names, filter) for b in t.to_batches())
         schema = pa.schema([self.arrow.field(k) for k in names])
@@ -118,7 +118,7 @@ class LogDataset(ds.Dataset):
             if k in ('batch_size', 'use_threads', 'memory_pool', 'fragment_scan_options')}
         return ds.Scanner.from_batches(batches, schema=schema, columns=columns, filter=filter, batch_readahead=2, **how)
 
-    def sort_by(self, sorting, **how): # how: other arguments of `pyarrow.Table.sort_by`
+    def sort_by(self, sorting, **how): # how: further arguments of `pyarrow.Table.sort_by`
         "Read all rows into memory, sort them, and return them as a dataset."
         return ds.InMemoryDataset(self.to_table().sort_by(sorting, **how))
 

@@ -54,7 +54,7 @@ class OddPickle(Exception): "Error: a pickle contains data that pandas never wri
 keeps = ('PUT', 'BINPUT', 'LONG_BINPUT')
 
 def check_bounds(file, name):
-    """Check the instructions of a pickle: raise UnpicklingError if they announce more data than the file has, which could exhaust memory.
+    """Raise UnpicklingError if the instructions of a pickle announce more data than the file has, which could exhaust the memory.
 
     Return the file."""
     if not file.seekable(): file = BytesIO(file.read())
@@ -98,7 +98,7 @@ def count_unfolded(x):
         if id(o) in known and known[id(o)] is not None: todo.pop(); continue
         inner = [v for v in children_of(o) if not isinstance(v, str|int|float|type|None)]
         if id(o) not in known:
-            known[id(o)] = None # None means that the children of this object are being counted now
+            known[id(o)] = None # None: the children of this object are being counted now
             if any(known.get(id(v), 0) is None for v in inner): return math.inf
             todo += [v for v in inner if id(v) not in known]
         else:
@@ -144,26 +144,26 @@ def read_parts(file, name): # file: binary file; name: name of the file for mess
 
 # %% ../../nbs/50_frames/20_files.ipynb #483f9863
 def stands_for(x, *kinds):
-    "Return True if `x` is a `PicklePart`, a placeholder for an unpickled object, and the class of this object is one of `classes`."
+    "Return True if `x` is a `PicklePart`, a placeholder for an unpickled object, and the class of this object is one of `kinds`."
     return isinstance(x, PicklePart) and x.what in kinds
 
 def expect(x, *kinds):
     "Return `x`, a placeholder `PicklePart`. Raise OddPickle unless it stands for an object of one of the classes `kinds`."
     if not stands_for(x, *kinds):
-        raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} should be")
+        raise OddPickle(f"found {x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} is expected")
     return x
 
 def to_bytes(x):
     "Return the bytes object that `x`, a part of a pickle, stands for. Each pickle protocol stores bytes in its own form."
     if stands_for(x, 'py_buffer', 'bytearray'): return to_bytes(x.args[0]) if x.args else b''
     if stands_for(x, 'encode') and x.args[1:]==('latin1',): return x.args[0].encode('latin1')
-    if not isinstance(x, bytes|bytearray): raise OddPickle(f"{an(x)} where bytes should be")
+    if not isinstance(x, bytes|bytearray): raise OddPickle(f"found {an(x)} where bytes are expected")
     return x
 
 def to_dtype(x):
     "Convert a `PicklePart` (placeholder for a pickled object) to a numpy dtype. Raise OddPickle unless it is a dtype of numbers or of objects."
     code = expect(x, 'dtype').args[0]
-    if not isinstance(code, str) or not re.fullmatch(r'[iuf][1248]|b1|O8?', code): raise OddPickle(f"a dtype {code!r}")
+    if not isinstance(code, str) or not re.fullmatch(r'[iuf][1248]|b1|O8?', code): raise OddPickle(f"it has the dtype {code!r}")
     order = x.state[1] if isinstance(x.state, tuple) else '|'
     return np.dtype(object) if code[0]=='O' else np.dtype({'>': '>', '<': '<'}.get(order, '=')+code)
 
@@ -172,12 +172,12 @@ def to_scalar(x):
     if stands_for(x, 'scalar'): return np.frombuffer(to_bytes(x.args[1]), to_dtype(x.args[0]))[0].item()
     if x is None or isinstance(x, str|int|float|bool): return x
     if isinstance(x, type) and issubclass(x, PicklePart) and x.what=='NA': return None
-    raise OddPickle(f"{x.what if isinstance(x, PicklePart) else an(x)} is among the values of the table")
+    raise OddPickle(f"its values include {x.what if isinstance(x, PicklePart) else an(x)}")
 
 def build_array(x):
     "Convert a `PicklePart` to a numpy array. Raise OddPickle if the shape announces many elements without data."
     a = to_array(x)
-    if not a.size and max(a.shape)>1000: raise OddPickle("an empty array that claims to be very long")
+    if not a.size and max(a.shape)>1000: raise OddPickle("it contains an array with a large shape but without values")
     return a
 
 def to_array(x):
@@ -196,7 +196,7 @@ def to_array(x):
 def to_number_dtype(x):
     "Convert a `PicklePart` (placeholder for a pickled object) to a numpy dtype of numbers. Raise OddPickle for a dtype of objects."
     dtype = to_dtype(x)
-    if dtype.kind=='O': raise OddPickle("bytes where objects should be")
+    if dtype.kind=='O': raise OddPickle("found bytes where objects are expected")
     return dtype
 
 # %% ../../nbs/50_frames/20_files.ipynb #0efacbfb
@@ -205,14 +205,14 @@ def arrow_texts(x):
     if stands_for(x, 'chunked_array'): return [t for chunk in x.args[0] for t in arrow_texts(chunk)]
     kind,n,_,offset,(valid,ends,text),children,_ = expect(x, '_restore_array').args[0]
     kind = expect(kind, 'type_for_alias').args[0]
-    if kind not in ('string', 'large_string') or children: raise OddPickle(f"an array of {kind}")
+    if kind not in ('string', 'large_string') or children: raise OddPickle(f"it contains an Arrow array of {kind}")
     ends = np.frombuffer(to_bytes(ends), np.int64 if kind=='large_string' else np.int32)[offset:offset+n+1].tolist() if n else [0]
     if len(ends)!=n+1 and n or any(a>b for a,b in zip(ends, ends[1:], strict=False)):
-        raise OddPickle("strings with wrong offsets")
+        raise OddPickle("its strings have wrong offsets")
     text,there = b'' if text is None else bytes(to_bytes(text)),[1]*n
     if valid is not None:
         there = np.unpackbits(np.frombuffer(to_bytes(valid), np.uint8), bitorder='little')[offset:offset+n].tolist()
-    if len(ends)!=n+1 or len(there)!=n: raise OddPickle("an array that ends too early")
+    if len(ends)!=n+1 or len(there)!=n: raise OddPickle("it contains an array that ends too early")
     return [text[a:b].decode() if t else None for a,b,t in zip(ends, ends[1:], there, strict=False)]
 
 def object_array(values):
@@ -241,7 +241,7 @@ def build_index(x):
     "Convert a `PicklePart` to a pandas Index of rows or columns."
     kind,d = expect(x, '_new_Index').args
     if not (isinstance(kind, type) and issubclass(kind, PicklePart) and isinstance(d, dict)):
-        raise OddPickle("an invalid index")
+        raise OddPickle("it contains an invalid index")
     if kind.what=='RangeIndex': return pd.RangeIndex(d['start'], d['stop'], d['step'])
     if kind.what!='MultiIndex': return pd.Index(build_column(d['data']))
     levels,codes = [build_index(v).tolist() for v in d['levels']],[build_array(c).tolist() for c in d['codes']]
@@ -272,7 +272,7 @@ def build_table(x, name): # x: result of `read_parts`; name: name of the file fo
         return out
     except (OddPickle, ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError) as e:
         why = str(e) if isinstance(e, OddPickle) else f'{type(e).__name__}: {e}'
-        raise pickle.UnpicklingError(f"{name} is not a table as pandas 2 and later write it ({printable(why, 200)}). No code of the file was run. "
+        raise pickle.UnpicklingError(f"{name} is not a table in the format of pandas 2 or later ({printable(why, 200)}). No code of the file was run. "
             "If you trust its author, read the file with pandas, and pass the table to validate.") from None
 
 # %% ../../nbs/50_frames/20_files.ipynb #fdf06d45

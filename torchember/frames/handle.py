@@ -75,7 +75,7 @@ def has_orphan_box(boxes):
             with open(os.path.join(boxes, name), 'rb') as f: fcntl.lockf(f, fcntl.LOCK_SH|fcntl.LOCK_NB)
         except FileNotFoundError: continue # another process has just recovered this black box
         except BlockingIOError: continue # the process of this black box is running
-        except OSError: pass # an error is ignored here, because `take_in` will raise and explain it
+        except OSError: pass # an error is ignored here, because `take_in` raises the same error with an explanation
         return True
     return False
 
@@ -96,7 +96,7 @@ def log_names(home):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #5ab7ec68
 def read_facts(name, data):
-    """Read the metadata 'base' of a log. Return the metadata, {} if there are none, and the reason why they cannot be read, else None.
+    """Return a pair: the metadata 'base' of a log ({} if missing), and the reason why they cannot be read (None if they can).
 
     `data`: folder of metadata.
     """
@@ -160,7 +160,7 @@ def open_log(run, home=None):
         raise TypeError(f"a run must be a name, a file, a torchEmber or its tracker te.t, got {an(run)}. Use a table directly, without reading it.")
     if not isinstance(t, tracker): t = emberTracker(run, home)
     recover_boxes(t.dir)
-    t.barrier() # queued rows of this process are written first; a run of another process has no queue here
+    t.barrier() # write the queued rows first. This has an effect only if this process records the run
     t.require_exists()
     return LogReader(t.log_path, t)
 

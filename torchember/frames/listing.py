@@ -29,7 +29,7 @@ from torchember.store.shared import share_parts
 counted = {} # cache: (file, first byte, bytes removed before the file) -> (last byte counted, number of lines)
 
 def count_lines(path, size, start=0, removed=0):
-    "Return the number of lines of a file from byte `start` to byte `size`. Count only bytes not yet counted in the cache."
+    "Return the number of lines of a file from byte `start` to byte `size`. The cache stores earlier counts, so only new bytes are read."
     done,n = counted.get((path, start, removed), (start, 0))
     if size<done: done,n = start,0
     with open_file(path, buffering=0) as f:
@@ -74,10 +74,10 @@ def count_steps(path, size):
 def process_exists(pid, host):
     "Return True if a process is running on this machine. Return False for a process of another host, because it cannot be checked."
     if host!=gethostname() or not isinstance(pid, int) or not 0<pid<2**31: return False
-    if os.name=='nt': return True # on Windows no signal is sent as a test, because any signal would end the process
+    if os.name=='nt': return True # Windows has no signal for this test: on Windows, `os.kill` ends the process
     try: os.kill(pid, 0)
     except ProcessLookupError: return False
-    except OSError: return True # an error of permission means that the process exists, but belongs to another user
+    except OSError: return True # a permission error means that the process exists, but belongs to another user
     return True
 
 def is_running(base):
@@ -108,7 +108,7 @@ def stat_file(path):
     return call_store(path, path.stat) if is_url(path) else os.stat(path)
 
 def describe_log(name, place):
-    "Describe the log `name` in the home `place` as a dict, which becomes a row of the table of `runs()`. Raise an error if the log cannot be read."
+    "Return one row of the table of `runs()`, as a dict, for the log `name` in the home `place`. Raise an error if the log cannot be read."
     path,data = place/'log'/safe_name(name, 'run'),place/'data'
     base,problem = read_facts(name, data)
     s = stat_file(path)

@@ -56,7 +56,7 @@ back = {t: o for o,t in types.items()} | {'Weight': 'weight', 'Weight_Gradient':
 stat_names = {'abs_mean': 'mean_abs', 'abs_max': 'max_abs', 'abs_min': 'min_abs', 'rms': 'rm2'}
 ours = {t: o for o,t in stat_names.items()}
 of_parameters = ('weight', 'weight_grad', 'optimizer', 'update')
-# META: names of tensors, and steps; STAT: statistics; EXP: counts of exponents. The first level of a LogFrame's columns
+# First level of a LogFrame's columns. META: names of tensors, and steps; STAT: statistics; EXP: counts of exponents
 META,STAT,EXP = LogFrame.schema
 
 def dotted(*parts):
@@ -117,7 +117,7 @@ def count_columns(df):
     size = np.array([*map(len, counts)])-2
     low,high = lo.min(),(lo+size-1).max()
     out = np.zeros((len(df), high-low+3), np.int64)
-    # this loop is short, because the rows have few distinct ranges of exponents
+    # few iterations, because the rows have few distinct ranges of exponents
     for a,n in {*zip(lo.tolist(), size.tolist(), strict=True)}:
         some = np.flatnonzero((lo==a) & (size==n))
         block = np.fromiter(chain.from_iterable(counts[some]), np.int64, len(some)*(n+2)).reshape(len(some), n+2)
@@ -292,9 +292,9 @@ def is_of_track_and_visualize(lf):
     return any(not isinstance(k, str) or k.startswith("<class '") for k in kinds)
 
 def with_right_exponents(lf, shifted=None):
-    """Validate a LogFrame, and subtract 1 from exponents that are one too high. `shifted`: True if they are, None to find out.
+    """Validate a LogFrame, and subtract 1 from exponents that are one too high. `shifted`: True if the table needs this.
 
-    None: correct them if Track & Visualize recorded the table.
+    `shifted=None` corrects the exponents only if Track & Visualize recorded the table.
     """
     lf = validate(lf)
     return unshifted(lf) if (is_of_track_and_visualize(lf) if shifted is None else shifted) else lf
@@ -315,7 +315,7 @@ def parent_modules(names):
     return out
 
 def longest_module(name, modules):
-    "Split the name of a tensor into the path of the innermost module that contains it, and the rest. `modules`: paths of modules."
+    "Split the name of a tensor into the path of its innermost module and the rest of the name. `modules`: paths of modules."
     path = name
     while path and path not in modules: path = path.rpartition('.')[0]
     return path, name[len(path):].lstrip('.')

@@ -56,7 +56,7 @@ def read(
     if not len(df) and choice.conditions: raise NothingChosen(explain_empty(choice, values_of_conditions(found)))
     if columns is None: return df
     if callable(columns): return df[[c for c in df.columns if c=='run' or columns(c)]]
-    # all columns are read now, so that the error message can list the existing names
+    # read again with all columns, so that the error message can list the existing names
     if any(c not in df for c in as_names(columns)):
         df = read(run, path, ttype, tname, steps, home=home, per_rank=per_rank)
     return df[select_columns(df, columns)]

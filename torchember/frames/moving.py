@@ -129,8 +129,8 @@ class Target:
 # %% ../../nbs/50_frames/08_moving.ipynb #3c61f2d4
 class LogLines:
     "Lines of a log that are still in local files. A position counts bytes of the whole log, including lines that were removed."
-    def __init__(self, listing, files): # listing, files: results of `parts_and_lines`
-        # spans: a tuple (file, first byte, end) for each file; both bytes are positions in the whole log
+    def __init__(self, listing, files): # listing, files: the two results of `parts_and_lines`
+        # spans: a tuple (file, first byte, end) for each file, with positions in the whole log
         self.spans,at = [],(listing or {}).get('removed', 0)
         self.first = self.at = at
         for f,_ in files:
@@ -144,7 +144,7 @@ class LogLines:
         self.at = at
 
     def read(self, n):
-        "Return `n` bytes from the current position in the log, or less at the end."
+        "Return `n` bytes from the current position in the log, or fewer at the end of the log."
         stop,out = min(self.at+n, self.end),[]
         for f,a,b in self.spans:
             if (start := max(self.at, a))<(end := min(stop, b)):
@@ -168,7 +168,7 @@ class LogLines:
         return self.end-len(data)+data.rfind(b'\n')+1
 
     def id(self, name):
-        "Return an id made from the first line of the log. By this id, `sync` recognizes Parquet files that an interrupted `sync` has left."
+        "Return an id made from the first line of the log. `sync` uses this id to recognize Parquet files from an interrupted `sync`."
         return hashlib.sha256(name.encode()+b'\n'+self.between(0, min(self.end, 1<<16)).partition(b'\n')[0]).hexdigest()[:32]
 
     def sha(self, start, end):
@@ -178,7 +178,7 @@ class LogLines:
         return h.hexdigest()
 
 # %% ../../nbs/50_frames/08_moving.ipynb #feaa105c
-# least: bytes of lines that make a Parquet part; small: up to this number of bytes, a log stays lines; together: number of parts to merge
+# in bytes: `least` lines make a Parquet part, and a log up to `small` is sent as lines; together: number of parts to merge into one
 least,small,together = 1<<16,1<<20,16
 
 def make_sync_parts(lines, run, id, start, end, last):
@@ -207,21 +207,21 @@ class SyncState:
     "Settings of a call of `sync`, and caches that save time when `sync` is called again."
     def __init__(self, home, target, parquet=True, deep=True): # deep: True to read and verify all files again, even unchanged files
         self.home,self.target,self.parquet,self.deep = home,target,parquet and find_spec('pyarrow') is not None,deep
-        # hashes: file -> (size and time, content); checked: Parquet parts whose lines were compared with the local lines
+        # hashes: file -> ((size, time, inode), its `Upload`); checked: Parquet parts whose lines were compared with the local lines
         self.hashes,self.checked = {},set()
-        self.shared = {} # path of a Parquet file that several logs share -> content that was sent
+        self.shared = {} # path of a Parquet file that several logs share -> the `Upload` that was sent
 
     def sync_log(self, h, name):
         "Copy one log to the destination. Return a dict with the number and size of its files. `h`: `Home` with the log."
         for again in range(4):
             try: return LogCopy(self, h, name).sync()
             except FileNotFoundError:
-                # if `compact` has removed lines meanwhile, the log is copied again; any other error is raised
+                # copy the log again if `compact` removed lines during the copy. Any other error is raised
                 if again==3 or (h.log/name).exists() and parts_and_lines(h.log/name)[0] is None: raise
                 h = Home(self.home)
 
     def piece(self, path):
-        "Return the content of a file with its fingerprint (size and hashes). Use the cached fingerprint if the file has not changed."
+        "Return the `Upload` of a file: its content, size and hashes. Use the cached hashes if the file has not changed."
         s = os.stat(path)
         mark = s.st_size, s.st_mtime_ns, s.st_ino
         if self.deep or self.hashes.get(path, (None,))[0]!=mark: self.hashes[path] = mark, Upload(file=path)
@@ -235,7 +235,7 @@ class Manifest:
     """
     def __init__(self, to, name): # to: a `Target`; name: name of the log
         self.to,self.file,self.folder = to,f'data/sync_{name}.json',f'log/{name}.parts/'
-        self.before = as_dict(to.read_json(self.file)) # manifest (list of copied files) that the last `sync` wrote
+        self.before = as_dict(to.read_json(self.file)) # manifest (list of copied files) from the last `sync`
         self.noted = {k: v for k,v in as_dict(self.before.get('files')).items()
             if isinstance(v, dict) and {'size', 'sha256', 'md5'}<=set(v)}
         # Name of a Parquet part -> hash of the lines from which the part was made
@@ -243,7 +243,7 @@ class Manifest:
         self.files = {} # path of a file at the destination -> its fingerprint (size and hashes)
 
     def unlisted_files(self, over, sent):
-        """Return files at the destination that the manifest no longer lists: path -> time when this was noticed.
+        """Return a dict of the files at the destination that the manifest no longer lists: path -> time when `sync` first noticed this.
 
         `over`: True if the run is over; `sent`: number of files that were sent.
         """
@@ -343,7 +343,7 @@ class LogCopy:
         self.m.shared[rel] = piece
 
     def keep(self, parts, p):
-        "Add a Parquet part that the destination already has to the new list of parts."
+        "Add a Parquet part to the new list of parts without sending the file, because the destination already has this file."
         parts.append(p)
         self.files[self.folder+p['file']] = self.manifest.noted[self.folder+p['file']]
 
@@ -460,7 +460,7 @@ class Background:
         if not every>0: raise ValueError(f"every must be a number of seconds greater than 0, got {every!r}.")
         self.run,self.target,self.every = run,target,every
         self.moving,self.over,self.error,self.said,self.warned = SyncState(home, target, parquet, deep=False),threading.Event(),None,[],set()
-        # the `Event` is shared with the destination, so that `stop` also ends the retries for a remote store
+        # the destination uses the same `Event`, so that `stop` also ends its retries
         target.over = self.over
         self.thread = threading.Thread(target=self.repeat, name='torchember-sync', daemon=True)
         self.thread.start()

@@ -33,7 +33,7 @@ def drop_invalid_rows(df):
     return good
 
 def valid_shapes(values):
-    "Replace each value that is no shape by None."
+    "Replace each value that is not a shape by None."
     shapes = [s for s in values if isinstance(s, list|tuple)]
     sizes = list(chain.from_iterable(shapes))
     # usually, all values are shapes already
@@ -65,7 +65,7 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
         for rank,blocks_of_rank in logs.items():
             for data in blocks_of_rank(): block_ranks.append(rank); yield data
     def keep_and_note(block):
-        "Return the mask of the rows of a block to keep, and store this mask."
+        "Return a mask of the rows of a block: True for rows to keep. Also store the mask."
         mask = keep(block)
         masks.append(np.array(mask, bool))
         return mask

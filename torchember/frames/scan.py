@@ -26,7 +26,7 @@ from torchember.store.lines import bad
 def inspect_run(run, per_rank, several, count_back):
     "Return the chunks of a `Run`, its columns, and the user's marks. `count_back`: True if the selection counts steps from the last step."
     logs,merged = [(log.name, r, log) for r,log in run.logs.items()],run.is_ranked and not per_rank
-    # with many logs, segments are smaller, because each log has fewer rows of a step
+    # a chunk has rows of all logs, so with many logs the segments of each log are smaller
     rows,expected = most_rows if len(logs)==1 else max(most_merged//(4*len(logs)), 512),Expected()
     contents,names = [inspect_log(log, rows, expected) for *_,log in logs],[(name, rank) for name,rank,_ in logs]
     home = run.home if merged else None
@@ -48,12 +48,12 @@ def log_steps(contents):
     return () if not some else None if None in steps else steps
 
 def warn_missing_ranks(name, about, steps):
-    "Warn about ranks whose log is missing or ends early, as far as this shows without reading rows. `steps`: rank -> result of `log_steps`."
+    "Warn about ranks whose log is missing or ends early, without reading rows. `steps`: rank -> result of `log_steps`."
     (about,messages),steps = validate_metadata(about),{r: s for r,s in steps.items() if s!=()}
     for m in (*messages, *missing_ranks(steps, about, RankAxes(about, steps).world)): warn(f"{printable(name)}: {m}")
 
 def merge_columns(each, marks, several):
-    "Return the columns of a common table of several runs: column -> kind of values. `each`: such a dict of each run."
+    "Return the columns of a common table of several runs: column -> kind. `each`: for each run, a dict of its columns and their kinds."
     names = dict.fromkeys([*(['run']*several), *chain.from_iterable(each)])
     kinds = {k: 'text' if k=='run' and several else common_kind(f[k] for f in each if k in f) for k in names}
     return {k: kinds[k] for k in column_order(kinds, marks)}
@@ -185,7 +185,7 @@ def scan(
     home=None, # Folder or URL of logs, instead of `~/.torchember`
     per_rank:bool=False # True to return the rows of each rank of a distributed run, without merging ranks
 ): # polars.LazyFrame, duckdb relation, pyarrow Dataset, iterator of pandas.DataFrame, dask DataFrame or ray Dataset
-    """Return runs of any size as a lazy table of `engine`. NaN becomes null; a value that is no number, text or number list becomes JSON
+    """Return runs of any size as a lazy table of `engine`. NaN becomes null; a value other than a number, text or list of numbers becomes JSON
 
     Args:
         run: Runs that `read` accepts: a name, a pattern such as 'GPT*', a file or URL of a log, a `torchEmber`, or a list of these

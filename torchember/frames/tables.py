@@ -36,7 +36,7 @@ def as_category(values):
         if used==list(range(len(values.cat.categories))): return values
         return values.cat.set_categories(values.cat.categories[used])
     try: names = values.dropna().unique()
-    except TypeError: return values # a list or a dict among the values means that this is no column of names
+    except TypeError: return values # a value that is a list or dict shows that the column does not contain names
     if not len(names) or not all(isinstance(v, str) for v in names): return values
     return pd.Series(pd.Categorical(values, categories=names), index=values.index)
 
@@ -74,7 +74,7 @@ def table_of_blocks(blocks, file=None, keep=None, only=None, expected=None): # a
     return without_superseded(table_of_columns(columns, layouts, n))
 
 class ColumnFilter:
-    "Container of column names: `name in filter` is True if the function `f` accepts the name, or if the column is needed to make any table."
+    "Container of column names: `name in filter` is True if the function `f` accepts the name, or if every table needs this column."
     def __init__(self, f): self.f = f
     def __contains__(self, name): return name in columns_to_read(()) or name=='run' or self.f(name)
 
@@ -161,12 +161,12 @@ def is_whole_step(s):
 def only_types(column, kinds):
     "Replace values of types other than `kinds` by None. If texts are expected, convert whole numbers to texts. Return None if no value changes."
     known = lambda v: isinstance(v, kinds) or v is None or isinstance(v, float) and v!=v
-    # A list of types takes a tenth of the time of a test of each value, and a run has many rows. Texts and shapes of the right type need no more
+    # First compare only the types, which is 10 times faster than testing each value. Most columns are finished here
     usual,types = {float, type(None), *(kinds if isinstance(kinds, tuple) else (kinds,))},list(map(type, column.to_numpy()))
     if set(types)<=usual and types.count(float)+types.count(type(None))==column.isna().sum(): return None
     same = np.array([known(v) for v in column], bool)
     if same.all(): return None
-    # A CSV file stores no types, so that the name '0' was read as the number 0. Therefore whole numbers become texts
+    # whole numbers become texts, because a CSV file stores no types: the name '0' was read as the number 0
     return column.astype(object).where(same, column.map(lambda v: str(v) if kinds is str and type(v) is int else None))
 
 def to_numbers(column, name):

@@ -94,7 +94,7 @@ def dead_units(
         pandas.DataFrame: path, unit, dead, since (step), revived (how often), activity
     """
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window<1):
-        raise ValueError(f"window must be a number of steps >= 1, or None for the last row, got {window!r}.")
+        raise ValueError(f"window must be a number of steps >= 1, or None for only the last step, got {window!r}.")
     tables = [rows_of_history(h, window) for h in histories(run, stat, path)]
     return pd.concat(tables, ignore_index=True)
 
@@ -104,7 +104,7 @@ def rows_of_history(h, window):
     zero,n = h.value==0,len(h.steps)
     recent = h.steps>h.steps[-1]-window if window is not None else np.arange(n)==n-1
     dead = zero[recent].all(0)
-    begin = np.where(zero.all(0), 0, n-np.argmax(~zero[::-1], 0)) # index of the step where the zeros at the end begin
+    begin = np.where(zero.all(0), 0, n-np.argmax(~zero[::-1], 0)) # index of the step since which the unit is zero
     since = pd.array(np.append(h.steps, 0)[begin].astype('int64'), dtype='Int64')
     since[~dead] = pd.NA
     known = ~np.isnan(h.value[recent])

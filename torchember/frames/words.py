@@ -23,7 +23,7 @@ stats_of = {'rm2': 'rms', 'mean_abs': 'abs_mean', 'max_abs': 'abs_max', 'min_abs
 
 # %% ../../nbs/50_frames/00_words.ipynb #02a00250
 def ttype_of(name): # name: for example 'output', 'Activation', 'Optimiser_State.exp_avg'
-    "Translate a name that a user may give to a tensor type. Return torchember's name and the optimizer state, or None, such as ('optimizer', 'exp_avg')."
+    "Translate a user's name of a tensor type. Return a pair: torchember's name, and the optimizer state or None. Example: ('optimizer', 'exp_avg')."
     first,_,key = str(name).partition('.')
     ours = ttypes_of.get(first.lower(), first)
     if ours not in ttypes: raise ValueError(unknown('tensor type', name, ttypes, ttypes_of))
@@ -41,7 +41,7 @@ def earlier_calls(*order): # order: positional arguments after `run` in earlier 
         known = signature(f)
         @functools.wraps(f)
         def g(*args, **given):
-            "Call the function with arguments in the order of earlier versions, or as they were given."
+            "Call `f`. If the arguments fit the order of earlier versions, use this order; otherwise pass the arguments unchanged."
             given = in_our_words(given, known.parameters, f.__name__)
             before = dict(zip((next(iter(known.parameters)), *order), args, strict=False)) if order else {}
             named,later = {n: v for n,v in before.items() if n in kinds_of_words},lambda: f(*args, **given)
@@ -57,7 +57,7 @@ def earlier_calls(*order): # order: positional arguments after `run` in earlier 
             except (ValueError, TypeError) as e:
                 ours = ('Did you mean' in str(e) and 'Did you mean' not in str(then)
                     and not any(v and is_known(n, v) for n,v in named.items()))
-                raise (e if ours else then) from None # raise the error whose message suggests the correct name
+                raise (e if ours else then) from None # raise the error that suggests the correct name
         return g
     return of
 

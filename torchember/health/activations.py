@@ -17,7 +17,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/40_activations.ipynb #dee878a6
 def feeding_layer(h, s, far=6):
-    """Return the path of the last module with weights before a tensor, or None if none of the `far` modules before has weights.
+    """Return the path of the last module with weights before a tensor. Return None if none of the `far` modules before the tensor has weights.
 
     Normalizations are skipped.
     """
@@ -30,7 +30,7 @@ def feeding_layer(h, s, far=6):
     return None
 
 def is_fed_below_zero(h, s, at):
-    """Return True if the outputs of the previous module are never above zero from the step with index `at` on.
+    """Return True if the outputs of the previous module have never been above zero since the step with index `at`.
 
     If so, a ReLU made the zeros of the input `s`. Otherwise the input may be a recurrent state that begins with
     zeros.
@@ -38,7 +38,7 @@ def is_fed_below_zero(h, s, at):
     before = h.graph.feeder(s.path)
     fed = h.outputs.get(before) if before is not None else None
     if fed is None or 'max' not in fed: return False
-    return median(fed['max'][fed.steps>=s.steps[at]])<=0 # `median` of no values is NaN, and NaN<=0 is False
+    return median(fed['max'][fed.steps>=s.steps[at]])<=0 # False also without later steps, because their median is NaN
 
 def has_zero_weights(h, s, at):
     """Return True if the output of a layer is zero because the weights of the layer are zero.
@@ -52,23 +52,23 @@ def has_zero_weights(h, s, at):
 def is_float(s): return not s.dtype or 'float' in s.dtype or 'complex' in s.dtype
 
 def find_zeros(h, ss):
-    """Return the index of the step from which on all outputs (or all inputs) of a module are zero, or None.
+    """Return the index of the first step from which all outputs (or all inputs) of a module stay zero, or None.
 
     `ss`: `Series` of these outputs or inputs.
     """
     s = ss[0]
     if len(s)<2 or not ('max' in s or 'abs_max' in s) or s.shape is not None and np.prod(s.shape)<=2 or not is_float(s): return None
-    # the rules `same_data` and `constant_batch` report zeros in the data
+    # skip the data of the model: the rules `same_data` and `constant_batch` report zeros in the data
     if s.ttype=='input' and s.path in h.graph.first_modules: return None
     ats = [lasts_from(o.zero) for o in ss if is_float(o) and len(o)>=len(s)//2]
     return None if None in ats or s.ttype=='input' and not is_fed_below_zero(h, s, max(ats)) else max(ats)
 
 # %% ../../nbs/55_health/40_activations.ipynb #2c7f9ee5
-# classes of activations that return zero for a whole range of inputs
+# classes of activations that return zero for all inputs in some range
 rectifiers = 'ReLU', 'ReLU6', 'Threshold', 'Hardtanh', 'Softshrink', 'Hardshrink', 'Hardswish', 'Hardsigmoid', 'SquaredReLU'
 
 def find_nearly_dead(h, share):
-    "Yield a finding about a layer if nearly all of its units are dead, that is, always zero. `share`: least fraction of outputs that are zero."
+    "Yield a finding for each layer in which nearly all units are dead, that is, always zero. `share`: required fraction of zeros in the output."
     for s in h.series('output'):
         if 'zero_frac' not in s or not any(r in h.activation(s) for r in rectifiers): continue
         at = lasts_from(s['zero_frac']>=share)
@@ -81,17 +81,17 @@ def find_nearly_dead(h, share):
         return
 
 def dead_advice(is_first):
-    "Return an advice about a layer whose outputs are zero. `is_first`: True if they are zero from the first step on."
+    "Return the advice for a layer whose outputs are zero. `is_first`: True if the outputs are zero in all steps."
     default,rate = 'Start with biases near zero and the default weights of torch.','Divide the learning rate by 10, because the layer died in the training.'
     return f"{default if is_first else rate} Or use LeakyReLU or GELU, which let gradients pass for negative inputs."
 
 def flag_nonpositive(s):
-    "Return the mask of the steps in which no value of a tensor is above zero, known from the maximum, or else from `abs_mean` and `mean`."
+    "Return a mask of the steps in which no value of a tensor is above zero. Use the maximum, or `abs_mean` and `mean` if there is no maximum."
     if 'max' in s: return s['max']<=0
     return abs(s['abs_mean']+s['mean'])<=1e-6*s['abs_mean'] if 'abs_mean' in s and 'mean' in s else np.zeros(len(s), bool)
 
 def find_dead_by_gradient(h):
-    """Return a list of at most one finding about a layer with all outputs below zero and all gradients zero.
+    """Return a list with one finding if all outputs of a layer are below zero and all its gradients are zero. Else return an empty list.
 
     A ReLU after such a layer is dead. If the ReLU is a function in the model's code, its outputs are not recorded.
     """
@@ -105,7 +105,7 @@ def find_dead_by_gradient(h):
     return []
 
 def below_zero_phrase(fed, s, step):
-    "Return a phrase that all outputs of the layer `fed` are below zero, or '' if some are not. An activation after the layer returns only zeros."
+    "Return a phrase about the layer `fed` if all its outputs are below zero, so that a ReLU after `fed` returns zeros. Else return ''."
     if fed is None or fed is s or 'max' not in fed: return ''
     later = fed['max'][fed.steps>=step]
     return f": all outputs of {fed.title} are below zero (at most {fmt(later[0])})" if len(later) and later[0]<=0 else ''
@@ -116,7 +116,7 @@ def has_gradients(h, layer, step):
     return any(len(v) and (v>0).mean()>.5 for v in grads)
 
 def recovery_phrase(h, s, layer, alive):
-    "Return a sentence about whether a layer whose activation returns only zeros can recover. `alive`: result of `has_gradients`."
+    "Return a sentence: can a layer recover after its activation has returned only zeros? `alive`: result of `has_gradients`."
     if alive: return f" Gradients still reach `{layer}` another way, so the layer may recover."
     if any(k[0]==layer for k in h.grads): return f" The gradients of `{layer}` are zero, too, so the layer cannot recover."
     return " No gradient passes through it, so it cannot recover." if any(r in h.activation(s) for r in rectifiers) else ''
@@ -156,10 +156,10 @@ def activation_shape(h, s):
     The class of the activation decides for an output. The range of values decides for an input, if the output of the
     module before has larger values.
     """
-    # the activation of an RNN is tanh, or ReLU with values of at least 0
+    # an RNN applies tanh or ReLU. Values clearly below 0 show that it is tanh
     if s.kind in ('RNN', 'RNNCell') and s.ttype=='output':
         return 'tanh' if 'max' in s and finite_max(s.abs_max)<=1 and finite_max(-s['min'])>.5 else None
-    if s.ttype=='output': # values above 1 show that other operations follow the activation in the module
+    if s.ttype=='output': # with values above 1, the module applies other operations after the activation
         return shapes.get(h.activation(s)) if s.path not in h.activations or finite_max(s.abs_max)<=1 else None
     if h.graph.makers.get(s.path) or s.path in h.graph.first_modules or 'max' not in s or 'float' not in str(s.dtype): return None
     before = h.graph.feeder(s.path)
@@ -176,14 +176,14 @@ def mean_slopes(s, kind):
     "Return the mean slope of an activation in each step, from its mean and rms. `kind`: 'tanh' or 'sigmoid'."
     return (1 if kind=='tanh' else s['mean'])-s.rms**2
 
-full_slope = {'tanh': 1., 'sigmoid': .25} # slope at x=0, which is the largest slope of the activation
+full_slope = {'tanh': 1., 'sigmoid': .25} # slope of the activation at x=0, where it is largest
 
 class Saturation(NamedTuple):
     "An activation saturated from some step up to the end of the run."
     s: object # `Series` (statistics over the steps) of the activation
     at: int # index of the first saturated step
     kind: str # 'tanh' or 'sigmoid'
-    slope: float # mean slope of the activation function, from the step with index `at` on
+    slope: float # mean slope of the activation function, in the saturated steps
 
 def find_saturation(h, s, slope):
     "Return a `Saturation` if an activation is saturated up to the end of the run, else None. `slope`: largest mean slope of a saturated activation."
@@ -327,14 +327,14 @@ def attention(h, logit=30., peak=.97, early=.5):
 
 # %% ../../nbs/55_health/40_activations.ipynb #06f41c23
 def is_converging(h, s):
-    """Return True for an inner module while the training goes well.
+    """Return True if the training goes well, and a module is neither the whole model nor its last module.
 
     The output of an inner module may become constant on purpose: a residual of a solver, or a closing gate.
     """
     return h.progress.is_good and not (s.path=='' or s.path in h.graph.last_modules)
 
 def find_equal_outputs(h, path, s, small):
-    """Return the index of the step from which on an output is the same for all samples, or None.
+    """Return the index of the first step from which an output stays the same for all samples, or None.
 
     Nearly equal values count only if they differed at the start. Exactly equal values always count.
     `small`: as in the rule `collapse`.

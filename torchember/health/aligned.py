@@ -30,7 +30,7 @@ def filled_column(df, name):
     return np.where(df[name].isna().to_numpy(), '', values)
 
 def common_names(df):
-    "Return for each row a tensor name that is the same in a torch run and in a JAX run."
+    "Return a name of the tensor of each row, chosen so that the names of a torch run and of a JAX run agree."
     path,ttype,tname,pname = (filled_column(df, c) for c in ('path', 'ttype', 'tname', 'pname'))
     places,out = {},np.empty(len(df), object)
     for i,(p,t,n,parameter) in enumerate(zip(path, ttype, tname, pname, strict=True)):
@@ -103,7 +103,7 @@ class RowPairs:
             code = pd.factorize(code*(int(new.max(initial=0))+1)+new)[0]
         steps = np.concatenate([a.df['step'].to_numpy(int), b.df['step'].to_numpy(int)])
         rows = pd.DataFrame({'step': steps, 'code': code, 'row': np.r_[:n, :len(code)-n]})
-        # number the rows of a tensor in each step, because a module that is called twice has two rows in a step
+        # number the rows of each tensor in a step, because a module that is called twice writes two rows
         rows['nth'] = rows.groupby([np.arange(len(code))>=n, 'step', 'code']).cumcount()
         pairs = rows[:n].merge(rows[n:], on=['step', 'code', 'nth']).sort_values(['step', 'row_x'])
         self.at,self.tensor,self.step = (pairs['row_x'].to_numpy(), pairs['row_y'].to_numpy()),pairs['code'].to_numpy(),pairs['step'].to_numpy()

@@ -36,7 +36,7 @@ def is_constant(s):
     return (s['max']==s['min']) & (s.bad==0) & (s.rows.sizes[s.at]>1) if 'max' in s and 'min' in s else np.zeros(len(s), bool)
 
 def find_lost_batches(s, most, least=16):
-    """Return the indices of the steps in which all values of a batch are equal. Return none if such steps are most steps.
+    """Return the indices of the steps in which all values of a batch are equal. Return an empty array if most steps have constant batches.
 
     most: largest fraction of such steps; least: least number of elements of a batch
     """
@@ -78,7 +78,7 @@ def find_cycle(ins, longest):
     return None
 
 def find_groups(ins, longest):
-    "Return how many steps in a row use the same batch, if most batches are used in this number of steps. Return None otherwise."
+    "Return n if most batches are used in n consecutive steps, with n from 2 to `longest`. Return None otherwise."
     new = np.flatnonzero(np.r_[True, ~equal_to_earlier(ins, 1)]) # indices of the steps with a new batch
     lengths = np.diff(new)
     if len(lengths)<4: return None
@@ -105,8 +105,8 @@ def repeated_data(h, longest=4, groups=16, least=12):
         "and that the loader shuffles.")
 
 def report_groups(h, s, n):
-    "Return a finding that each batch of the data input `s` is used in `n` steps in a row."
-    # in adversarial and reinforcement learning, several steps with the same batch are usual
+    "Return the finding that each batch of the data input `s` is used in `n` consecutive steps."
+    # only 'info' in adversarial and reinforcement learning, where several steps with one batch are usual
     severity = 'info' if h.progress.verdict=='means nothing' else None
     return s.finding(0, f"Each batch is used in {n} steps in a row: {s.tname} of {s.title} has the same statistics in these steps. "
         "Is this intended?", severity=severity, stat='mean', times=n,
@@ -155,13 +155,13 @@ def row_keys(s, bits=20):
     for c in of_tensor:
         if c not in s: continue
         # replace NaN by a number, because NaN is not equal to NaN. The standard deviation of a single value is NaN
-        v = np.nan_to_num(s[c].astype(np.float32), nan=12345.)+np.float32(0) # adding 0 turns -0 into 0
+        v = np.nan_to_num(s[c].astype(np.float32), nan=12345.)+np.float32(0) # turn -0 into 0: their bits differ
         numbers = numbers*np.uint64(0x9E3779B97F4A7C15) + (v.view(np.uint32) >> np.uint32(23-bits)).astype(np.uint64)
         numbers ^= numbers >> np.uint64(29)
     return numbers
 
 class TensorsByStep:
-    "Finds out whether a tensor is an input of the model or an output of a module in the same step, by its statistics. `h`: a `History`."
+    "Statistics of the model's inputs and of all module outputs in each step, to recognize a given tensor. `h`: a `History`."
     def __init__(self, h): self.h,self.columns = h,None
 
     def knows(self, step, key):
@@ -172,13 +172,13 @@ class TensorsByStep:
         return any((i := s.at_step(step)) is not None and numbers[i]==key for s,numbers in self.columns)
 
 def find_maker_series(h, s):
-    "Return the `Series` of the module output that is usually passed on as the input `s`, or None."
+    "Return the `Series` of the module output that usually is the input `s`, or None."
     makers = h.graph.makers.get(s.path, ())
     out = [o for o in h.series('output') if o.path in makers and o.call==s.call and o.shape==s.shape]
     return out[0] if out else None
 
 def find_changed(h, s, maker, tensors, share):
-    """Return (steps, kind) of the steps in which the input `s` is not the output of its maker, nor another recorded tensor.
+    """Return (steps, kind) of the steps in which the input `s` is neither its usual tensor nor any other recorded tensor.
 
     `maker`: series of the output that the module usually gets. Return None without such steps, or if the fraction of
     equal steps is below `share`.

@@ -68,7 +68,7 @@ def norm_line(h):
     return [f"- norm of all gradients ({quote_name(n.name)}): {', '.join(f'{k} {format_value(v)}' for k,v in shown.items())}{odd}"]
 
 def run_lines(h, name, rules):
-    "Return the lines of the summary about the run: model, steps, and what was recorded. `rules`: the `Rule`s that checked the run."
+    "Return the lines about the run in the summary: model, steps, and recorded tensors. `rules`: the `Rule`s that checked the run."
     ps = h.parameters
     n = sum(int(np.prod(p['shape'])) for p in ps if p.get('shape') is not None)
     known = f", {n:,} parameters in {len(ps):,} tensors, {sum(p['requires_grad'] is False for p in ps):,} of these frozen" if ps else ''

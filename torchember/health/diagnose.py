@@ -55,7 +55,7 @@ cause_order = ( # names of all rules: a rule that finds causes comes before the 
     'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
     'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'rank_collapse', 'loss_spike',
     'diverging', 'loss_rises', 'loss_below', 'loss_stalls', 'uniform_heads')
-# Name of a rule -> how much earlier than their cause its findings may begin, as a fraction of the training
+# Name of a rule -> time by which its findings may begin before their cause, as a fraction of the training
 late_share = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
 
 def explains(cause:dict, found:dict, after:dict, length=0, graph=None) -> bool:
@@ -131,7 +131,7 @@ def find_unrecorded(h, rules=()) -> list:
     return out+find_missing_statistics(h, rules)
 
 def coverage_phrase(h, rules):
-    "Return in words what was checked: number of rules, steps and tensors, and the loss."
+    "Return a phrase about what was checked: number of rules, steps and tensors, and the loss."
     kinds = ', '.join(dict.fromkeys(s.ttype for s in h.all))
     loss = f' and {h.loss.name!r}' if h.loss is not None else ''
     return f"{len(rules)} rules checked {len(h.steps):,} step{'s'*(len(h.steps)!=1)} of {len(h.all):,} tensors ({kinds}){loss}"
@@ -178,7 +178,7 @@ def findings_class():
 
         def lines(self):
             "Return the report as lines of text, or None if the table lacks a column of findings."
-            # without all columns of findings, the table is displayed as an ordinary table
+            # the user has removed columns of the table, so that it is displayed as an ordinary table
             if not set(columns)<=set(self.columns): return None
             head = f"{self.run or 'The run'}: {'no problem found. ' if self.healthy else ''}{self.looked}."
             unseen = [f"Not checked: {'; '.join(f'{what} ({how})' for what,how in self.missing)}."] if self.missing and self.healthy else []

@@ -22,7 +22,7 @@ from .series import as_tuple
 from .tolerance import Distances, backward_types, eps_of, flow_types, step_gaps, element_jump, find_limits, rounding_error, most_growth
 
 # %% ../../nbs/55_health/80_diff.ipynb #3bd9d77b
-# Fraction of the activations with another dtype, from which on the two runs use different dtypes on purpose
+# if at least this fraction of the activations differs in dtype, the two runs use different dtypes on purpose
 format_share = .25
 
 def compare_formats(pairs, dtypes):
@@ -75,7 +75,7 @@ class LoggedPair(NamedTuple):
     step: int
     a: float
     b: float
-    distance: float # difference of the two numbers, divided by their size
+    distance: float # relative difference of the two numbers
     tolerance: float # largest `distance` that rounding, or earlier differences of tensors, can explain
 
 def compare_logged(pairs, d, eps, steps, rtol=None):
@@ -95,7 +95,7 @@ def compare_logged(pairs, d, eps, steps, rtol=None):
             a,b = values[0][s],values[1][s]
             size = max(abs(a), abs(b), usual)
             far = 0. if a==b or a!=a and b!=b else abs(a-b)/size if np.isfinite([a, b]).all() else np.inf
-            # last step up to `s` with recorded tensors: if they differ, they may be the cause of the different logged number
+            # last step up to `s` with recorded tensors: a difference of these tensors may explain the difference of the logged number
             at = int(measured[max(np.searchsorted(measured, s, 'right')-1, 0)]) if len(measured) else s
             cause = max(known, level.get(at, 0.))
             may = max(logged_rounding if rtol is None else rtol, most_growth*gap.get(at, 1)*cause, coarse*(cause>0 and at!=s))
@@ -110,7 +110,7 @@ def differ_by_one_example(a, b, n):
 
 # %% ../../nbs/55_health/80_diff.ipynb #e1aaf82a
 def place_in_words(row):
-    "Return in words which tensor a row of `Difference.table` is about, for a sentence."
+    "Return a phrase that names the tensor in a row of `Difference.table`, such as 'the output of `fc`'."
     path,ttype,tname,pname = (row[c] for c in ('path', 'ttype', 'tname', 'pname'))
     module = f'`{path}`' if path else 'the model'
     parameter = '.'.join(filter(None, (path, pname)))
@@ -137,7 +137,7 @@ def list_few(names, most=4):
     return ', '.join(f'`{printable(n, 60)}`' for n in names[:most])+(f' and {len(names)-most:,} more' if len(names)>most else '')
 
 def describe_steps(steps):
-    "Return in words how many steps a list has, and from which step to which step they are."
+    "Return the number, the first and the last of some steps as text: '10 steps from 0 to 9'."
     return f'step {steps[0]:,}' if len(steps)==1 else f'{len(steps):,} steps from {steps[0]:,} to {steps[-1]:,}'
 
 # %% ../../nbs/55_health/80_diff.ipynb #2d63cbb3
@@ -167,7 +167,7 @@ def describe_unmatched(pairs, formats, differ):
 
 # %% ../../nbs/55_health/80_diff.ipynb #543d6aad
 def find_missing(pairs):
-    "Return in words which tensors of the first run the second run lacks, in the steps that both runs have."
+    "Return a list of texts that name the tensors of the first run that are missing in the second run, in the steps of both runs."
     return [f"{t} {printable(n, 60)} of {f'`{printable(p, 60)}`' if p else 'the model'}" for p,t,n,_ in pairs.alone[0]]
 
 class Difference:
@@ -223,7 +223,7 @@ class Difference:
         return f"<p style='border-left:4px solid {'#c0392b' if self else '#2e7d32'};padding-left:.6em'>{escape(self.text)}</p>"
 
 def describe_difference(d):
-    "Return a sentence: what the first difference between the two runs is, or that they are equal. `d`: a `Difference`."
+    "Return a sentence about the first difference between two runs, or the sentence that the runs are equal. `d`: a `Difference`."
     a,b = (f'`{n}`' for n in d.names)
     t,tensors = d.table,d.table[['path', 'ttype', 'tname', 'call']].drop_duplicates()
     far = t['distance'] if d.first is None else t['distance'].loc[:d.first].iloc[:-1]

@@ -29,7 +29,7 @@ def died(h):
 @rule(severity='warning', needs='finding')
 def recording(h):
     "Warnings of the recorder, such as an optimizer that was created again, and findings of other rules that ran during the training"
-    last = {} # Key of a warning -> its newest row. If several processes record the same warning, it is one finding
+    last = {} # Key of a warning -> its newest row. Processes with the same warning share a key, to get one finding
     for r in h.reported:
         if r['rule']!='died': last[tuple(str(r.get(k)) for k in ('rule', 'path', 'of', 'pname', *(['text'] if r['rule']=='recording' else [])))] = r
     for r in last.values():

@@ -14,14 +14,14 @@ from .rules import rule
 
 # %% ../../nbs/55_health/42_experts.ipynb #a2ac4934
 class Router:
-    "Recorded loads of all experts of one router, as arrays (steps, experts)."
+    "Recorded loads (shares of the tokens) and token counts of all experts of one router, as arrays (steps, experts)."
     def __init__(self, experts): # experts: `Heads` with the rows of all experts
         self.path,self.title,self.steps,self.names = experts.path,experts.title,experts.steps,experts.names
         self.load,self.tokens = np.nan_to_num(experts['load']),np.nan_to_num(experts['tokens'])
         self.choices = max(round(float(np.median(self.load.sum(1)))), 1) # number of experts that each token chooses
 
     def most_used(self):
-        "Return the share of the choices that go to the most used experts, as many as a token chooses, for each step."
+        "Return for each step the share of the tokens' choices that the k most used experts get. Each token chooses k experts."
         return np.sort(self.load, 1)[:, -self.choices:].sum(1)/np.maximum(self.load.sum(1), 1e-30)
 
 def routers_of(h) -> list:
@@ -31,7 +31,7 @@ def routers_of(h) -> list:
     return [Router(experts) for experts in heads_in(df, 'load', 'tokens')]
 
 def start_of_last_true(flags, least:int):
-    "Return the index from which all flags are True until the end. Return None if there are fewer than `least` such flags."
+    "Return the index from which all flags are True until the end. Return None if fewer than `least` flags are True there."
     at = find_tail(flags)
     return at if len(flags)-at>=least else None
 
@@ -58,7 +58,7 @@ def router_collapse(h, share=.9, half=.5, records=5):
 
 # %% ../../nbs/55_health/42_experts.ipynb #50640d88
 def last_unused(r, equal:int, records:int) -> list:
-    """Return (name of an expert, index of the first record without a token) for each expert without tokens at the end.
+    """Return (name of the expert, index of its first record without tokens) for each expert that gets no tokens until the end.
 
     `equal`: least number of tokens of each expert if all got the same number; `records`: least number of last records without a token.
     """

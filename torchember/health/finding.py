@@ -22,9 +22,9 @@ def finding(
     advice:str='', # What to try first, if possible as code
     severity:str|None=None, # 'error', 'warning' or 'info'; None for the default severity of the rule
     look:str='', # Call of a plot that shows the fault, as code
-    ttype:str|None=None, # Tensor type; None for the tensor type of the series
+    ttype:str|None=None, # Tensor type; None to take the tensor type of the `Series`
     pname:str|None=None, # Name of a parameter, if `where` is the path of a module
-    stands:bool=False, # True if the finding is never shown as a consequence of another finding
+    stands:bool=False, # True to never show the finding as a consequence of another finding
     confidence:float=1., # 0 to 1: how sure the rule is, see `confidence_from`. 1 for an exact fact
     source:str='', # Paper or document that the threshold comes from
     **evidence # The numbers in `text`, by name
@@ -39,9 +39,9 @@ def finding(
         advice: What to try first, if possible as code
         severity: 'error', 'warning' or 'info'; None for the default severity of the rule
         look: Call of a plot that shows the fault, as code
-        ttype: Tensor type; None for the tensor type of the series
+        ttype: Tensor type; None to take the tensor type of the `Series`
         pname: Name of a parameter, if `where` is the path of a module
-        stands: True if the finding is never shown as a consequence of another finding
+        stands: True to never show the finding as a consequence of another finding
         confidence: 0 to 1: how sure the rule is, see `confidence_from`. 1 for an exact fact
         source: Paper or document that the threshold comes from
         **evidence: The numbers in `text`, by name
@@ -83,12 +83,12 @@ def finite_max(values):
 
 # %% ../../nbs/55_health/00_finding.ipynb #0e7e7227
 def find_tail(flags):
-    "Return the index from which on all flags are True up to the end, or the number of flags if the last flag is False."
+    "Return the index from which all flags are True until the end. Return the number of flags if the last flag is False."
     off = np.flatnonzero(~np.asarray(flags, bool))
     return int(off[-1]+1) if len(off) else 0
 
 def lasts_from(flags, least=3, share=.15, enough=10):
-    """Return the index from which on all flags are True, or None if too few flags are True at the end.
+    """Return the index from which all flags are True until the end. Return None if this part of the flags is too short.
 
     least: least number of True flags at the end
     share: least fraction of the flags that are True at the end. For at least `enough` True flags, this fraction does not
@@ -100,13 +100,13 @@ def lasts_from(flags, least=3, share=.15, enough=10):
 
 # %% ../../nbs/55_health/00_finding.ipynb #ad0d9052
 def confidence_from(value, threshold, share=1., against=0):
-    """Return the confidence in a finding: 0.5 for a value at its threshold, 0.95 for a value that is 10 times as large or small.
+    """Return the confidence in a finding: 0.5 for a value at its threshold, 0.95 for a value 10 times above or below the threshold.
 
     share: fraction of the steps or tensors that show the fault; half of the confidence depends on it
     against: number of facts that contradict the fault, such as a falling loss. Each takes 30% of the confidence
     """
     value,threshold = float(value),float(threshold) # Python floats, because numpy would warn of an overflow
-    near = min(abs(value/threshold), abs(threshold/value)) if value and threshold else 0. # 1 at the threshold, near 0 far from it
+    near = min(abs(value/threshold), abs(threshold/value)) if value and threshold else 0. # 1 at the threshold, near 0 far from the threshold
     if near!=near: return .5 # the value is NaN
     return float((1-near/2)*(.5+.5*min(max(share, 0), 1))*.7**int(against))
 

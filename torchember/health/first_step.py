@@ -51,20 +51,20 @@ def steps_phrase(h):
     return 'the first step' if len(finished_steps(h))==1 else f'the first {len(finished_steps(h))} steps'
 
 def finished_steps(h):
-    "Return the numbers of the finished steps: these have rows of calls or of gradients. The rows of a step that has only begun are its weights."
+    "Return the numbers of the finished steps, which have rows of calls or gradients. An unfinished step has rows of weights only."
     return np.unique(np.concatenate([s.steps for s in h.trained if s.ttype!='weight'] or [h.steps]))
 
 # %% ../../nbs/55_health/56_first_step.ipynb #1f3eee30
 def find_constant_outputs(h):
     "Outputs of the model that have the same value for all samples in each step"
     data = [s for s in h.series('input') if s.path in h.graph.data_modules and 'max' in s]
-    # if the data are constant, constant outputs are no fault
+    # no finding if the data are constant, because then constant outputs are no fault
     if data and all((s['max']==s['min']).all() for s in data): return
     for path in [''] if '' in h.outputs else sorted(h.graph.last_modules):
         s = h.outputs[path]
         if s.shape is None or len(s.shape)<1 or s.shape[0]<2 or 'max' not in s or 'float' not in str(s.dtype): continue
         if not (s['max']==s['min']).all(): continue
-        # the weights of the last layer may be zero at the start on purpose
+        # no finding if a weight is zero at the start: this may be intended for the last layer
         if s.zero.all() and any(w.zero[0] for k,w in h.weights.items() if k[1]!='bias'): return
         yield s.finding(0, f"All {int(np.prod(s.shape)):,} values of the output of {s.title} are {fmt(s['max'][0])}: the output is the same for every sample.",
             severity='warning', value=float(s['max'][0]),
@@ -74,14 +74,14 @@ def find_constant_outputs(h):
 
 # %% ../../nbs/55_health/56_first_step.ipynb #69914197
 def expected_changes(h):
-    """Return a dict: (path, pname) -> series, for the weights that a step should change.
+    """Return a dict: (path, pname) -> series, for all weights that a training step should change.
 
     The optimizer has these weights, and their gradients are not zero.
     """
     return {k: w for k,w in h.weights.items() if k in h.grads and (h.grads[k].rms>0).any() and k not in h.without_optimizer}
 
 def main_tensors(h, found):
-    "Return those parameters that are matrices, or all if no parameter is a matrix. `found`: (path, pname) -> series of each parameter."
+    "Return the parameters that are matrices. Return all parameters if none is a matrix. `found`: (path, pname) -> series of each parameter."
     return {k: s for k,s in found.items() if h.is_matrix(k, s)} or found
 
 def first_updates(h):
@@ -91,7 +91,7 @@ def first_updates(h):
     return {k: adjust_small_weights(m) for k,m in found.items() if len(m.ratio) and len(m.steps)==len(m.ratio) and np.isfinite(m.ratio).any()}
 
 def find_large_updates(h, ratio=1., many=.34):
-    """Weights that one step replaces: the update is as large as the weight
+    """Weights that a single step replaces, because the update is as large as the weight
 
     ratio: ratio of update to weight (rms), above which the update is too large
     many: least fraction of the weights with too large updates
@@ -110,33 +110,33 @@ step_rules = tuple(Rule(f, 'warning', needs) for f,needs in ((find_no_gradients,
 
 # %% ../../nbs/55_health/56_first_step.ipynb #e44d7513
 def takes(*names, only=lambda f: True):
-    "Return a function that returns True for a finding of the rules `names`, if `only`, a function of the finding, also returns True."
+    "Return a function of a finding: it returns True if the rule of the finding is in `names` and `only(finding)` is True."
     return lambda f: f['rule'] in names and only(f)
 
 def of_reason(*reasons):
-    "Return a function that returns True for a finding of the rule `not_trained` with one of these reasons."
+    "Return a function of a finding: it returns True if the finding is of the rule `not_trained`, with one of the `reasons`."
     return takes('not_trained', only=lambda f: f['evidence'].get('reason') in reasons)
 
 def count_phrase(h, has):
-    "Return a phrase about parameters: 'all 4 trained parameters', or '3 of 4 trained parameters'. `has`: function of a parameter's metadata entry."
+    "Return 'all 4 trained parameters' or '3 of 4 trained parameters'. `has`: function that returns True for the metadata entries to count."
     ps = [p for p in ParameterStates(h.parameters).ps if p['requires_grad']]
     n = sum(map(bool, map(has, ps)))
     return f"all {n:,} trained parameters" if n==len(ps) else f"{n:,} of {len(ps):,} trained parameters"
 
 def frozen_fact(h):
-    "Return in words how many parameters are frozen, for the table of `check_step`."
+    "Return the number of frozen parameters as text, for the table of `check_step`."
     ps = ParameterStates(h.parameters).ps
     n = sum(p['requires_grad'] is False for p in ps)
     return f"none of {len(ps):,} parameters" if not n else f"{n:,} of {len(ps):,} parameters"
 
 # %% ../../nbs/55_health/56_first_step.ipynb #9e9be5f6
 def changed_weights(h):
-    "Return (number of changed weights, number of weights whose change is known), of the weights that the steps should change."
+    "Return (number of changed weights, number of weights for which a change would be known). Count only weights that the steps should change."
     asked = [(k, w) for k,w in expected_changes(h).items() if len(w)>1 or k in h.updates]
     return sum(bool(find_changes(w).any() or k in h.updates and (h.updates[k].rms>0).any()) for k,w in asked),len(asked)
 
 def why_not_moved(h):
-    "Return the reason why it is unknown whether the step changed the weights. Return '' if this is known."
+    "Return the reason why changes of the weights are unknown, or '' if they are known."
     rates = [v for n in h.rates for v in n.values]
     if rates and not any(rates) and len(finished_steps(h))==1:
         return f"the learning rate is 0 in {steps_phrase(h)}, as at the start of a warm-up: check more steps"
@@ -149,7 +149,7 @@ def why_not_moved(h):
     return ''
 
 def moved_fact(h):
-    "Return in words how many trained weights the first steps changed, for the table of `check_step`."
+    "Return the number of trained weights changed by the first steps as text, for the table of `check_step`."
     return "{:,} of {:,} trained weights changed".format(*changed_weights(h))
 
 # %% ../../nbs/55_health/56_first_step.ipynb #e6e116e8
@@ -183,7 +183,7 @@ def finite_fact(h):
 
 # %% ../../nbs/55_health/56_first_step.ipynb #b3ffcd1b
 def why_not_recorded(*ttypes):
-    "Return a function of a `History`: if none of these tensor types was recorded, it returns a sentence about this, else ''."
+    "Return a function of a `History`. It returns a sentence if none of the tensor types `ttypes` was recorded, else ''."
     def why(h): return '' if any(s.ttype in ttypes for s in h.all) else f"not recorded: ttypes=[..., {', '.join(map(repr, ttypes))}]"
     return why
 
@@ -196,7 +196,7 @@ def has_loss_graph(h):
     return bool(getattr(h, 'losses', None)) or any(s.ttype in ('prediction', 'target') for s in h.all)
 
 def why_no_graph(*rules):
-    """Return a function of a `History` that returns why these rules could not check the loss, or '' if they could.
+    """Return a function of a `History`. It returns why the rules `rules` could not check the loss, or '' if they could.
 
     The rules need the graph of the loss, which the recorder reads in `te.log`.
     """
@@ -210,7 +210,7 @@ def why_no_entries(h):
     return '' if h.parameters else "the parameters of the model are unknown: check a torchEmber or the name of its run"
 
 def why_no_optimizer(h):
-    "Return why the optimizer could not be checked, or '' if it is known."
+    "Return the reason why the optimizer could not be checked, or '' if the optimizer is known."
     if why_no_entries(h): return why_no_entries(h)
     return '' if any(p.get('optimizer') is not None for p in h.parameters) else "the optimizer is unknown: torchEmber(model, optimizer=optimizer)"
 
@@ -220,14 +220,14 @@ def why_no_gradient(h):
     return why_not_recorded('weight_grad')(h) and "no gradient was recorded: te.step() after backward() and before zero_grad(), or optimizer=optimizer"
 
 def why_no_ratio(h):
-    "Return why the ratio of update to weight is unknown, or '' if it is known."
+    "Return the reason why the ratio of update to weight is unknown, or '' if the ratio is known."
     return why_not_moved(h) or ('' if first_updates(h) else "the change of the weights is unknown: ttypes=[..., 'update']")
 
 # %% ../../nbs/55_health/56_first_step.ipynb #e77d17ee
 class Check(NamedTuple):
     "One row of the table of `check_step`: a property of a training that its first steps show."
-    name:str # The property, as it should be: 'the loss is finite'
-    takes:object # Function of a finding: returns True if the finding shows that the property is missing
+    name:str # The property that a correct training has: 'the loss is finite'
+    takes:object # Function of a finding. Returns True if the finding is about this property
     why_not:object # Function of a `History` that returns why the property could not be checked, or ''
     fact:object = lambda h: '' # Function of a `History` that returns what was measured, as text
 
@@ -262,7 +262,7 @@ def members(paths, parent):
     return {p[len(start):].partition('.')[0] for p in paths if p.startswith(start) and p!=parent}
 
 def is_last_member(name, called, known):
-    """Return True if only the last of at least three numbered modules is not called. If so, a loop over the modules ends too early.
+    """Return True if all of at least three numbered modules are called except the last: a loop over the modules ends too early.
 
     `name`: name of the uncalled module; `called`, `known`: names of the called and of all modules.
     """
@@ -284,13 +284,13 @@ def is_alternative(h, f):
     return False
 
 def weighed(found, h, n):
-    """Return the findings that can be judged after only `n` steps.
+    """Return the findings that `n` steps suffice to judge.
 
     Findings about uncalled modules become 'info' if the modules may be called in other steps.
     """
     kept = [f for f in found if n>=most_steps or f['evidence'].get('reason')!='stopped']
     def mild(f):
-        "Return True if the module of a finding may be called in other steps than the few recorded ones."
+        "Return True if the module of a finding may be called in later steps, although it was not called in the few recorded steps."
         return f['severity']=='warning' and n<most_steps and of_reason(not_called)(f) and is_alternative(h, f)
     return [{**f, 'severity': 'info'} if mild(f) else f for f in kept]
 
@@ -298,7 +298,7 @@ def weighed(found, h, n):
 few_steps_note = "In a model that calls or trains parts of it only in some steps, this is no fault: check more steps."
 
 def sentence_of(f, n):
-    """Return the text of a finding with the right number of steps `n`.
+    """Return the text of a finding, with the number of steps corrected to `n`.
 
     Rules count the rows of a weight, which are one more than the steps.
     """
@@ -313,7 +313,7 @@ def row_of(check, h, found, n):
     "Return the row of a check in the table of `check_step`. `found`: findings about the checked property; `n`: number of checked steps."
     why,fact = ('','') if found else (check.why_not(h),'')
     if not why: fact = check.fact(h)
-    # a known reason explains why the weights did not change, such as a learning rate of 0
+    # no finding if a known reason explains why the weights did not change, such as a learning rate of 0
     if found and check.takes is not_moved and (why := check.why_not(h)): found = []
     status = min((f['severity'] for f in found), key=statuses.index) if found else 'not checked' if why else 'ok'
     paths = list(dict.fromkeys('.'.join(filter(None, [f['path'], f['pname']])) or 'the model' for f in found))
@@ -401,7 +401,7 @@ def add_current_weights(df, current, step):
     """
     if not {'step', 'ttype', 'path', 'pname'}<=set(df.columns): return df
     own = df[(df['ttype']=='weight').to_numpy()]
-    # the next step has begun: its rows are the weights after this step
+    # if the next step has begun, the table has the weights after this step already
     if not len(own) or own['step'].max()>=step: return df
     own = own.drop_duplicates(['path', 'pname'], keep='last')
     stats,new = [c for c in derived if c in df],[]

@@ -117,7 +117,7 @@ def recovers(norm, i, usual):
     return len(after)>=2 and bool(plain_median(after)<20*usual)
 
 def is_worse_after(p, step):
-    "Return True if the loss after a step is higher than before, and stays so. `p`: a `LossProgress`."
+    "Return True if the loss after a step is higher than before, and stays higher. `p`: a `LossProgress`."
     values = p.values
     if len(values)<8: return False
     before,after = values[p.steps<=step][-10:],values[p.steps>step]
@@ -151,7 +151,7 @@ def find_growth_with_depth(h, gs, depth):
 def find_jumps(norm, times):
     "Yield (index, usual norm) for each norm that is far above the usual norm, the median of the 30 norms before, and not far below the first norms."
     floor,least = .1*plain_median(norm[:5]),np.fmin.accumulate(norm)
-    # a median is at least the minimum, so only norms above `times` the minimum of the norms before need the slow test
+    # quick test first: a norm that is at most `times` the minimum of earlier norms is at most `times` their median
     for i in np.flatnonzero(norm[5:]>times*least[4:-1])+5:
         if norm[i]>times*(usual := plain_median(norm[max(0, i-30):i]))>0 and not norm[i]<floor: yield i, usual
 
@@ -179,7 +179,7 @@ def loss_elasticities(h, gs):
     return {k: v for k,v in elastic.items() if np.isfinite(v)}
 
 def find_steep_loss(h, gs, steps, norm, steep):
-    "Return a finding about gradients that are too large relative to the loss from the start on, or None."
+    "Return a finding if the gradients are too large relative to the loss already at the start, else None."
     by = loss_elasticities(h, gs)
     if not by or max(by.values())<=steep: return None
     k = max(by, key=by.get)
@@ -236,7 +236,7 @@ class LoneSpike(NamedTuple):
     step: int
     key: tuple # (path, pname) of the parameter
     size: float # rms of the gradient, divided by its usual rms
-    others: float # for comparison: median of (rms / usual rms) of the gradients of the other layers
+    others: float # median of (rms / usual rms) over the gradients of the other layers, for comparison
 
 def find_lone_spikes(gs, common, times, alone):
     "Return a list of `LoneSpike`: steps in which the gradient of only one layer is far from its usual rms. `common`: steps that all layers have."

@@ -54,7 +54,7 @@ def layers_of(h) -> list:
 
 # %% ../../nbs/55_health/41_heads.ipynb #7d719453
 def group_name(layer): # the paths of the layers of a group differ only in numbers, such as 'h.0.attn' and 'h.1.attn'
-    "Return the group of a layer, which contains all layers of the same kind: the path with `*` for each number, and the call."
+    "Return a key for the group of layers of the same kind: the path with `*` in place of each number, and the call."
     return re.sub(r'\d+', '*', layer.path), layer.call
 
 def sees_later_keys(layer, least):
@@ -171,7 +171,7 @@ def uniform_heads(h, equal=.999, records=8, keys=8):
     layers = [l for l in layers_of(h) if l.least_keys>=keys and len(l.steps)>=records]
     found = [(l, [n for n,s in zip(l.names, (l['entropy']>equal).all(0), strict=True) if s]) for l in layers]
     some = [(l, names) for l,names in found if names]
-    # if no head learns, the training has another fault
+    # no finding if all heads are uniform: then nothing was learned, and other rules report the cause
     if not some or all(len(names)==len(l.names) for l,names in found): return
     l,names = max(some, key=lambda s: len(s[1]))
     n = sum(len(names) for _,names in some)

@@ -26,7 +26,7 @@ loss_patterns = ( # conditions for the name of the loss, best first: the first c
     lambda n: n in ('nll', 'elbo', 'ce', 'mse', 'bce', 'cost', 'objective', 'cross_entropy'))
 
 def find_loss(logged):
-    "Return the `LoggedSeries` of the training loss, or None if no logged number has such a name."
+    "Return the `LoggedSeries` of the training loss, or None if no logged number is named like a loss."
     train = [n for n in logged if not computed_in(n.name) and not any(w in n.name.lower() for w in ('val', 'test', 'eval'))]
     return next((n for like in loss_patterns for n in train if like(n.name.lower())), None)
 
@@ -55,11 +55,11 @@ def never_changes(s):
     return any(c in s for c in change_statistics) and not find_changes(s).any()
 
 def is_repeated(flags):
-    "Return True if at least two flags (changes of a weight) are True, or all. A single change in a long run may be `load_state_dict`."
+    "Return True if at least two flags (changes of a weight) are True, or all flags. A single change may come from `load_state_dict`."
     return bool(len(flags)) and bool(flags.sum()>1 or flags.all())
 
 # %% ../../nbs/55_health/10_history.ipynb #dee0d067
-# if an input and an output are equal in these statistics, they are taken as the same tensor
+# an input and an output with equal values of these statistics are taken as the same tensor
 signs = 'mean', 'std', 'max', 'min', 'rms', 'abs_max', 'abs_mean', 'l1', 'l2'
 
 def find_makers(trained, most=20_000) -> dict:
@@ -73,7 +73,7 @@ def find_makers(trained, most=20_000) -> dict:
     flows = [s for s in trained if s.ttype in ('input', 'output') and len(s)]
     known = [c for c in signs if any(c in s for s in flows[:5])]
     if not known: return {}
-    step = int(np.median(np.unique(np.concatenate([s.steps[:3] for s in trained]))[:3])) # choose one of the first three steps
+    step = int(np.median(np.unique(np.concatenate([s.steps[:3] for s in trained]))[:3])) # the middle of the first three steps
     made,out = {},{}
     for s in flows[:most]:
         at = s.at_step(step) or 0
@@ -177,7 +177,7 @@ def is_finding_row(row):
     return isinstance(row.get('rule'), str) and isinstance(row.get('text'), str) and row.get('step')==row.get('step')
 
 def correct_entry(p, h):
-    "Correct what the metadata says about a parameter by the rows of the run. `p`: metadata entry, see `parameter_entry`; `h`: `History`."
+    "Return the metadata entry `p` of a parameter, corrected by the rows of the run (a `History` `h`). See `parameter_entry`."
     keys = [(p['path'], p['name']), *(tuple(n.rpartition('.')[::2]) for n in p.get('also', ()))]
     first = lambda found: next((found[k] for k in keys if k in found), None)
     weight,grad,update = first(h.weights),first(h.grads),first(h.updates)
@@ -185,7 +185,7 @@ def correct_entry(p, h):
     if p.get('called') is False and any(path in h.graph.calls for path,_ in keys): more['called'] = True
     if weight is not None and len(weight)>1:
         changes = is_repeated(find_changes(weight)) or update is not None and is_repeated(update.rms>0)
-        # without these statistics, the metadata entry is more reliable: it is from the version counter of the parameter
+        # without these statistics, keep the metadata entry: it comes from the parameter's version counter
         if changes or any(c in weight for c in sure_statistics): more['changes'] = changes
     return p | more
 
@@ -193,7 +193,7 @@ def correct_entry(p, h):
 def label_range(s):
     "Return the smallest and the largest label in each step. None if they were not recorded. `s`: series of the labels."
     if 'max' in s and 'min' in s: return s['min'],s['max']
-    # of labels without a negative value, the absolute values are the labels
+    # without negative labels, the statistics of the absolute values are those of the labels
     if all(c in s for c in ('abs_max', 'abs_min', 'abs_mean', 'mean')) and np.isclose(s['abs_mean'], s['mean']).all(): return s['abs_min'],s['abs_max']
 
 def facts_of_labels(s) -> dict:
@@ -201,7 +201,7 @@ def facts_of_labels(s) -> dict:
     if (found := label_range(s)) is None or not all(np.isfinite(v).all() for v in found): return {}
     low,high = found
     same = low==high
-    # the number of different labels is exact if each batch has labels of one class only, and at least 2 otherwise
+    # `distinct` is exact if each batch has labels of one class only. Otherwise it is a lower bound
     return dict(smallest=int(low.min()), largest=int(high.max()), batches=len(s), single=int(same.sum()), distinct=len({*low, *high}))
 
 def probed_losses(series) -> list:
@@ -215,7 +215,7 @@ def probed_losses(series) -> list:
         if 'int' in str(t.dtype) and p.shape[:-1]==t.shape and p.shape[-1]>1: e |= dict(kind='cross_entropy', classes=p.shape[-1]) | facts_of_labels(t)
         elif p.shape!=t.shape:
             try: e |= dict(expanded=len(t), result_shape=list(np.broadcast_shapes(p.shape, t.shape)))
-            except ValueError: pass # not broadcast, such as targets that are an index
+            except ValueError: pass # shapes that cannot be broadcast, such as class indices as targets
         out.append(e)
     return out
 
@@ -239,12 +239,12 @@ class History:
         of_types = lambda *types: np.isin(code, [i for i,n in enumerate(names) if n in types])
         self.logged = list(logged_series(df[of_types('scalar')])) if 'scalar' in names else []
         self.reported = [r for r in df[of_types('finding')].to_dict('records') if is_finding_row(r)] if 'finding' in names else []
-        # tensor type -> rows about heads of attention (see `measure.attention`), about routers, and about the residual stream
+        # tensor type -> its rows: about attention heads (see `measure.attention`), routers, or the residual stream
         self.pass_rows = {t: df[of_types(t)].reset_index(drop=True) for t in of_passes}
         self.all = list(split_series(df, ~of_types(*of_no_tensor))) if len(df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
         self.trained = [s for s in self.all if s.phase not in beside_training]
-        # without any pass in training mode, the model trains in evaluation mode, so all passes are training passes
+        # without a pass in training mode, the model is trained in evaluation mode: all passes are training passes
         in_eval_mode = not any(s.ttype in ('input', 'output') for s in self.trained)
         if in_eval_mode: self.trained,self.evaluated = self.all,[]
         self.steps,self.graph = union_of_steps(self.trained),ModuleGraph(self.trained)
@@ -259,14 +259,14 @@ class History:
         """
         return [s for s in (self.until_bad_evaluated if evaluated else self.until_bad_trained) if s.ttype in ttypes]
 
-    # `trained`, `evaluated`: all series of training passes, of evaluations. A series ends where values stay NaN or infinite up to the end
+    # `trained`, `evaluated`: series of training passes, and of evaluations. The last steps of a series are left out if all are non-finite
     until_bad_trained = cached_property(lambda self: [s.until_bad() for s in self.trained])
     until_bad_evaluated = cached_property(lambda self: [s.until_bad() for s in self.evaluated])
 
     # facts about training and evaluation mode, see `store.parameters.facts_in`
     modes = property(lambda self: self.facts.get('modes') or {})
 
-    # `inputs`: path of a module -> list of the `Series` of its inputs. `outputs`: path of a module -> `Series` of the first output of its first call
+    # `inputs`: path of a module -> list of the `Series` of its inputs. `outputs`: path of a module -> `Series` of its first output, in the first call
     inputs = cached_property(lambda self: group_by_path(self.series('input')))
     outputs = cached_property(lambda self: {p: ss[0] for p,ss in group_by_path(self.series('output')).items()})
 

@@ -32,7 +32,7 @@ def reaches(graph, source, path):
     while todo:
         before,known = modules_before(graph, todo.pop())
         if any(contains(source, p) or contains(p, source) and p!='' for p in before): return True
-        # if the makers of the inputs are unknown, `before` contains all earlier modules, so the search ends
+        # end the search here: if the source of an input is unknown, `before` already contains all earlier modules
         if not known: continue
         new = set(before)-seen
         seen |= new

@@ -58,7 +58,7 @@ def read_values(x) -> TensorValues:
     shape,dtype,n = tuple(x.shape),str(x.dtype).removeprefix('torch.'),x.numel()
     with without_dispatch_modes(), torch.no_grad():
         x = torch.view_as_real(x.detach().resolve_conj()) if x.is_complex() else x.detach()
-        if x.element_size()==1: x = x.float() # torch has few operations for 8-bit floats, so they are converted
+        if x.element_size()==1: x = x.float() # convert 8-bit floats, for which torch has few operations
         low,high = torch.stack(x.aminmax()).tolist()
         if math.isfinite(low) and math.isfinite(high): return TensorValues(shape, dtype, low, high, 0, 0, 0, n)
         counts = torch.stack([x.isnan().sum(), x.isposinf().sum(), x.isneginf().sum()]).tolist()
@@ -97,7 +97,7 @@ def find_spots(last) -> tuple:
         if is_engine_code(code) and inner is None: inner,found = found,{}
         if is_dynamo_frame(frame): found['compiled'] = True
         o = first_argument(frame)
-        if issubclass(type(o), DispatchMode): # the stack frames so far belong to this dispatch mode, not to the user's step
+        if issubclass(type(o), DispatchMode): # drop the frames seen before: these functions were called by this dispatch mode, not by the user's step
             found,users,frame = {},False,frame.f_back
             continue
         if issubclass(type(o), nn.Module):
@@ -111,7 +111,7 @@ def find_spots(last) -> tuple:
     return CodeSpot(**(found if inner is None else inner)), CodeSpot(**found)
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e13
-# Where an operation ran. phase: 'forward', 'backward' or 'optimizer'. spot: line and module, for the backward those of the forward operation
+# Where an operation ran. phase: 'forward', 'backward' or 'optimizer'. spot: line and module; in the backward, those of the forward operation
 Place = namedtuple('Place', 'phase spot node', defaults=(None,))
 
 def describe_line(spot):
@@ -130,33 +130,33 @@ def is_node_of(op, node):
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e16
 class NodePlaces:
-    """Knows for each autograd node which operation has created the node, and where (`Place`).
+    """Maps each autograd node to the operation that created the node, and to the `Place` of the operation.
 
     A node is identified by (thread, number of the node).
     """
     def __init__(self): self.thread,self.known = get_ident(),{}
 
     def note(self, op, place):
-        "Store that the operation `op` has created the newest autograd node. `place`: function that returns where it ran (`Place`)."
+        "Store that the operation `op` created the newest autograd node. `place`: function that returns the `Place` of the operation."
         key = get_ident(), next_number()-1
         if key not in self.known: self.known[key] = op, place()
 
     def forward_spot(self, node):
-        "Return where the forward operation ran that created an autograd node: its line and module, as a `CodeSpot`."
+        "Return the `CodeSpot` (line and module) of the forward operation that created an autograd node."
         n = node_number(node)
         found = [self.known[k] for back in (0, 1) for t in (self.thread, get_ident()) if (k := (t, n-back)) in self.known]
         return next((p.spot for op,p in found if is_node_of(op, node.name())), found[0][1].spot if found else CodeSpot())
 
 @dataclass
 class Origin:
-    "Where a NaN or infinity comes from: the operation that made it, or a tensor that had it before the step."
-    kind: str # 'op': an operation made it; 'outside': a tensor had it before the step; 'raw': it was in uninitialized memory
+    "Source of a NaN or infinity: the operation that made the value, or a tensor that had the value before the step."
+    kind: str # 'op': an operation made the value; 'outside': a tensor had it before the step; 'raw': uninitialized memory
     op: str # operation that made the NaN or infinity, or the first operation that reads the tensor with it
     place: Place
     out: TensorValues # values of the operation's result, or of the tensor
     reads: tuple|list = () # (name of an argument, its `TensorValues`) for all arguments of the operation
-    name: str|None = None # name of the tensor, in words
-    intended: bool = False # True if the value is probably an intended infinity, as in a mask
+    name: str|None = None # name of the tensor as text for a sentence
+    intended: bool = False # True if the infinity is probably intended, as in a mask
     of: tuple = () # indices of the `Origin`s of intended infinities from which this NaN was computed
     then: tuple|None = None # (operation, `Place`) that turned this infinity into a NaN
 
@@ -192,7 +192,7 @@ class TensorNames:
         model = model if isinstance(model, nn.DataParallel) else unwrap(model)
         found = {id(m) for m in model.modules()}
         self.inside |= found
-        # forget submodules that were called before this model, because the paths of their tensors now begin at this model
+        # drop submodules of this model that were added as models before, because paths now begin at this model
         self.roots = [r for r in self.roots if id(r[None]) not in found]
         self.roots.append({id(t.module): t.path for t in tracks(model)} | {None: model})
 
@@ -201,7 +201,7 @@ class TensorNames:
         if not any(o is p for p in self.optimizers): self.optimizers.append(o)
 
     def path(self, module):
-        "Return the path of a module in the first known model that contains it, or None."
+        "Return the path of a module in the first known model that contains the module, or None."
         return next((r[id(module)] for r in self.roots if id(module) in r), None)
 
     def named_tensors(self):
@@ -288,7 +288,7 @@ def merge_indices(*indices): return tuple(sorted({i for found in indices for i i
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e25
 class StorageTraces:
-    "Knows about each storage (memory of tensors) whether it is finite or uninitialized, or where its NaN and infinities come from."
+    "State of each storage (memory of tensors): finite, uninitialized, or the origins of its NaN and infinities."
     def __init__(self):
         self.known,self.traces,self.raw = {},{},{} # Dicts by storage key: weak reference (known), `Trace` (traces), where it was allocated (raw)
         self.unread = set() # dtypes and devices whose tensors could not be read
@@ -300,7 +300,7 @@ class StorageTraces:
             self.unread.add(f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}: {type(e).__name__}")
 
     def read_unless_finite(self, x):
-        "Return the `TensorValues` of a tensor; None, without reading it, if its storage is known to have no NaN or infinities."
+        "Return the `TensorValues` of a tensor. Return None without reading the tensor if its storage is known to be finite."
         key,ref = storage_key(x)
         if key in self.known and key not in self.traces and key not in self.raw: return None
         v = self.read(x)
@@ -327,7 +327,7 @@ class StorageTraces:
         self.traces[key] = trace if before is None else Trace(merge_indices(before.nan, trace.nan), merge_indices(before.inf, trace.inf))
 
     def mark_uninitialized(self, x, place):
-        "Store that the memory of a tensor is allocated, but not written yet. `place`: where it was allocated."
+        "Store that the memory of a tensor is allocated, but not written yet. `place`: `Place` of the allocation."
         key,ref = storage_key(x)
         self.known[key],self.raw[key] = ref,place
 
@@ -353,7 +353,7 @@ class Destinations:
             if is_readable(x): self.note(1, f"the gradient of {self.names.parameter(p) or f'a tensor of {list(p.shape)}'}", x)
 
     def note_reads(self, op, reads):
-        "Add a loss as a result if `op` begins its backward pass, and a scalar if `op` passes it to Python. `reads`: arguments of `op` (`Read`s)."
+        "If `op` begins the backward pass of a loss, or passes a scalar to Python, add this tensor as a result. `reads`: arguments of `op` (`Read`s)."
         if not self.traces.traces: return
         for r in reads:
             if not is_bad(r.values): continue
@@ -368,7 +368,7 @@ class Destinations:
             if is_readable(x): self.note(2, f'the output of {an(module)}', x)
 
     def note_state(self, out):
-        "After a step, note all parameters, gradients, optimizer states and buffers, and the return value `out`, if they have NaN or infinities."
+        "After a step, add its parameters, gradients, optimizer states, buffers and return value `out` as results, if they are not finite."
         for name,kind,x in self.names.named_tensors():
             if is_readable(x): self.note('buffer' if kind=='buffer' else 1, name, x)
         out = list(out.values()) if isinstance(out, dict) else out
@@ -419,7 +419,7 @@ class OriginTracker(DispatchMode):
 
     def note_output(self, module, out):
         "Note the output of a module when the module returns."
-        if id(module) not in self.names.inside: self.place() # `place` also adds the model to `names`
+        if id(module) not in self.names.inside: self.place() # `place` adds the model to `names`
         self.destinations.note_output(module, out)
 
     def place(self):
@@ -438,7 +438,7 @@ class OriginTracker(DispatchMode):
 
         `op`: name of the first operation that reads `x`.
         """
-        raw,place = self.traces.raw.get(storage_key(x)[0]),self.place() # `place` also adds the model to `names`
+        raw,place = self.traces.raw.get(storage_key(x)[0]),self.place() # `place` adds the model to `names`
         kind,name = self.names.find(x) or (None, variable_name(x, self.last))
         n,intended = (len(self.origins),),kind!='parameter' and is_mask(v)
         self.origins.append(Origin('raw' if raw else 'outside', op, raw or place, v, name=name, intended=intended))
@@ -515,12 +515,12 @@ def describe_values(v): # v: `TensorValues`, or None
     return f"{list(v.shape)} {v.dtype}, {', '.join(p for p in (span, odd) if p)}"
 
 def describe_module(spot, names):
-    "Return path and class of a module in words. A module outside of all models, such as a loss, has no path."
+    "Return path and class of a module as text. A module outside of all models, such as a loss, has no path."
     path = names.path(spot.module)
     return name_module(path, type(spot.module).__name__) if path else an(spot.module)
 
 def describe_place(place, names):
-    "Return in words where an operation ran: phase of the step, module and line of code."
+    "Return text about where an operation ran: phase of the step, module and line of code."
     spot,line = place.spot,describe_line(place.spot)
     module = None if spot.module is None else describe_module(spot, names)
     if place.phase=='optimizer': return f'in a step of {type(spot.stepping).__name__}, at {line}'
@@ -638,7 +638,7 @@ def ignore_calls(recorder):
         if watch is not None: watch.listener = listener
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e38
-# A function of its own, because its code object marks in the stack where the user's step begins
+# This is a separate function, because its code object marks the stack frame where the user's step begins
 def call_step(step_fn):
     "Call the user's step. In a stack, the frame of this function marks where the step begins."
     return step_fn()
@@ -650,7 +650,7 @@ def track_step(step_fn, model):
         register_optimizer_step_pre_hook(lambda o, args, kwargs: tracker.names.add_optimizer(o))]
     try:
         with warnings.catch_warnings(), pause_recording(model), eagerly(), tracker:
-            # torch shows a warning when a global hook is registered, as above
+            # hide torch's warning about the global hook that the dispatch mode registers
             warnings.filterwarnings('ignore', 'Using `torch.compile')
             out = call_step(step_fn)
     except Exception as e: error = e

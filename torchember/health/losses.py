@@ -30,14 +30,14 @@ def model_output(h):
 
 # %% ../../nbs/55_health/45_losses.ipynb #16c8c2e3
 def find_rise(p):
-    "Return the index from which on a loss rises above its lowest value."
+    "Return the index from which a loss is above its lowest value."
     s = running_median(p.values)
     best = int(np.argmin(s[:max(1, len(s)*3//4)]))
     over = np.flatnonzero(s[best:]>s[best]+max(3*p.noise, .1*abs(s[best])))
     return best+int(over[0]) if len(over) else best
 
 def rises_steadily(p):
-    "Return True if a loss rises steadily from the first step on."
+    "Return True if a loss has risen steadily since the first step."
     s = running_median(p.values)
     if len(s)<6: return False
     a,b,c = (plain_median(part) for part in (s[:len(s)//3], s[len(s)//3:2*(len(s)//3)], s[2*(len(s)//3):]))
@@ -72,7 +72,7 @@ def share_along_gradient(s, w, least):
     Gradient descent changes weights in the opposite direction. Return None if fewer than `least` steps show the
     direction.
     """
-    at = w.steps[:-1][np.diff(w.steps)==1] # steps after which the next step was recorded, too
+    at = w.steps[:-1][np.diff(w.steps)==1] # steps whose next step was also recorded
     at = at[np.isin(at, s.steps)]
     if len(at)<least: return None
     i,j = np.searchsorted(w.steps, at),np.searchsorted(s.steps, at)
@@ -105,7 +105,7 @@ def loss_rises(h, share=.8, least=20):
     if found := find_ascent(h, share, least): yield found; return
     p = h.progress
     if p.verdict!='rises' or not rises_steadily(p) or h.has_large_first_steps: return
-    # a loss that begins like a cross-entropy should fall. Other losses may rise: in games, or with moving targets
+    # a loss that begins like a cross-entropy should fall. Others may rise: in adversarial training, for example
     classes = any(abs(p.start-v)<.2*v for v in guessing_losses(h).values())
     yield finding('', f"The loss rises steadily from the first step on, from {fmt(p.start)} to {fmt(p.end)}: "
         "the optimizer minimizes another number than the recorded loss.",
@@ -179,7 +179,7 @@ def stall_severity(h, p, guess, n):
     finding.
     """
     if guess and (not has_moved(h) or is_still_falling(p, guess[1])): return 'info'
-    # only a 'warning' in the first steps, because a warm-up or a plateau at the start may last for many steps
+    # only a 'warning' in a short run, because a warm-up or a plateau at the start may last many steps
     if guess and n>=2: return 'error' if n>=10 and guess[0].startswith('Guessing') else 'warning'
     return None if p.noise<1e-6*abs(p.end) else 'info' # other losses: 'info', because their lowest possible value is not known
 
@@ -242,7 +242,7 @@ def find_relu_logits(h, p):
         guess = math.log(s.shape[-1])
         relu = h.activation(s)=='ReLU'
         if not (s['min']>=0 if relu else s['min']==0).all() or not (s['max']>0).any(): continue
-        # a squared error can begin at any value, so only a loss that stays at the loss of guessing shows the fault
+        # the start must be near the loss of guessing. A squared error can begin anywhere, but must stay at this loss
         if abs(p.values[0]-guess)>.3*guess and not (relu and stays_at(p.values, guess)): continue
         return finding(path, f"The logits of {s.title} are never below zero, and the loss is a cross-entropy "
             f"({fmt(p.start)} to {fmt(p.end)}; guessing gives {guess:.3f} = ln {s.shape[-1]}): a ReLU after the logits removes the gradient "
@@ -279,7 +279,7 @@ def loss_stalls(h, least=30, close=.03):
     """
     p = h.progress
     if len(p.values)<least: return
-    # if the kind of the loss is known, the rule `loss_input` finds a softmax applied twice exactly, so this rule does not guess
+    # no guess if the kind of the loss is known, because then the rule `loss_input` detects a second softmax exactly
     known = any(e.get('end')!='probe' for e in h.losses) # True if the graph of the loss was read
     if not known and (found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p)): yield found; return
     if found := find_fall_to_guess(h, p, 2*least, close): yield found; return
@@ -296,7 +296,7 @@ def loss_stalls(h, least=30, close=.03):
 
 # %% ../../nbs/55_health/45_losses.ipynb #b6c0141e
 def find_loss_jump(p, times, part):
-    "Return (index, usual loss before) for the first loss that is far above the losses before it, or None if no loss is."
+    "Return (index, usual earlier loss) of the first loss that is far above the earlier losses, or None if there is none."
     v = p.values
     for i in range(5, len(v)):
         before = v[max(0, i-15):i]
@@ -323,12 +323,12 @@ def loss_spike(h, times=10., part=.5):
     if len(p.values)<12 or p.verdict in ('means nothing', 'rises') or (found := find_loss_jump(p, times, part)) is None: return
     i,usual = found
     v,step = p.values,p.steps[i]
-    if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # the data get another shape: a new task begins
+    if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # no finding: a new shape means a new task
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
     why = f" The data of this step are {fmt_times(data)} as large as usual." if data else ''
-    if end is None: severity = 'warning' if len(v)-i>=30 else 'info' # the loss may also jump because a new task begins
-    else: # a slow fall after the jump means that the model learns new data, which is no fault
+    if end is None: severity = 'warning' if len(v)-i>=30 else 'info' # 'info' near the end: a new task may have begun
+    else: # 'info' if the loss falls slowly after the jump, because then the model learns new data
         learnt = i+3<len(v) and min(v[i+1:i+4])>.4*v[i]
         severity = 'warning' if not learnt and (data or is_worse_after(p, step)) else 'info'
     yield finding('', f"At step {step}, the loss jumps to {fmt(v[i])}, where {fmt(usual)} was usual, and "
@@ -339,7 +339,7 @@ def loss_spike(h, times=10., part=.5):
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9084578
 def find_constant_data(s, share=.9):
-    "Return the index of the first step in which all values of the data are equal, if this is so in nearly all steps. Return None otherwise."
+    "If the values of the data are all equal in nearly all steps, return the index of the first of these steps. Return None otherwise."
     if 'float' not in str(s.dtype) or s.shape is None or np.prod(s.shape)<=16 or 'max' not in s: return None
     same = s['max']==s['min']
     return int(np.flatnonzero(same)[0]) if same.mean()>share else None
@@ -351,7 +351,7 @@ def report_constant_data(h, s, at, alone):
     """
     severity = 'info' if not alone else 'error' if h.progress.verdict in ('stalls', 'rises', 'none', 'short') else 'warning'
     what = f"The data are constant: all values of {s.tname} of {s.title} are {fmt(s['max'][at])} from step {s.steps[at]} on."
-    if len(np.unique(s['max'][s['max']==s['min']]))>1: # each batch is a single sample whose values are all equal
+    if len(np.unique(s['max'][s['max']==s['min']]))>1: # each batch may be one sample with equal values
         severity,what = 'info',f"In nearly all steps, all values of {s.tname} of {s.title} are equal. The value differs between steps."
     return s.finding(at, what, severity=severity, value=float(s['max'][at]),
         advice="Check the batches of the loader: a transform may clip all values, or an array was never filled.")

@@ -50,16 +50,16 @@ def find_eval_mode(h, out):
     if not ins or w is None or first_present(h.grads, gains, out.path) is None or len(out)<10 or len(ins[0])!=len(out): return None
     x,first = ins[0],slice(0, 3)
     same = (abs(x.rms*w.rms[0]-out.rms)<.01*out.rms) & (abs(x['mean']*w['mean'][0]-out['mean'])<.01*out.rms)
-    # if the input is already normalized, the output equals the input in both modes, so the mode is unknown
+    # skip normalized inputs: in both modes the output equals the input, so that the mode cannot be seen
     if not same[first].all() or (abs(x.rms[first]-1)<.05).all(): return None
-    if has_changing_statistics(h, out.path): return None # in evaluation mode, running statistics do not change
+    if has_changing_statistics(h, out.path): return None # changing statistics prove training mode
     return out.finding(0, f"The output of {out.title} equals its input: the model trains in evaluation mode, with the first running "
         "statistics.", advice="Call model.train() before training, and model.eval() only to evaluate.")
 
 def find_wrong_scale(h, out, times=3, share=.6):
-    """Return a finding if the output of a normalization does not have the rms that its weight and bias give. Return None otherwise.
+    """Return a finding if the rms of a normalization's output differs from the rms expected from its weight and bias. Return None otherwise.
 
-    Such a module is in evaluation mode.
+    The reason for a different rms is evaluation mode.
     """
     w,b = (first_present(h.weights, names, out.path) for names in (gains, offsets))
     if w is None or len(out)<3: return None
@@ -126,7 +126,7 @@ def compare_sizes(ev, tr, late, away, share=.6, window=9):
     return (median(gap), int(late[off][0])) if off.mean()>share else None
 
 def distance_from_range(a, values):
-    "Return the ratio of the number `a` to the nearest of some positive numbers, or 1 if `a` is between their minimum and maximum."
+    "Return 1 if the number `a` is in the range of some positive numbers, else its ratio to the nearer end of the range."
     low,high = min(values),max(values)
     return a/max(high, 1e-30) if a>high else a/low if a<low else 1.
 
@@ -165,7 +165,7 @@ def flag_training_mode(h, out):
     return abs(out['mean']-(b['mean'] if b is not None and len(b)==len(out) else 0))<2e-3*out.rms
 
 def find_missing_train_call(h, least=5):
-    "Yield findings about a model that trains in evaluation mode from some step on, because `model.train()` is missing after an evaluation."
+    "Yield findings about a model that stays in evaluation mode after an evaluation, because `model.train()` is missing."
     for path,out in h.outputs.items():
         if len(out)<3*least or 'mean' not in out or (working := flag_training_mode(h, out)) is None: continue
         at = lasts_from(~working)
@@ -214,7 +214,7 @@ def find_first_evaluation(h, far):
         tr = first.get((s.path, s.tname))
         if tr is None or s.call or s.ttype!=tr.ttype or s.steps[0]>h.steps[0] or 'float' not in str(s.dtype): continue
         times = s.rms[0]/tr.rms[0] if tr.rms[0]>0 else np.nan
-        # the evaluation has other data than the training, so the sizes of tensors cannot be compared
+        # no finding if the evaluation data have another scale than the training data
         if s.path in h.graph.first_modules and s.ttype=='input' and not 1/3<times<3: return
         if s.ttype=='output' and np.isfinite(times) and not 1/far<times<far: found.append((s, times))
     if not found or not any(s.path=='' or s.path in h.graph.last_modules for s,_ in found): return
@@ -228,10 +228,10 @@ def is_norm_with_statistics(kind): return any(n in (kind or '') for n in ('Batch
 
 # %% ../../nbs/55_health/42_modes.ipynb #7c2f0a16
 def find_never_train_mode(h, least=10):
-    "Yield a finding about a model that is trained in evaluation mode from the first step on, if modules of the model depend on the mode."
+    "Yield a finding about a model that is trained in evaluation mode in all steps, although modules of the model depend on the mode."
     trained = [h.graph.position(k[0]) for k,w in h.weights.items() if k in h.grads and find_changes(w).any()]
     if not trained or h.modes.get('train') or len(h.steps)<least: return
-    # modules before the first trained weight are frozen, so they are in evaluation mode on purpose
+    # skip modules before the first trained weight: they are frozen, and so in evaluation mode on purpose
     inside = [p for p in h.modes.get('eval', ()) if p and p in h.kinds and h.graph.position(p)>=min(trained)]
     if not inside: return
     names = ', '.join(name_module(p, h.kinds[p]) for p in inside[:3])+(f" and {len(inside)-3:,} more" if len(inside)>3 else '')

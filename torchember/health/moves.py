@@ -40,7 +40,7 @@ class RelativeUpdates:
 
     @property
     def size(self):
-        "The rms of the weight in each step with a known change."
+        "Rms of the weight, in each step with a known change of the weight."
         return self.s.rms[np.searchsorted(self.s.steps, self.steps).clip(max=len(self.s)-1)]
 
     def median(self, lo=0., hi=1.):

@@ -48,7 +48,7 @@ def all_zero_steps(h):
     return steps, zero
 
 def weights_rest(h, steps, still=2e-5):
-    """Return True if the weights change by less than the fraction `still` in the last of the steps `steps`, which have no gradient.
+    """Return True if the weights change by less than the fraction `still` in the second half of `steps`, the steps without a gradient.
 
     Without a gradient, momentum and weight decay may still change the weights a little.
     """
@@ -61,7 +61,7 @@ def weights_rest(h, steps, still=2e-5):
     return True
 
 def find_no_gradient(h, share, least):
-    "Return (numbers of the steps in which all gradients are zero, number of steps with recorded gradients), or None if such steps are few."
+    "Return (numbers of the steps in which all gradients are zero, number of steps with gradients). None if few steps have only zero gradients."
     steps,zero = all_zero_steps(h)
     if len(steps)<least or zero.mean()<=share or not weights_rest(h, steps[zero]): return None
     return steps[zero], len(steps)
@@ -73,7 +73,7 @@ def constant_value(s):
     value = s['max'][0]
     return float(value) if np.isfinite(value) and (s['max']==value).all() and (s['min']==value).all() else None
 
-softmax_values = {'Softmax': 1., 'LogSoftmax': 0., 'Softmin': 1.} # Activation -> its constant value if it is taken over a single unit
+softmax_values = {'Softmax': 1., 'LogSoftmax': 0., 'Softmin': 1.} # Activation -> its constant output if the dimension has a single unit
 
 def is_softmax_of_one(h, s, value):
     "Return True if a constant output is the output of a softmax over a single unit. `value`: the constant."
@@ -101,14 +101,14 @@ def constant_output(h, least=5):
         value = constant_value(s)
         if value is None or len(s)<least or not input_changes(h): continue
         softmax = is_softmax_of_one(h, s, value)
-        # a constant output, such as a mask, is no fault if other outputs of the model are trained
+        # no finding for a constant output, such as a mask, if other outputs of the model are trained
         if value==0 and not softmax or not softmax and not (h.grads and all_zero_steps(h)[1].all()): continue
         yield report_constant_output(h, s, value)
         return
 
 # %% ../../nbs/55_health/43_outputs.ipynb #cab2f46d
 def explain_no_gradient(h):
-    "Return a sentence about the activation after which gradients are zero, and an advice. If it is not found, the sentence is ''."
+    "Return a sentence that names the activation after which gradients are zero ('' if there is none), and advice."
     for s in final_outputs(h):
         if 'min' not in s or 'max' not in s: continue
         low,top,kind = median(s['min']),median(s['max']),h.activation(s)
@@ -123,7 +123,7 @@ def explain_no_gradient(h):
 rectified = 'ReLU', 'ReLU6', 'Threshold'
 
 def is_at_ends(s):
-    "Return True if nearly all values of a tensor in the range from 0 to 1 are 0 or 1, as its mean and rms show."
+    "Return True if nearly all values of a tensor are 0 or 1, as its mean and rms show. The values must be between 0 and 1."
     squares,mean = s.rms**2,s['mean']
     return bool(median(mean-squares)<1e-3)
 

@@ -76,7 +76,7 @@ def lost_gradients(h, share=.2, safe=.05, least=10):
     if len(found)<3: return
     shares = np.array([z for _,z in found])
     lost = shares>=share
-    # no finding unless the fraction of zero gradients grows from the last layer to the first
+    # no finding if the fraction of zero gradients does not grow from the last layer to the first
     if not lost[0] or shares[-1]>safe or (np.diff(shares)>.1).any() or lost.all(): return
     s,n = found[0][0],int(lost.sum())
     yield s.finding(int(np.flatnonzero(s.zero)[0]), f"Gradients underflow in float16 on their way to the input: the gradient of {s.title} is "

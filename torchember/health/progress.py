@@ -51,7 +51,7 @@ def judge_direction(start, end, noise, way, fall=.03, rise=.05):
 # %% ../../nbs/55_health/05_progress.ipynb #022e7f02
 opponent_names = ('disc(riminator)?', 'gen(erator)?', 'critic', 'policy', 'actor', 'adversary', 'd_net', 'g_net', 'netd', 'netg', 'adv', 'gan',
     '(d|g)_?loss', 'loss_?(d|g)', 'pg', 'ppo', 'reinforce', 'reward', 'return', 'advantage')
-# Names that show adversarial or reinforcement learning, where a rising loss is no bad sign
+# matches names of losses and modules in adversarial or reinforcement learning, where a rising loss is no bad sign
 adversarial_names = re.compile(rf"(^|[._])({'|'.join(opponent_names)})([._]|$|\d)", re.I)
 # Names of logged numbers that should rise, unlike a loss
 rising_names = re.compile(r'elbo|reward|return|likelihood|log_?prob|acc(uracy)?$|score', re.I)
@@ -81,15 +81,15 @@ class LossProgress:
         v = self.values
         self.start,self.end = start_and_end(v)
         self.best,self.noise = float(np.min(running_median(v))),estimate_noise(v)
-        # if the first step changed the loss much, the start is the first value, not the median of the first values
+        # if the first step changed the loss much, use the first value as the start, not the median of the first values
         if abs(self.start-v[0])>3*self.noise: self.start = float(v[0])
         last = float(np.median(v[-3:]))
-        # if the loss rose steeply at the very end, the end is the median of the last three values, not of the last fifth
+        # after a steep rise at the very end, use the median of the last three values, not of the last fifth
         if last>3*self.start>0: self.end = last
         self.fell = (self.start-self.end)/max(abs(self.start), 1e-12)
         if self.is_game(names): return 'means nothing'
         word = judge_direction(self.start, self.end, self.noise, rank_trend(v)*math.sqrt(len(v)))
-        # a number that should rise (such as a reward) may be logged with a minus sign, so its fall is no progress
+        # the fall of a reward proves no progress, because the reward may be logged with or without a minus sign
         if rising_names.search(self.loss.name) and word in ('falls', 'rises'): return 'falls' if v[-1]>v[0] else 'means nothing'
         return word
 
@@ -97,7 +97,7 @@ class LossProgress:
         "Return True for adversarial training or reinforcement learning, where a rising loss is no bad sign. `names`: as in `LossProgress`."
         if any(adversarial_names.search(n) for n in (*names, self.loss.name)): return True
         v = self.values
-        # a loss around zero from the beginning is a loss of adversarial or reinforcement learning
+        # a loss that changes its sign around zero is typical of adversarial or reinforcement learning
         return bool((v>0).mean()>.1 and (v<0).mean()>.1 and v[0]*v[-1]<0 and abs(v[0])<5*self.noise)
 
     is_good = property(lambda self: self.verdict=='falls')

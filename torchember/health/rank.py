@@ -20,7 +20,7 @@ class OutputRank:
         self.cosine,self.rank = (np.asarray([np.nan if v is None else v for v in found[k]], float) for k in ('cosine', 'rank'))
 
     def falls_from(self, flags):
-        """Return the index from which on all flags are True, if there are at least two such flags at the end and a False before.
+        """Return the index from which all flags are True until the end. At least two flags must be True there, and one False before.
 
         Return None otherwise.
         """
@@ -58,7 +58,7 @@ def rank_collapse(h, parallel=.9995, apart=.95, start=8., left=1.5):
     data = [s for s in h.series('input') if s.path in h.graph.data_modules and 'max' in s and 'min' in s]
     if data and all((s['max']==s['min']).all() for s in data): return # equal samples have equal outputs: the rule `same_data` reports them
     for o in output_ranks(h):
-        # early in a training, the logits of all samples are similar on purpose: they follow the frequencies of the classes
+        # skip logits: early in a training, they only reflect the frequencies of the classes, so those of all samples are similar
         if o.path in h.graph.last_modules and has_class_loss(h): continue
         alike = o.falls_from(o.cosine>parallel) if o.cosine[0]<apart else None
         flat = o.falls_from(o.rank<left) if o.rank[0]>=start and not h.progress.is_good else None

@@ -32,7 +32,7 @@ def is_synchronized_again(c):
 
 # %% ../../nbs/55_health/44_replicas.ipynb #af1e63a8
 def explain_lost(c, rank, at):
-    """Return the reason and an advice about gradients of one rank that are zero in some steps.
+    """Explain why the gradients of one rank are zero in some steps. Return the reason as a sentence, and advice.
 
     `rank`: number of the rank; `at`: numbers of the steps.
     """
@@ -41,7 +41,7 @@ def explain_lost(c, rank, at):
         "Compare the gradients of all ranks before optimizer.step().")
 
 def explain_gradients(c):
-    "Explain why gradients differ between ranks. Return the reason as a sentence, and an advice. `c`: entry of `compare_replicas`."
+    "Explain why gradients differ between ranks. Return the reason as a sentence, and advice. `c`: entry of `compare_replicas`."
     g,period = c['grads'],find_period(c['grads']['at'])
     if g['steps']>=.9*g['of']: return (
         f"Their gradients differ in all {g['steps']} recorded steps from step {g['first']} on, so nothing averages them.",
@@ -66,7 +66,7 @@ def explain_equal(c):
         "Look for code that changes weights on one rank only.")
 
 def explain_drift(c):
-    "Explain why the weights of two ranks differ. Return the reason as a sentence, and an advice. `c`: entry of `compare_replicas`."
+    "Explain why the weights of two ranks differ. Return the reason as a sentence, and advice. `c`: entry of `compare_replicas`."
     if c['zero']: return explain_lost(c, c['rank'], c['zero'])
     if c['other_zero']: return explain_lost(c, c['with'], c['other_zero'])
     if not c['grads']['of']: return "The gradients were not recorded.", "Record gradients: ttypes=('weight', 'weight_grad')."
@@ -147,7 +147,7 @@ def rank_waits(h):
     if not timed_out and not all(e.was_killed for e in ends): return
     first,last = min(ends, key=lambda e: (e.place[:2], e.rank)),max(ends, key=lambda e: (e.place[:2], -e.rank))
     if first.place==last.place: last = next(e for e in ends if e.place!=first.place)
-    if first.step!=last.step and last.step-first.step>1: return # the ranks run independently, so different steps are no fault
+    if first.step!=last.step and last.step-first.step>1: return # ranks that run independently may end at different steps without a fault
     waits = timed_out[0] if timed_out else first
     other = last if waits.place!=last.place else first
     sure = f"Rank {waits.rank} gave up waiting ({waits.error[:120]})." if timed_out else \

@@ -46,7 +46,7 @@ class Jumps:
     def find(self, times, largest, least):
         "Return a dict: index of a step in which the weight changes too much -> (relative change in this step, usual relative change)."
         found,ratio = {},self.moves.ratio
-        before = np.r_[np.nan, np.fmax.accumulate(ratio)[:-1]] if len(ratio) else ratio # for each step, largest earlier change of the weight
+        before = np.r_[np.nan, np.fmax.accumulate(ratio)[:-1]] if len(ratio) else ratio # largest change of the weight in all earlier steps, for each step
         for i in np.flatnonzero((ratio>least) & (ratio>largest*before)).tolist():
             if i<5 or not (usual := self.usual(i))>0 or not ratio[i]>times*usual: continue
             if self.moves_ends(i, least) and not self.is_explained(i, ratio[i]/usual): found[i] = float(ratio[i]),float(usual)
@@ -75,7 +75,7 @@ def find_replaced(h, times, largest, least):
     return found
 
 def find_first_values(h):
-    "Return the numbers of the steps at which all trained weights have their values of the first step again, but not in the step before."
+    "Return the numbers of the steps at which all trained weights return to the values that they had in the first step."
     ws = [w for k,w in h.weights.items() if k in h.grads and len(w)>6]
     masks = [np.all([w[c]==w[c][0] for c in ('mean', 'std', 'max', 'min') if c in w] or [np.zeros(len(w), bool)], axis=0) for w in ws]
     back = [set(w.steps[1:][m[1:] & ~m[:-1]].tolist()) for w,m in zip(ws, masks, strict=True) if h.is_matrix((w.path, w.pname), w)]

@@ -74,7 +74,7 @@ class Rule:
 
 # %% ../../nbs/55_health/15_rules.ipynb #7f4d5d01
 table = {} # Name -> `Rule`. A rule that finds causes comes before the rules that find their consequences
-loaded_plugins = set() # names of the entry points of other packages that were loaded
+loaded_plugins = set() # names of the entry points (plugins of other packages) that were loaded already
 
 # %% ../../nbs/55_health/15_rules.ipynb #21936839
 def rule(

@@ -24,7 +24,7 @@ def is_flat_at(v, at):
     return near<.7*abs(np.diff(v)).max() and abs(np.diff(v)).max()<.55*v.max()
 
 def as_each_step(n, steps):
-    "Return the value of a logged number in each of `steps`. Between its rows it is constant, because a learning rate is logged when it changes."
+    "Return the value of a logged learning rate in each of `steps`. It is constant between its rows, because only changes are logged."
     return n.values[np.clip(np.searchsorted(n.steps, steps, 'right')-1, 0, None)]
 
 @rule(severity='warning', needs='scalar')
@@ -55,7 +55,7 @@ def clipped_early(h, least=3, share=.9):
     least: least number of steps with such a clipping
     share: least fraction of all checked clippings
     """
-    left = {tuple(c[:2]) for c in step_counts(h, 'left_gradients') if c[3]} # clipping has an effect on gradients that are left over
+    left = {tuple(c[:2]) for c in step_counts(h, 'left_gradients') if c[3]} # skip: clipping has an effect on left-over gradients
     counts = [c for c in step_counts(h, 'early_clips') if tuple(c[:2]) not in left]
     early = [c for c in counts if c[3]>=least]
     if not early or sum(c[3] for c in counts)<share*sum(c[2] for c in counts): return

@@ -21,7 +21,7 @@ from ..measure.summary import derived
 
 # %% ../../nbs/55_health/06_series.ipynb #449f3a86
 def to_floats(values):
-    "Convert a column of a table to floats. Values that are no numbers become NaN."
+    "Convert a column of a table to floats. Other values than numbers become NaN."
     if values.dtype.kind in 'iufb': return values.to_numpy(float, na_value=np.nan)
     return np.array([v if isinstance(v, int|float) else np.nan for v in values], float)
 
@@ -55,7 +55,7 @@ class SeriesColumns:
         return self.cache[name]
 
     def count(self, *names):
-        "Return for each row the sum of some columns of counts, such as 'nan' and 'posinf'. Missing columns and values count as 0."
+        "Return the sum of some columns of counts, such as 'nan' and 'posinf', for each row. Missing columns and values count as 0."
         if names not in self.cache:
             columns = (np.nan_to_num(self.column(c)) for c in names if c in self.columns)
             self.cache[names] = sum(columns, np.zeros(len(self.order)))
@@ -87,12 +87,12 @@ apart = ('module', 'ttype', 'tname', 'phase', 'call', 'backward', 'micro')
 named,counted = ('path', 'module', 'ttype', 'tname', 'pname', 'phase'),('call', 'backward')
 
 def group_rows(df):
-    "Return an array with a number for each row: the same number for rows of the same tensor."
+    "Number the tensors of a table. Return an array with the number of each row's tensor."
     codes = np.zeros(len(df), np.int64)
     for c in apart:
         if c not in df: continue
         one = df[c].cat.codes.to_numpy() if isinstance(df[c].dtype, pd.CategoricalDtype) else pd.factorize(df[c])[0]
-        codes = pd.factorize(codes*(int(one.max(initial=0))+2)+one+1)[0] # +1, because the code of a missing value is -1
+        codes = pd.factorize(codes*(int(one.max(initial=0))+2)+one+1)[0] # +1, because missing values have the code -1
     return codes
 
 # %% ../../nbs/55_health/06_series.ipynb #284c9cfa
@@ -139,7 +139,7 @@ class Series:
         n = self.rows.sizes[self.at]
         # torch divides by n-1, so the standard deviation of a single value is NaN
         unbiased = np.where(n>1, (n-1)/np.where(n>1, n, 1), np.isnan(n)*1.)
-        # without a standard deviation, the rms is known only for a tensor of one element
+        # without a standard deviation, the mean gives the rms only of a tensor with one element
         std = np.nan_to_num(self['std']) if 'std' in self else np.where(n==1, 0, np.nan)
         # hypot instead of a sum of squares, because the square of 1e300 overflows
         made = np.hypot(self['mean'], std*np.sqrt(unbiased))

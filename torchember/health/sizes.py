@@ -28,15 +28,15 @@ def is_harmed(h):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #425eb155
 def adjust_small_weights(m):
-    """Correct the relative updates `m` of a weight with small initial values, which would look too large.
+    """Reduce the relative updates of a weight with small initial values, because they would look too large. `m`: `RelativeUpdates`.
 
-    Changes are divided by the usual rms of an initial weight instead. `m`: `RelativeUpdates`.
+    Divide the changes by the usual rms of an initial weight instead.
     """
     m.ratio = m.ratio*m.size/np.maximum(m.size, .2/np.sqrt(max(count_inputs(m.s), 1)))
     return m
 
 def select_updates(moves, ratio):
-    """Return those weights that show how large updates are. `moves`: (path, pname) -> `RelativeUpdates`.
+    """Return the weights that are suitable to judge the size of updates. `moves`: (path, pname) -> `RelativeUpdates`.
 
     Embeddings are left out, because a step changes only few of their rows.
     If all weights are embeddings, those with updates far above `ratio` are returned.
@@ -45,11 +45,11 @@ def select_updates(moves, ratio):
     return dense or {k: m for k,m in moves.items() if m.median(0, .2)>10*ratio}
 
 def growth_factor(w):
-    "Return by which factor the rms of a weight has grown at most since the first step, or NaN if it was 0 then."
+    "Return the largest rms of a weight divided by its rms in the first step. NaN if the rms was 0 in the first step."
     return finite_max(w.rms)/w.rms[0] if w.rms[0]>0 else np.nan
 
 def share_phrase(ratio):
-    "Return a ratio of update to weight in words: '0.3 of its size' or '2 times its size'."
+    "Return a ratio of update to weight as a phrase: '0.3 of its size' or '2 times its size'."
     return f"{fmt(ratio)} of its size" if ratio<1 else f"{fmt_times(ratio)} its size"
 
 def lower_rate_advice(ratio, most=1000):
@@ -63,7 +63,7 @@ def lower_rate_advice(ratio, most=1000):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ed9125c0
 def report_large_steps(h, moves, large, ratio):
-    "Return a finding about updates that are too large from the first step on. `large`: keys of weights with such updates."
+    "Return a finding about updates that have been too large since the first step. `large`: keys of the weights with too large updates."
     first = {k: m.median(0, .2) for k,m in moves.items()}
     k = max(large, key=lambda k: np.nan_to_num(first[k]))
     w,size = moves[k].s,max(first[k], finite_max(moves[k].ratio[:3]))
@@ -100,7 +100,7 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
     """
     p = h.progress
     if len(h.steps)<12: ratio = max(ratio, 2.) # a higher threshold for a run of few steps, because the first updates are often large
-    # in some trainings with a high learning rate, the loss begins to fall only after 20 steps, and nothing is wrong
+    # a higher threshold, because with a high learning rate a good loss may begin to fall only after 20 steps
     if len(h.steps)<32 and p.verdict=='stalls' and not h.is_broken: ratio = max(ratio, 4.)
     moves = select_updates({k: adjust_small_weights(m) for k,m in relative_updates(h).items()}, ratio)
     if not moves: return
@@ -108,7 +108,7 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
     blown = [k for k,m in moves.items() if growth_factor(m.s)>growth]
     large = [k for k,m in moves.items() if m.median(0, .2)>ratio and finite_max(m.ratio[:5])>ratio]
     bad = is_harmed(h) or p.verdict in ('none', 'means nothing', 'short') and len(blown)>=enough
-    # weights that the first update has made so large that later updates are small in comparison
+    # weights that became so large in the first update that the ratios of later updates are small
     leaps = [k for k in blown if moves[k].s.rms[0]>1e-4 and moves[k].ratio[0]>3]
     leapt = len(leaps)>=max(1, .5*len(moves)) and p.verdict!='means nothing' and p.fell<.3
     if len(large)>=max(1, enough) and bad or leapt: yield report_large_steps(h, moves, large or leaps, ratio); return
@@ -141,7 +141,7 @@ def gradients_continue(grad, steps, start):
     return bool((after>0).any()) and not median(after)<.03*median(before)
 
 def explain_small_steps(h, step, drop):
-    """Return the reason why updates are small from a step on, as a sentence, and an advice.
+    """Explain why updates become small at a step. Return the reason as a sentence, and advice.
 
     Only if learning rates were recorded, the reason can be a schedule.
     """
@@ -188,7 +188,7 @@ def find_early_end(h, moves, drop, many=.7):
     if p.verdict not in ('none', 'short') and not was_falling(p, step): return
     # leave out embeddings, because a step changes only few of their rows
     rare = {k for k,w in h.weights.items() if 'Embedding' in w.kind}
-    # if other weights still change, no schedule is the reason: the rule `not_trained` reports this fault
+    # no finding if other weights still change: the cause is no schedule, and the rule `not_trained` reports the fault
     if any_weight_changes(h, step, rare): return
     smaller = f"{fmt_times(peak/now)} smaller than before" if now>0 else "zero"
     gradients = ", while the gradients stay about as large" if k in h.grads else ''
@@ -238,7 +238,7 @@ def update_too_small(h, ratio=1e-5, drop=1e-3, least=20, many=.8):
     small = [k for k in moves if usual[k]<ratio and (k not in h.grads or (h.grads[k].rms>0).any())]
     if not small or len(small)<many*len(moves) or h.progress.verdict not in ('stalls', 'none', 'short'):
         yield from list(find_early_end(h, moves, drop)) or find_slow_group(h, moves, usual, ratio)
-    elif any(finite_max(moves[k].ratio)>0 for k in small): # the rule `not_trained` reports weights that never change
+    elif any(finite_max(moves[k].ratio)>0 for k in small): # `not_trained` reports weights that never change
         stopped = all(usual[k]==0 for k in small) or finite_max([finite_max(moves[k].ratio[:5]) for k in small])>100*ratio
         k = max(small, key=usual.get)
         yield from find_early_end(h, moves, drop) if stopped else [report_small_steps(h, moves, k, len(small), usual[k], ratio)]
@@ -264,11 +264,11 @@ class LayerStart:
     """
     def __init__(self, w, fan, given, out):
         self.w,self.out = w,out
-        # scaled: rms of the weight, divided by the rms with which the output is as large as the input
+        # scaled: rms of the weight, divided by the rms at which the output would be as large as the input
         self.scaled,self.out_rms = float(w.rms[0]*np.sqrt(fan)),float(out.rms[0])
-        # if the input was not recorded, assume that its rms is 1
+        # assume an rms of 1 if the input was not recorded
         self.in_rms = 1. if given is None else float(given.rms[0])
-        # attention returns a weighted mean of values, so the size of its output does not show the size of its weight
+        # True for attention: the size of its output, a weighted mean of values, does not show the size of the weight
         self.mean = 'Attention' in w.kind
         self.finite = bool(np.isfinite(self.out_rms))
         self.gain = self.out_rms/self.in_rms if self.in_rms>0 else np.nan
@@ -276,7 +276,7 @@ class LayerStart:
 
     def too_large(self, away):
         "Return True if the weight makes the output more than `away` times as large as the input."
-        # a recurrent weight multiplies the signal again at each position of the sequence
+        # special case: a recurrent weight multiplies the signal again at each position of a sequence
         loop = self.w.kind in recurrent and 'hh' in self.w.pname and self.gain>100 and self.scaled>1
         return loop or self.scaled>away and (self.mean or not self.finite or self.gain>away)
 
@@ -389,7 +389,7 @@ def data_of_layer(h, path, first):
     ins = [s for s in h.inputs.get(path, ()) if s.tname!='output' and 'float' in str(s.dtype)]
     kind = h.kinds.get(path, '')
     if not ins or not is_linear(kind) and not any(r in kind for r in ('LSTM', 'GRU', 'RNN')): return None
-    # an input that the model itself has computed does not count as data
+    # not data if a module of the model has computed the input
     if h.graph.makers.get(path) or path!=first and not equals_model_input(h, ins[0]): return None
     return ins[0]
 
@@ -471,7 +471,7 @@ def stay_equal(h, k):
     return bool(later := later_weights(h, k)) and starts_equal(h, later[0], h.weights[later[0]])
 
 def consequence_phrase(h, k):
-    "Return as the end of a sentence what equal units lead to. `k`: (path, pname) of their weight."
+    "Return the consequence of equal units in a layer, as the end of a sentence. `k`: (path, pname) of their weight."
     if not later_weights(h, k): return ", and have equal outputs at first"
     return ", get equal gradients, and stay one unit" if stay_equal(h, k) else ", and only later weights distinguish them"
 

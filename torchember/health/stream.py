@@ -24,7 +24,7 @@ class Blocks:
         self.depths = np.sort(self.rows['depth'].unique()).astype(int)
         first = self.rows.drop_duplicates('depth').sort_values('depth')
         self.paths = first['path'].tolist()
-        self.glob = self.paths[0].rpartition('.')[0]+'.*' if '.' in self.paths[0] else '*' # matches the paths of all blocks
+        self.glob = self.paths[0].rpartition('.')[0]+'.*' if '.' in self.paths[0] else '*' # glob for the paths of all blocks
         modules = first['module'].astype(str) if 'module' in first else ['']*len(first)
         self.titles = [name_module(p, re.sub(r'.*\(|\)$', '', m) or None) for p,m in zip(self.paths, modules, strict=True)]
 
@@ -33,9 +33,9 @@ class Blocks:
         return self.rows.pivot(index='step', columns='depth', values=column).reindex(index=self.steps, columns=self.depths).to_numpy(float)
 
     def without_massive(self):
-        "Return factors (steps, blocks) by which `added` would be larger without massive activations in the stream. 1 if there are none."
+        "Return factors (steps, blocks): how many times larger `added` would be without massive activations in the stream, or 1."
         with np.errstate(all='ignore'): by_median = self['rms']*self['median_ratio']/self['largest']
-        return np.fmax(by_median/1.5, 1) # the rms of normal numbers is 1.48 times the median of the absolute values
+        return np.fmax(by_median/1.5, 1) # 1.5: normal numbers have an rms of 1.48 times their median size
 
 def streams_of(h) -> list:
     "Return the `Blocks` of each list of blocks, in the order of the rows. `h`: a `History`."
@@ -109,11 +109,11 @@ def idle_blocks(h, least=.001, wait=100., records=5):
         all_added = b['added']*b.without_massive()
         added = all_added[-records:]
         if len(added)<records: continue
-        slope = np.maximum(added[-1]-added[0], 1e-30)/(b.steps[-1]-b.steps[-records]) # growth of the share in a step
+        slope = np.maximum(added[-1]-added[0], 1e-30)/(b.steps[-1]-b.steps[-records]) # growth of the share per step
         idle = (added<least).all(0) & ((least-added[-1])/slope>wait*b.steps[-1])
         if not idle.any(): continue
         names = [t for t,i in zip(b.titles, idle, strict=True) if i]
-        # index of the first record from which on all idle blocks add so little
+        # index of the first record from which all idle blocks add so little
         at = start_of_last_true((all_added[:, idle]<least).all(1), records)
         step = int(b.steps[at])
         which = f"{names[0]} adds" if len(names)==1 else f"{len(names)} of {len(idle)} blocks, such as {names[0]}, add"

@@ -40,7 +40,7 @@ def place_of_term(h, *activations):
     return next((p for p in reversed(leaves) if h.activation(h.outputs[p]) in wanted), leaves[-1] if leaves else '')
 
 def label_loss(e):
-    "Return in words which term of a loss a finding is about, such as 'nll_loss of `aux`'. `e`: dict that describes the term."
+    "Return the name of a term of the loss for a sentence, such as 'nll_loss of `aux`'. `e`: dict that describes the term."
     return function_of.get(e['kind'], e['kind'])+('' if e['name']=='loss' else f" of `{e['name']}`")
 
 function_of = {'bce': 'binary_cross_entropy', 'bce_with_logits': 'binary_cross_entropy_with_logits', 'mse': 'the mean squared error',
@@ -64,7 +64,7 @@ def find_single_unit(h, e):
     "Return a finding if a softmax is taken over a single unit, so that its output is always 1. Return None otherwise."
     if e.get('softmax_size')!=1: return None
     s,own = series_of(h, e, 'prediction'),e['activations'][-1:]==['log_softmax']
-    # in some batches, the softmax has more than one unit: no fault
+    # no fault if the softmax has more than one unit in some batches
     if s is not None and (s['max']!=s['min']).any() and 'normalize' not in e['activations']: return None
     what = f"The loss {label_loss(e)} takes a softmax" if own else 'The softmax before the loss is taken'
     if 'normalize' in e['activations'] and 'softmax' not in e['activations']: what = "The loss divides each prediction by the sum of its row, taken"
@@ -91,7 +91,7 @@ def find_second_activation(h, e):
     "Return a finding if an activation is applied before a loss that applies its own activation. Return None otherwise."
     if e['takes']!='logits' or e['kind'] not in own_activation: return None
     names,own = names_of_term(e),own_activation[e['kind']]
-    if e['kind']=='cross_entropy': names = names[:-1] # the last log_softmax is a part of the loss itself
+    if e['kind']=='cross_entropy': names = names[:-1] # the last log_softmax is part of this loss
     last = names[-1] if names else None
     if last not in ('softmax', 'sigmoid', 'relu', 'tanh') or (e.get('softmax_size') or 2)<2: return None
     without = f"{label_loss(e)} has its own {own} and expects logits of either sign"
@@ -105,7 +105,7 @@ def find_second_activation(h, e):
 
 # %% ../../nbs/55_health/47_targets.ipynb #07c75271
 def share_outside(s, low, high):
-    "Return the fraction of the steps in which a tensor has values outside of a range, and the tensor's smallest and largest value in all steps."
+    "Return the fraction of the steps in which a tensor has values outside of a range, and the smallest and largest value of the tensor."
     least,most = s['min'],s['max']
     known = np.isfinite(least) & np.isfinite(most)
     if not known.any(): return 0., math.nan, math.nan
@@ -122,7 +122,7 @@ def find_scale_out_of_reach(h, e, part=.5):
         "it has no lower limit at the right answer, and gradients are wrong.", names[-1], severity='error', activation=names[-1],
         advice="Take the logarithm: F.log_softmax(logits, dim=1) in place of the softmax. Or pass the logits to F.cross_entropy.")
     if s is None or e.get('weighted') or takes not in ('log_probabilities', 'probabilities'): return None
-    # if no logarithm was taken before the loss, the prediction itself must be the logarithm of a probability
+    # without a logarithm before the loss, the prediction itself must be the logarithm of a probability
     of_logarithms = takes=='log_probabilities' and 'log' not in names
     if of_logarithms and names: return None
     # if the loss divides the predictions by their sum, any positive predictions are valid, so they have no upper limit
@@ -220,7 +220,7 @@ def find_wrong_labels(h, e, part):
         f"The largest label is {e['largest']}, but the model has {e['classes']} outputs, for the labels 0 to {e['classes']-1}.", severity='error',
         advice="Give the last layer one output for each class, or let the labels begin with 0.", largest=e['largest'])
     if e['kind'] not in ('bce', 'bce_with_logits') or s is None or e.get('weighted'): return None
-    outside,low,high = share_outside(s, -.05, 1.3) # the limit is above 1, because smoothed labels of GANs reach 1.2
+    outside,low,high = share_outside(s, -.05, 1.3) # 1.3 and not 1, because smoothed labels of GANs reach 1.2
     if outside<part: return None
     more = ' One output cannot tell more than two classes apart.' if high>=2 and low>=0 else ''
     return report_term(h, e,
@@ -240,7 +240,7 @@ def target_range(h, least=.02, part=.25):
         if (found := find_wrong_labels(h, e, part) or find_unreachable(h, e, least, part)) is not None: yield found
 
 # %% ../../nbs/55_health/47_targets.ipynb #bdb7419c
-# operations after which the output of a last layer still is a logit. 'probe': predictions of a JAX training, see `history.probed_losses`
+# autograd operations of layers whose output is a logit. 'probe': predictions of a JAX training, see `history.probed_losses`
 layers = 'probe', 'Addmm', 'Mm', 'Add', 'Convolution', 'Bmm', 'MkldnnConvolution', 'SlowConv2D', 'ThnnConv2D'
 
 def find_one_class(h, e, least):

@@ -32,7 +32,7 @@ def rounding_error(eps:float, numel:float, weight=False) -> float:
     numel: number of elements of the module's largest tensor
     weight: True for weights
     """
-    # torch adds up in float32, so a coarser dtype only rounds the result
+    # torch sums float16 and bfloat16 in float32, so that only the result is rounded to the coarser dtype
     stored,added = 2*eps*(eps>2**-23),np.minimum(eps, 2**-23)
     return np.where(weight, weight_roundings*added+stored, np.maximum(stored, sum_roundings*added*np.maximum(numel, 1)**.25))
 
@@ -149,7 +149,7 @@ class CauseTracker:
         if ttype in parameter_types: self.parameters[parameter] = max(self.parameters.get(parameter, 0.), own)
         if ttype in (*flow_types, 'weight', 'buffer'):
             inside = path
-            while True: # this module, then each module that contains it
+            while True: # add the distance to this module, then to each module that contains this module
                 self.inside[inside] = max(self.inside.get(inside, 0.), far)
                 if not inside: break
                 inside = inside.rpartition('.')[0]
@@ -162,7 +162,7 @@ class CauseTracker:
 most_growth = 30 # factor by which a distance may exceed the distances of its causes
 
 def relative_changes(pairs, size):
-    """Return the relative change of each tensor of the first run since the step before that both runs have.
+    """Return the relative change of each tensor of the first run since the previous step that both runs have.
 
     In the first step of a tensor, return 0. `size`: rms of each tensor.
     """

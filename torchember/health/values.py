@@ -36,7 +36,7 @@ def quantity_phrase(s):
     return f"{'The gradient of ' if s.ttype in ('output_grad', 'input_grad') else ''}{s.tname} of {s.title}"
 
 def count_bad(s, i):
-    "Return the number of NaN and infinities of a tensor in one step in words: '2 NaN and 1 inf'. `i`: index of the step."
+    "Return the number of NaN and infinities of a tensor in one step as text: '2 NaN and 1 inf'. `i`: index of the step."
     words = zip(counts, ('NaN', 'inf', '-inf'), strict=True)
     return ' and '.join(f'{int(s[c][i]):,} {w}' for c,w in words if c in s.rows.columns and s[c][i]>0)
 
@@ -45,7 +45,7 @@ def count_bad(s, i):
 step_order = dict(weight=0, buffer=0, input=1, output=1, probe=1, output_grad=3, input_grad=3, unclipped_grad=4, weight_grad=4,
     optimizer=5, update=6)
 
-def order_of(s): return step_order.get(s.ttype, 1) # when in a step tensors of this type are computed
+def order_of(s): return step_order.get(s.ttype, 1) # position in the order in which the tensors of a step are computed
 
 def find_bad_loss(h):
     "Return (first step with a NaN or infinite loss, `LoggedSeries` of the loss), or None if the loss is always finite."
@@ -53,7 +53,7 @@ def find_bad_loss(h):
     return (h.loss.steps[bad[0]], h.loss) if len(bad) else None
 
 def find_minus_infinity(h, step):
-    """Return (series of the first output with -inf in a step, index of the step) if the output of the model has -inf, too.
+    """If the output of the model has -inf in a step, return (series of the first output with -inf, index of the step).
 
     Return None otherwise, because an -inf that does not reach the output of the model is a mask.
     """
@@ -92,7 +92,7 @@ def find_largest_input(h, s, step):
     return float(np.nan_to_num(finite_max(sizes)))
 
 def explain_input(h, s):
-    "Explain a NaN or infinity in an input. Return the reason as a sentence, and an advice. `s`: `Series` of the input."
+    "Explain a NaN or infinity in an input. Return the reason as a sentence, and advice. `s`: `Series` of the input."
     if s.path=='' or s.order==min(o.order for o in h.series('input')): return ("The data already contain NaN or infinities.",
         "Check the data of this step: run np.isfinite over the data set, and check the divisors used to normalize the data. "
         "Remove samples with NaN or infinities, or replace these values.")
@@ -100,7 +100,7 @@ def explain_input(h, s):
         f"Check the operations before {name_module(s.path)}: a division, log, sqrt, or a softmax in which all entries are -inf.")
 
 def explain_forward(h, s, i):
-    "Explain a NaN or infinity in an output. Return the reason as a sentence, and an advice. `s`: its `Series`; `i`: index of the step."
+    "Explain a NaN or infinity in an output. Return the reason as a sentence, and advice. `s`: `Series` of the output; `i`: index of the step."
     top,huge = largest_number.get(s.dtype),find_largest_input(h, s, s.steps[i])
     if top and 'posinf' in s.rows.columns and (s['posinf'][i]>0 or huge>top/8): return (
         f"The largest number of {s.dtype} is {top:,.0f}. The input was finite, up to {fmt(huge)}.",
@@ -123,7 +123,7 @@ def describe_forward(h, step):
     return f"{'The recorded outputs are finite. ' if outputs else ''}{missing} recorded in this step."
 
 def find_finite_after(h, s, step, bad):
-    """Return the path of the first module called after a tensor's module that has a finite gradient in the same step, or None.
+    """Return the path of the first later module with a finite gradient in the same step, or None. Later: called after the tensor's module.
 
     Arguments: as in `explain_source`.
     """
@@ -132,7 +132,7 @@ def find_finite_after(h, s, step, bad):
         and (p, 'weight_grad') not in bad), None)
 
 def explain_backward(h, s, step, bad):
-    "Explain a NaN or infinity in a gradient. Return the reason as a sentence, and an advice. `bad`: as in `explain_source`."
+    "Explain a NaN or infinity in a gradient. Return the reason as a sentence, and advice. `bad`: as in `explain_source`."
     known,after = describe_forward(h, step),find_finite_after(h, s, step, bad)
     if after: return (f"{known} The gradients of the later module {name_module(after)} are finite, too, so the fault is in the backward pass between the two.",
         f"{anomaly_hint} sqrt and norm have no gradient at 0, and where(ok, f(x), 0) uses the gradient of f also for the other branch: "
@@ -143,7 +143,7 @@ def explain_backward(h, s, step, bad):
         "of log grows without limit there: add an eps inside.")
 
 def explain_weight(h, step):
-    "Explain a NaN or infinity in a weight, an update or an optimizer state. Return the reason as a sentence, and an advice."
+    "Explain a NaN or infinity in a weight, an update or an optimizer state. Return the reason as a sentence, and advice."
     rates = ((n.name, at[-1], n.steps[n.steps<=step][-1]) for n in h.rates if len(at := n.values[n.steps<=step]))
     rate = next((r for r in rates if not np.isfinite(r[1])), None)
     if rate: return f"The learning rate {rate[0]} is {rate[1]} since step {rate[2]}.", "Check the scheduler, and other code that sets the learning rate."
@@ -151,7 +151,7 @@ def explain_weight(h, step):
         "Lower the learning rate: an update that is too large overflows. Then check the eps of the optimizer: an eps of 0 divides by zero.")
 
 def explain_source(h, s, i, bad):
-    """Return the reason for a NaN or infinity in a tensor as a sentence, and an advice.
+    """Return the reason for a NaN or infinity in a tensor as a sentence, and advice.
 
     s: series of the tensor
     i: index of the step
@@ -203,7 +203,7 @@ def report_bad_tensors(h, found, step, loss):
     s,i = choose_first_bad(h, found, step)
     last,n = max(int(s.steps[i[-1]]) for s,i in found),len({s.path for s,_ in found})
     evidence = dict(tensors=sum(len(i) for _,i in found), reached=n)
-    # if all tensors before the gradients are finite, but the loss is not, the loss is the source
+    # the loss is the source if it is not finite, but all tensors computed before the gradients are finite
     if order_of(s) in (3, 4) and loss and loss[0]<=step:
         value = loss[1].values[loss[1].steps==loss[0]][0]
         return finding('', f"{loss[1].name} is {value} at step {step}, while all outputs of the model are finite: the fault is in "
@@ -242,7 +242,7 @@ def scaler_skips(h, share=.5, most=20):
 
 # %% ../../nbs/55_health/20_values.ipynb #04b82dd7
 def find_lost_gradients(h, share, many):
-    "Return a finding about gradients that float16 rounds to zero, or None if such gradients are few. `many`: least fraction of all gradients."
+    "Return a finding about gradients that float16 rounds to zero. Return None if their fraction is below `many`."
     grads = [s for s in h.grads.values() if len(s)>2]
     if not grads or h.ends_at_zero_loss or not any(s.dtype in smallest_numbers for s in h.series('output')): return None
     zero = [s for s in grads if s.zero.mean()>share]
@@ -258,7 +258,7 @@ def find_lost_gradients(h, share, many):
 
 # %% ../../nbs/55_health/20_values.ipynb #27d19e0c
 def find_lost_steps(h, few):
-    "Return a finding about weights that do not change, because updates below half of the last digit are rounded away. Return None if they are few."
+    "Return a finding about weights that do not change, because rounding removes their small updates. Return None if few weights are affected."
     trained = [(w, h.grads[k]) for k,w in h.weights.items() if k in h.grads and w.dtype in half_digit]
     still = [w for w,grad in trained if len(w)>4 and (grad.rms>0).mean()>.5 and w.rms[0]>0 and never_changes(w)]
     if len(still)<max(1, few*len(trained)): return None

@@ -26,7 +26,7 @@ from ..store.table import activations_in, tree_in
 
 # %% ../../nbs/55_health/60_watch.ipynb #53f5be7d
 scalar_mark = b'"ttype":"scalar"'
-# columns of a log line (as bytes) that it has only if the tensor has NaN or infinities
+# columns that a log line (bytes) contains only if the tensor has NaN or infinities
 not_finite = b'"nan":', b'"posinf":', b'"neginf":'
 kind_columns = re.compile(rb'"(ttype|rank|phase|skipped)":("?[\w.]+)')
 
@@ -49,7 +49,7 @@ def names_not_finite(line):
 
 # %% ../../nbs/55_health/60_watch.ipynb #c7bcbcfa
 class KeptSteps:
-    "Keeps log lines for the rules: of the first and last steps, and of ever fewer steps between them, so that memory is limited."
+    "Log lines of the first steps, of the last steps, and of some steps between, for the rules. Limits the memory of the lines."
     # first, last: number of steps at the start and at the end that are always kept; most_bytes: largest memory for all lines
     first,last,most_bytes = 20,40,24_000_000
 
@@ -84,8 +84,8 @@ class KeptSteps:
             self.logged.pop(s, None)
         return bool(gone)
 
-    def select_lines(self, most:int=80): # log lines
-        "Return all lines of `most` steps and of the steps in `first_bad`, and of other steps only the lines of logged numbers."
+    def select_lines(self, most:int=80): # log lines of the selected steps
+        "Return all lines of `most` steps and of the steps in `first_bad`. Of other steps, return only the lines of logged numbers."
         steps = list(self.lines)
         between = steps[self.first:-self.last]
         few = max(most-self.first-self.last, 1)
@@ -132,12 +132,12 @@ class Pace:
 # %% ../../nbs/55_health/60_watch.ipynb #1522494a
 class KnownFindings:
     "Findings that were reported, and that still hold."
-    patience = 2 # a finding is over if this many looks (runs of all rules) in a row did not find it
-    # open: key of a finding that still holds -> the finding; missed: key -> number of checks since the finding was found last
+    patience = 2 # number of consecutive looks (runs of all rules) without a finding, after which the finding is over
+    # open: key -> finding that still holds; missed: key -> number of looks (runs of all rules) since the finding was last found
     def __init__(self): self.open,self.missed = {},{}
 
     def compare(self, found):
-        "Compare what the rules find now with the reported findings. Return the new findings, and the reported findings that no longer hold."
+        "Compare the current findings `found` with the reported findings. Return the new findings, and the reported findings that no longer hold."
         now_found = {identity_of(f): f for f in found}
         new = [f for k,f in now_found.items() if k not in self.open]
         for k in self.open: self.missed[k] = 0 if k in now_found else self.missed.get(k, 0)+1
@@ -232,7 +232,7 @@ class RuleWatch:
     recording: function that returns the seconds spent on recording, including looks. None: the seconds spent in the log writer"""
     def __init__(self, t, rules='default', on_finding='warn', stop=lambda error: None, pace=None, recording=None,
         alarm=lambda: None):
-        needs('pandas', for_='rules=') # import pandas now, because the import during the training would delay a step
+        needs('pandas', for_='rules=') # import pandas now, because a later import would delay a training step
         self.rules,self.t,self.reporter = choose_rules(rules),t,Reporter(t.file, on_finding, stop, alarm)
         self.kept,self.known,self.pace,self.found = KeptSteps(),KnownFindings(),pace or Pace(),[]
         self.adding,self.looking = threading.Lock(),threading.Lock()
@@ -279,7 +279,7 @@ class RuleWatch:
             self.report_changes(h, {id(f) for f,cause in in_order if cause is None})
         took = time.thread_time()-since
         self.pace.note_cost(self.kept.count-1, took)
-        self.t.file.add_listener_time(took) # the time of the rules counts as time of the recording, which has a budget
+        self.t.file.add_listener_time(took) # count the time of the rules as recording time, which has a budget
 
     def report_changes(self, h, causes):
         """Log and report new findings, and findings that no longer hold.

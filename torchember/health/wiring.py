@@ -29,7 +29,7 @@ class ParameterStates:
     def __init__(self, entries):
         self.ps = [p for p in entries if p.get('recorded') is not False]
         self.untrained = {reason: [p for p in self.ps if why_not(p)==reason] for reason in reasons}
-        # parameters that are trained, as their metadata shows
+        # parameters that are trained according to their metadata
         self.learn = [p for p in self.ps if why_not(p) is None and (p['requires_grad'] or p.get('gradient'))]
         others = [p for p in self.ps if p.get('optimizer') is False and p.get('gradient')]
         # parameters trained by an optimizer that was not passed to torchEmber
@@ -105,7 +105,7 @@ def is_intended(h, known, held):
     last = max((h.graph.position(p['path']) for p in known.ps if p['path'] in h.graph.calls or p['path']==''), default=0)
     return max(h.graph.position(p['path']) for p in known.learn)>=last or len({p['path'] for p in known.learn})>=3
 
-# a module with one of these words in its name is usually left untrained on purpose
+# words in the names of modules that are usually left untrained on purpose
 untrained_names = 'teacher', 'target', 'ema', 'momentum', 'fixed', 'frozen'
 
 def comes_first(h, known, own):
@@ -116,9 +116,9 @@ def comes_first(h, known, own):
     return bool(known.learn) and max(h.graph.position(p['path']) for p in own)<min(h.graph.position(p['path']) for p in known.learn)
 
 def explain_forgotten(h, known, part, own, held):
-    "Explain why the parameters of a module are missing from the optimizer. Return a sentence, the severity and an advice."
+    "Explain why the parameters of a module are missing from the optimizer. Return a sentence, the severity and advice."
     what,has_gradient = describe_part(part, own),any(p.get('gradient') for p in own)
-    # only a 'warning' if the weight has changed once: by `load_state_dict`, or by an optimizer that rarely steps
+    # only a 'warning' if a weight changed at least once: by `load_state_dict`, or by an optimizer that rarely steps
     wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own)
     effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'warning' if comes_first(h, known, own) else 'error')
     if not known.learn and part=='': return (
@@ -135,7 +135,7 @@ def explain_forgotten(h, known, part, own, held):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #94c07f74
 def explain_cut_off(h, known, part, own):
-    "Explain why a module that is called gets no gradient. Return a sentence, the severity and an advice; None if no parameter is trained."
+    "Explain why a module that is called gets no gradient. Return a sentence, the severity and advice; None if no parameter is trained."
     if not known.learn or not len(h.steps): return None
     what = describe_part(part, own)
     if later := find_trained_users(h, own, known.learn): return (
@@ -145,17 +145,17 @@ def explain_cut_off(h, known, part, own):
         "Search for .detach(), .data, .item(), .numpy(), torch.no_grad() or torch.tensor(...) between this part and the loss, "
         "and for comparisons or rounding (argmax, >, round).")
     return (f"{what} requires gradients and never gets one: the loss does not depend on it.",
-        # only 'info': the output of this module may be meant for another purpose than the loss
+        # only 'info' if the module is called: its output may have another purpose than the loss
         'info' if any(p['path'] in h.graph.calls for p in own) else 'warning',
         "If its output should matter, use it in the loss. If not, remove the part, or call requires_grad_(False).")
 
 def explain_not_called(part, own):
-    "Explain what follows if a module is never called. Return a sentence, the severity of the finding and an advice."
+    "Explain what follows if a module is never called. Return a sentence, the severity of the finding and advice."
     return (f"{describe_part(part, own)} is never called, so it has no effect.", 'warning',
         "Call it in forward, or remove it from the model. A parameter that is used without calling its module does get gradients; this one got none.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #4303e381
-frozen_names = ('pos', 'embed', *untrained_names) # a module with such a word in its name is usually frozen on purpose
+frozen_names = ('pos', 'embed', *untrained_names) # words in the names of modules that are usually frozen on purpose
 
 def is_unexpected(h, known, own, part):
     """Return True if a module is probably frozen by mistake.
@@ -169,7 +169,7 @@ def is_unexpected(h, known, own, part):
     return between and weighty and total<part and not all(any(w in label_of(p).lower() for w in frozen_names) for p in own)
 
 def explain_frozen(h, known, part, own, most):
-    "Explain what a frozen module means for the training. Return a sentence, the severity of the finding and an advice."
+    "Explain what a frozen module means for the training. Return a sentence, the severity of the finding and advice."
     what = describe_part(part, own)
     if not known.learn: return f"{what} is frozen: nothing is trained.", 'warning', "To train it: model.requires_grad_(True)."
     if is_unexpected(h, known, own, most): return (f"{what} is frozen, while the layers before and after it are trained.", 'warning',
@@ -178,7 +178,7 @@ def explain_frozen(h, known, part, own, most):
         "If this is intended, change nothing. Otherwise call requires_grad_(True) before you create the optimizer.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #6e0f5c1a
-# reason in findings whose advice is to pass a further optimizer to torchEmber
+# value of the finding's key 'reason' for parameters whose optimizer was not passed to torchEmber
 other_optimizer = 'trained by another optimizer'
 
 def find_trained_elsewhere(known, h):
@@ -207,7 +207,7 @@ def find_never_moved(h, known, reported, least, tiny, most):
     least, tiny, most: as in `not_trained`
     """
     fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or label_of(p) in reported}
-    # parameters that changed between the recorded steps, as their version counters show
+    # parameters that changed between the recorded steps according to their version counters
     moved = {(p['path'], p['name']) for p in known.ps if p.get('changes') or p.get('elsewhere')}
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed | moved]
     same = [s for s in asked if never_changes(s) and not has_values(h.updates.get((s.path, s.pname)))]
@@ -215,7 +215,7 @@ def find_never_moved(h, known, reported, least, tiny, most):
     if still and len(same)==len(asked) and not moved & h.weights.keys(): yield report_none_moved(h, still); return
     for s in still[:most]:
         size = median(h.grads[s.path, s.pname].rms)
-        # no finding: the update by such a small gradient may be rounded to zero
+        # no finding if the gradient is so small that its update may be rounded to zero
         if s.shape is not None and np.prod(s.shape)<=1 or size<tiny*median(s.rms): continue
         yield s.finding(0, f"{s.title} did not change in {len(s)} steps, although it gets gradients (rms {fmt(size)}) and other weights change.",
             look="updates(run)", steps=len(s),
@@ -262,7 +262,7 @@ def longest_pause(s):
     return int(np.diff(np.flatnonzero(find_changes(s))).max(initial=0))
 
 def last_change(h, least):
-    "Return the number of the last step in which any trained weight changed, if at least `least` recorded steps follow. Return None otherwise."
+    "Return the number of the last step in which a trained weight changed. Return None if fewer than `least` recorded steps follow."
     ws = [w for k,w in h.weights.items() if k in h.grads and len(w)>=2*least and w.dtype not in half_digit and not w.skipped.any()]
     at = [int(w.steps[i[-1]+1]) for w in ws if len(i := np.flatnonzero(find_changes(w)))]
     if not at or len(at)<len(ws): return None
@@ -288,7 +288,7 @@ def find_all_stopped(h, least):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #5d1e0b02
 def explain_unreached(h):
-    "Explain as the end of a sentence why no weight gets a gradient."
+    "Return the reason why no weight gets a gradient, as the end of a sentence."
     if any(term.get('end')=='AccumulateGrad' for term in h.losses): return 'the loss is computed from a new tensor, which is not connected to the model'
     return 'the loss does not depend on the model, or its gradients are not computed'
 
@@ -307,7 +307,7 @@ def find_unreached(h, known, least):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #b31c9d70
 class StoppedWeight:
-    """A weight that is trained at first, and no longer from the step `step` on.
+    """A weight that is trained at first, but no longer from step `step`.
 
     `gradient` describes its gradients since `step`: 'none' were recorded, all are 'zero', 'some' are not zero, or
     None if this is unknown.
@@ -327,18 +327,18 @@ class StoppedWeight:
         doc="Key for a dict: equal for weights that one sentence can describe")
 
 def find_training_end(s, p, grad):
-    """Return the index of the first step from which on a weight is no longer trained, or None.
+    """Return the index of the step from which a weight is no longer trained, or None.
 
     None means that the weight was never trained, or is trained up to the end.
     """
     arrived = grad.steps[grad.rms>0] if grad is not None else ()
-    # for a frozen weight, the step of its last gradient counts, because momentum may change the weight for some more steps
+    # of a frozen weight take the step of the last gradient, because momentum may change the weight for some more steps
     if p['requires_grad'] is False and len(arrived):
         return int(np.searchsorted(s.steps, arrived[-1], 'right'))
     return find_tail(~find_changes(s)) or None
 
 def find_stop(h, k, s, p, least, share):
-    """Return a `StoppedWeight` if a weight was trained at first but not in the last steps.
+    """Return a `StoppedWeight` if a weight was trained at first, but not in the last steps.
 
     Return None otherwise. `k`: (path, pname) of the weight `s`.
     """
@@ -350,7 +350,7 @@ def find_stop(h, k, s, p, least, share):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #ebc8766f
 def find_stops(h, entries, least, share):
-    "Return a `StoppedWeight` for each weight that stopped to change: always if it is frozen, else only if other weights still change."
+    "Return a `StoppedWeight` for each weight that stopped changing. A weight that is not frozen counts only if other weights still change."
     ps = {(p['path'], p['name']): p for p in entries}
     found = [s for k,w in h.weights.items() if k in ps and (s := find_stop(h, k, w, ps[k], least, share)) is not None]
     if not found: return []
@@ -362,7 +362,7 @@ def is_worth_reporting(s, tiny=1e-4):
 
     Other rules report gradients that become zero for another reason than freezing.
     """
-    if s.gradient=='some': return s.size>=tiny # the update by a smaller gradient may be rounded to zero
+    if s.gradient=='some': return s.size>=tiny # rounding may remove smaller updates
     return s.gradient=='none' or s.gradient=='zero' and s.p['requires_grad'] is None
 
 # Value of `StoppedWeight.gradient` -> sentence about the reason why the weight stopped changing
@@ -371,7 +371,7 @@ stop_reasons = {'none': 'It no longer gets a gradient: it is frozen or cut off.'
     'some': 'It still gets gradients: its learning rate is zero, or the optimizer no longer has it.', None: 'It may be frozen.'}
 
 def explain_stopped(h, part, own, s, by_mistake=False):
-    """Explain why the weights of a module are no longer trained. Return a sentence, the severity and an advice.
+    """Explain why the weights of a module are no longer trained. Return a sentence, the severity and advice.
 
     s: `StoppedWeight` of one of its weights
     by_mistake: True if the module was probably frozen by mistake, see `is_late_freeze`

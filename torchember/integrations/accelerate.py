@@ -41,7 +41,7 @@ def connect_when_created(tracker):
 
 # %% ../../nbs/90_integrations/30_accelerate.ipynb #9b63212d
 def steps_so_far(optimizers) -> int:
-    "Return how many steps the optimizers have made, read from their states, to continue from a checkpoint. 0 if no optimizer counts its steps."
+    "Return the number of steps in the states of the optimizers, to continue from a checkpoint. 0 if no optimizer counts its steps."
     counts = [s['step'] for o in optimizers for s in o.state.values() if isinstance(s, dict) and 'step' in s]
     return max((int(n) for n in counts), default=0)
 
@@ -84,8 +84,8 @@ class EmberCallback(RecordingCallback, Tracker):
         return run(loss, **kwargs)
 
     def note_loading(self, models, folder):
-        "Note that the program loads a checkpoint: the training then continues the run of an earlier training."
-        self.has_loaded = True # after a checkpoint was loaded, `begin` continues the earlier run
+        "Note that the program loads a checkpoint, so that the training continues an earlier run."
+        self.has_loaded = True # True after a checkpoint was loaded: `begin` then continues the earlier run
 
     def patch_forward(self, run, *args, **kwargs):
         "Patch the `forward` of a prepared model, so that its first pass in training mode begins the run."
@@ -118,7 +118,7 @@ class EmberCallback(RecordingCallback, Tracker):
         return loader
 
     def mark_epoch(self, loader):
-        "Add the number of the epoch as a column to all rows from now on."
+        "Add the number of the epoch as a column to all following rows."
         if self.te is not None and self.te.model.training and hasattr(loader, 'iteration'):
             self.recording.mark(epoch=loader.iteration)
 

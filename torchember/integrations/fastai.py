@@ -17,7 +17,7 @@ Callback = library.Callback # fastai's class, the base class of `EmberCallback`
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #21fb71f9
 def steps_before(learn) -> int: # learn: fastai Learner that has begun its first epoch
-    "Return how many steps are in the epochs that a fit skips because of `start_epoch=`, to number the steps after a checkpoint."
+    "Return the number of steps in the epochs that a fit skips (`start_epoch=`), to number the steps after a checkpoint."
     dl = learn.dls.train
     size = getattr(dl, 'bs', None) or getattr(dl, 'batch_size', None) or 1
     batches_per_step = [math.ceil(cb.n_acc/size) for cb in learn.cbs if isinstance(cb, library.GradientAccumulation)]
@@ -30,7 +30,7 @@ class SkippedSteps:
         "Return False: the gradients that torchember sees are unscaled already."
         return False
     def unscale_(self, optimizer): "Do nothing: fastai has unscaled the gradients already."
-    def step(self, optimizer): "Do nothing. When this is called without a step of the optimizer, torchember marks the step as skipped."
+    def step(self, optimizer): "Do nothing. A call without a step of the optimizer lets torchember mark the step as skipped."
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #683f6470
 class EmberCallback(RecordingCallback, Callback):
@@ -43,7 +43,7 @@ class EmberCallback(RecordingCallback, Callback):
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        # last_record: metrics of the last epoch that were logged, to log each epoch once
+        # last_record: the metrics logged last, so that each epoch is logged only once
         self.recording,self.skipped_steps,self.last_record = TrainingRecorder('EmberCallback', **options),None,None
 
     is_separate = property(lambda self: self.learn.lock.locked(),
@@ -58,7 +58,7 @@ class EmberCallback(RecordingCallback, Callback):
     def run_event(self, run, f, event_type, *args, **kwargs):
         "Run a fit, epoch or batch of fastai. End the run after an exception, because fastai does not report exceptions to callbacks."
         try: return run(f, event_type, *args, **kwargs)
-        except library.CancelFitException: raise # no failure: a callback ends the fit, and fastai calls `after_fit`
+        except library.CancelFitException: raise # no failure: a callback ends the fit. fastai calls `after_fit`
         except BaseException:
             if event_type=='epoch': self.end()
             raise
@@ -121,5 +121,5 @@ class EmberCallback(RecordingCallback, Callback):
         self.recording.log_scalars(dict(zip(names[-len(record):] if recorder.cancel_train else names,
             record, strict=False)))
 
-    # an exported Learner contains an empty Callback instead of this one, so that the Learner can be loaded without torchember
+    # pickle an empty Callback in place of this callback, so that an exported Learner can be loaded without torchember
     def __reduce_ex__(self, protocol): return Callback, (), {'learn': self.learn}

@@ -39,7 +39,7 @@ class EmberCallback(RecordingCallback):
     def attach(self,
         trainer, # Engine that trains the model
         model, # Model that the Engine trains
-        optimizer, # Optimizer of the model, or a list of optimizers. A step ends when all of them have stepped
+        optimizer, # Optimizer of the model, or a list of optimizers. A step ends when all optimizers have stepped
         *,
         evaluator=None, # Engine for evaluating the model, or a dict of Engines by name. Their metrics are recorded
         scaler=None, # `GradScaler` in use, unless `create_supervised_trainer` created it
@@ -51,7 +51,7 @@ class EmberCallback(RecordingCallback):
         Args:
             trainer: Engine that trains the model
             model: Model that the Engine trains
-            optimizer: Optimizer of the model, or a list of optimizers. A step ends when all of them have stepped
+            optimizer: Optimizer of the model, or a list of optimizers. A step ends when all optimizers have stepped
             evaluator: Engine for evaluating the model, or a dict of Engines by name. Their metrics are recorded
             scaler: `GradScaler` in use, unless `create_supervised_trainer` created it
             output_transform: Function of the output of `trainer` that returns a dict of numbers to record
@@ -96,7 +96,7 @@ class EmberCallback(RecordingCallback):
 
     def on_exception(self, trainer, run, e):
         "End the run if an exception ends the training of the Ignite Engine."
-        # A handler of Ignite's event `EXCEPTION_RAISED` would suppress the exception. If another handler suppresses it, the training may go on.
+        # not a handler of Ignite's event `EXCEPTION_RAISED`, which would suppress the exception. If a user's handler suppresses it, the run goes on.
         try: run(e)
         except BaseException:
             self.end()

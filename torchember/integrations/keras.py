@@ -50,7 +50,7 @@ class LayerParts(NamedTuple):
     activation:str|None # Name of the torch class of the activation after the layer, such as 'ReLU'
 
 def add_with_new_name(name, x, *dicts):
-    "Add `x` to the first dict under a name that no dict has yet: if the name is taken, append a number, as in `kernel_1`."
+    "Add `x` to the first dict under a name that none of the dicts contains. If `name` is taken, append a number, as in `kernel_1`."
     new = next(n for i in range(len(dicts[0])+len(dicts[-1])+1)
         if not any((n := f'{name}_{i}' if i else name) in d for d in dicts))
     dicts[0][new] = x
@@ -86,7 +86,7 @@ def expose_modules(model): # model: Keras model that is built
     try:
         for l,parts in layers.values():
             l.__dict__.update(zip(names, parts, strict=False))
-            # set the private attribute `own_parameters`, because Keras would otherwise create a new dict of parameters
+            # set Keras's private attribute `own_parameters`, or Keras would create a new dict of parameters
             l.__dict__.update({own_parameters: None, ACTIVATION: parts.activation})
         yield
     finally:
@@ -96,7 +96,7 @@ def expose_modules(model): # model: Keras model that is built
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #b3e0097d
 class EqualsEverything:
-    "Dict value that equals every object. Keras creates new parameter dicts during training; with it, torchember sees no changed model."
+    "Object that equals every object. As a dict value, it hides from torchember that Keras creates new parameter dicts during training."
     def __eq__(self, other): return True
     __hash__ = object.__hash__
 
@@ -117,7 +117,7 @@ class LastBatchValue:
         "Return the loss of the last batch once; None if no batch has come since the last call."
         (values,weight),self.latest = self.latest or (None, None),None
         if values is None or math.prod(getattr(values, 'shape', ()))==1: return values
-        mean = keras.metrics.Mean() # computes the mean loss of the samples in the batch
+        mean = keras.metrics.Mean() # weighted mean over the samples of the batch
         with torch.no_grad(): mean.update_state(values, weight)
         return mean.result()
 
@@ -152,7 +152,7 @@ class KerasScaler:
         "Note the loss scale before a batch, because Keras may change the scale at the end of the batch."
         scale = getattr(self.optimizer, 'dynamic_scale', None)
         if scale is None: scale = getattr(self.optimizer, 'initial_scale', None) or self.optimizer.loss_scale_factor
-        # torchember reads the loss scale of a `GradScaler` from `_scale`
+        # named `_scale`, because torchember reads the loss scale of a `GradScaler` from this attribute
         self._scale = scale.value.detach().clone() if hasattr(scale, 'value') else torch.tensor(float(scale))
 
     def has_skipped(self):
@@ -223,7 +223,7 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.close()
 
     def on_epoch_begin(self, epoch, logs=None):
-        "Add the number of the epoch as a column to all rows from now on."
+        "Add the number of the epoch as a column to all following rows."
         self.epoch = epoch
         self.recording.mark(epoch=epoch)
 
@@ -265,7 +265,7 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.is_validating = True
 
     def on_test_end(self, logs=None):
-        "Note the end of a validation: passes after it are recorded only if they belong to the training."
+        "Note the end of a validation: later passes are recorded only if they belong to the training."
         self.is_validating = False
 
     def on_epoch_end(self, epoch, logs=None):

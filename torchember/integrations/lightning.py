@@ -63,7 +63,7 @@ class EmberCallback(RecordingCallback, Callback):
     def begin(self, trainer):
         "Begin the run of a training. If the training continues from a checkpoint, continue its run."
         self.last_step,self.new_metrics = trainer.global_step,NewMetrics()
-        # see the metrics of an earlier training once, so that they do not count as new
+        # call once now, so that metrics of an earlier training do not count as new
         self.new_metrics(trainer.callback_metrics)
         self.recording.begin(trainer.model, trainer.optimizers, trainer.global_step//max(len(trainer.optimizers), 1),
             getattr(trainer.precision_plugin, 'scaler', None))

@@ -60,13 +60,13 @@ def states_of_variables(optimizer, variables) -> dict: # Index of a variable -> 
     found,own = {i: {} for i in range(len(variables))},{id(v) for v in optimizer.variables}
     for attribute,states in lists.items():
         for i,(state,v) in enumerate(zip(states, variables, strict=True)):
-            if id(state) not in own: continue # for a variable without this state, Keras stores None in the list
+            if id(state) not in own: continue # skip None, which Keras stores for a variable without this state
             prefix = f"{getattr(v, 'path', '').replace('/', '_')}_"
             found[i].setdefault(state.name.removeprefix(prefix) if state.name.startswith(prefix) else attribute.strip('_'), state)
     return found
 
-def batches_applied(optimizer) -> int: # `iterations` of the optimizer counts only the steps
-    "Return for how many batches Keras has called an optimizer. With gradient accumulation, not each call makes a step."
+def batches_applied(optimizer) -> int: # not the optimizer's `iterations`, which counts only the steps
+    "Return the number of batches for which Keras has called an optimizer. With gradient accumulation, only some calls make a step."
     return int(getattr(getattr(optimizer, 'inner_optimizer', optimizer), '_iterations', optimizer.iterations))
 
 # name of a private attribute of Keras layers: a torch module that holds all parameters of the layer

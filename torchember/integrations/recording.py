@@ -65,7 +65,7 @@ def learning_rates_of(optimizers) -> dict:
 # %% ../../nbs/90_integrations/00_recording.ipynb #5f0c1e32
 class MethodPatch:
     "Replaces one method of an object by a function, until `remove` restores the original method."
-    def __init__(self, o, name, call): # call: runs instead of the method `name` of `o`, with the method and its arguments
+    def __init__(self, o, name, call): # call: function that replaces the method `name` of `o`. Gets the original method and the arguments
         self.o,self.name,self.call,self.former = o,name,call,vars(o).get(name)
         self.run = getattr(o, name)
         setattr(o, name, self)
@@ -78,11 +78,11 @@ class MethodPatch:
         elif self.former is None: delattr(self.o, self.name)
         else: setattr(self.o, self.name, self.former)
 
-    def __reduce__(self): return getattr, (self.o, self.name) # a copy or pickle of the object `o` gets the original method, not this patch
+    def __reduce__(self): return getattr, (self.o, self.name) # copy and pickle the original method instead of this patch
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #d9c190e4
 def choose_run(name, first_step, home=None) -> tuple: # (chosen name, True to continue the run of this name, last step of the run `name`)
-    "Choose the name of the run for a training: `name`, or if it is taken `name_2`, `name_3`, ... All processes follow the first process."
+    "Choose the name of a run: `name`, or `name_2`, `name_3`, ... if `name` is taken. All processes use the choice of the first process."
     rank,world = rank_and_size()
     def log_of(n):
         "Return the name of the log in which this process records the run `n`."
@@ -144,19 +144,19 @@ class TrainingRecorder:
         if self.te is not None: self.te.recorder.losses.note({'loss': loss})
 
     def claim(self, *names):
-        "Let the trainer log the scalars with these names, such as the gradient norm: torchember does not record its own scalars with these names."
+        "Reserve some names of scalars, such as the gradient norm, for the trainer: torchember does not record its own scalars with these names."
         if self.te is not None: self.te.recorder.writer.lines.scalars.claim(names)
 
-    def has_new_step(self): # False while gradients accumulate, and after a cancelled step
+    def has_new_step(self): # False during gradient accumulation, and after a cancelled step
         "Return True if a step has ended since the last call of this method."
         previous,self.last_step = self.last_step,None if self.te is None else self.te.recorder.step
         return self.te is not None and self.last_step!=previous
 
     def mark(self, **marks):
-        "Add columns to all rows from now on, such as `epoch=2`."
+        "Add columns, such as `epoch=2`, to all following rows."
         if self.te is not None: self.te.mark(**marks)
 
-    def record_only(self, is_recorded): # is_recorded: function of the phase of a pass ('eval', 'no_grad' or None), and of whether it has gradients
+    def record_only(self, is_recorded): # is_recorded: function of the phase of a pass ('eval', 'no_grad' or None), and True if the pass has gradients
         "Record only those passes of the model for which the function `is_recorded` returns True."
         if self.te is not None: self.te.recorder.events.pass_events.wanted = is_recorded
 
@@ -172,7 +172,7 @@ class TrainingRecorder:
         "End the run, whether the training has succeeded or failed. Further calls return the report of the first call."
         te,self.te = self.te,None
         if te is None: return self.report
-        # after an exception of the training only warn, so that the user sees this exception
+        # after an exception of the training, show a failure here only as a warning, so that the user sees the exception
         failed = sys.exc_info()[0] is not None
         try: self.report = te.close()
         except Exception as e:
@@ -189,7 +189,7 @@ class RecordingCallback:
     report = property(lambda self: self.recording.report,
         doc="The `Report` of the last training. `report['run']` is the name of the run")
 
-    patch = None # the `MethodPatch` of a trainer's method while a run is open, else None
+    patch = None # while a run is open: the `MethodPatch` of a trainer's method; else None
 
     def end(self):
         "Remove the patch of the trainer, and end the run. Return its `Report`, or None if nothing was recorded."

@@ -39,7 +39,7 @@ class EmberCallback(RecordingCallback, TrainerCallback):
         return self.control.should_evaluate or not self.has_epoch if phase=='eval' else grad
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        "Add the number of the epoch as a column to all rows from now on."
+        "Add the number of the epoch as a column to all following rows."
         self.has_epoch,self.control = True,control
         self.recording.mark(epoch=as_whole_number(state.epoch))
 
@@ -53,4 +53,4 @@ class EmberCallback(RecordingCallback, TrainerCallback):
 
 def as_whole_number(epoch):
     "Convert the Trainer's epoch, a fraction, to the number of finished epochs."
-    return int((epoch or 0)+1e-6) # the Trainer adds fractions of an epoch, so 0.999999999 stands for 1
+    return int((epoch or 0)+1e-6) # the Trainer's sum of fractions may be 0.999999999 instead of 1

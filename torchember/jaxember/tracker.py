@@ -35,7 +35,7 @@ _all_ = ['stash_scalar_stats', 'stash_hist', 'stash_all_stats_and_hist', 'stash_
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #50a95bbb
 def stats_of(x, names):
-    "Compute statistics of an array with values (not a tracer). `names`: names of the statistics. Return a dict."
+    "Return a dict of the statistics `names` of an array. The array must not be a tracer, because tracers have no values."
     wanted = groups_for(names)
     v = row_vectors(np.asarray(jax.jit(summary_row, static_argnums=1)(jnp.asarray(x), wanted))[None], wanted)
     return as_dicts(v, names, [np.shape(x)])[0]
@@ -49,7 +49,7 @@ def traced_scalars(x):
         rm2=rm(2), rm4=rm(4), rm8=rm(8))
 
 def traced_counts(x, lo, hi):
-    "Return how many elements of a traced array have each binary exponent from `lo` to `hi`, and how many have smaller or larger exponents."
+    "Count the elements of a traced array by binary exponent from `lo` to `hi`. Two more counts are for smaller and larger exponents."
     x = jnp.abs(x).astype(jnp.float32).ravel()
     e = jnp.where(jnp.isinf(x), hi+1, jnp.where(x==0, lo-1, jnp.clip(jnp.frexp(x)[1]-1, lo-1, hi+1)))
     return jnp.stack([jnp.sum((e==k) & ~jnp.isnan(x)) for k in range(lo-1, hi+2)])
@@ -59,7 +59,7 @@ def scalars_of_array(x):
     return traced_scalars(x) if isinstance(x, jax.core.Tracer) else stats_of(x, scalars)
 
 def exponents_of_array(x, lo, hi):
-    "Count how many elements of an array, traced or not, have each binary exponent from `lo` to `hi`."
+    "Count the elements of an array, traced or not, by binary exponent from `lo` to `hi`."
     if isinstance(x, jax.core.Tracer): return traced_counts(x, lo, hi)
     return stats_of(x, [exponents_stat(lo, hi)])['exponents']
 
@@ -89,7 +89,7 @@ def probe(
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #95ff8bbe
 class JaxTracker(Tracker):
-    """Records the steps of a JAX training, and writes a table (LogFrame) at the end. Is also a list: the statistics of the latest step.
+    """Records the steps of a JAX training, and writes a table (LogFrame) at the end. It is also a list with the statistics of the latest step.
 
     Args:
         recorder: Recorder that runs and measures the steps
@@ -250,7 +250,7 @@ def track(
     tracked = [k for k,v in (('model_state', model_state), ('optimizer_state', optimizer_state), ('gradients', track_gradients or None)) if v is not None]
     # load the compiled measuring loops in a thread, while JAX compiles the user's step
     if names: warm_up([x for x in jax.tree.leaves(model_state) if has_numbers(x)][:1])
-    # raises TypeError now, not in the first step, if a leaf is not an array
+    # called now, so that a leaf that is not an array raises TypeError here and not in the first step
     agreed = expected_trees(model_state, optimizer_state)
     kind = type(model_state).__name__ if callable(model_state) else 'jax'
     rank,world,when,attended = jax.process_index(),jax.process_count(),schedule(every),AttentionSteps(attention)

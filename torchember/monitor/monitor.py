@@ -37,7 +37,7 @@ def find_modules(key, tracked) -> tuple: # tracked: a `moduleTrack` for each mod
     "Return the `moduleTrack`s that a key of the configuration selects, and True if this key is a path. Raise ValueError if it selects no module."
     paths = {p: t for t in tracked for p in (t.path, *t.aliases)}
     if isinstance(key, str):
-        # path without prefixes of the wrappers DataParallel and torch.compile
+        # path without the prefixes that DataParallel and torch.compile add
         short = re.sub(r'^(module\.|_orig_mod\.)+', '', key)
         for k in key,short:
             if k in paths: return [paths[k]], True
@@ -126,10 +126,10 @@ def describe_tensor(ttype, module, described): # described: (tname, call, dtype)
 # %% ../../nbs/47_monitor/50_monitor.ipynb #1ca83a55
 class QuantityValues:
     "Stores values by module, quantity and step. If they need too much memory, older values are deleted, and read from the log when they are needed."
-    # maximum count of numbers in memory. A value counts as its size plus 10, because its Python objects need memory, too
+    # maximum count of numbers in memory. A value counts as its size plus 10, for the memory of its Python objects
     most_numbers = 4_000_000
     def __init__(self):
-        self.values,self.numbers = {},0 # values: nested dicts {path of a module: {quantity: {step: value}}}; numbers: count of the numbers in them
+        self.values,self.numbers = {},0 # values: nested dicts {path of a module: {quantity: {step: value}}}; numbers: total `size_in_memory`
         self.in_log = {} # (path of a module, quantity) -> steps whose values are only in the log
 
     def add(self, path, name, step, value):
@@ -165,7 +165,7 @@ class QuantityValues:
         self.values,self.numbers,self.in_log = {},0,{}
 
 def size_in_memory(value):
-    "Return as how many numbers a value counts for the limit of memory."
+    "Return the size of a value, in numbers, for the memory limit."
     return getattr(value, 'size', 1)+10
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #f0789139
@@ -274,7 +274,7 @@ class Monitor:
         if on_error not in ('warn', 'raise'): raise ValueError(f"on_error must be 'warn' or 'raise', got {on_error!r}.")
         self.model,self.config = unwrap(model),{} if config is None else config
         tracked = tracks(self.model)
-        # done before the run is created and hooks are installed, so that a wrong configuration raises without any effect
+        # before the run is created and hooks are installed, so that a wrong configuration raises an error without any effect
         modules = []
         for t,asked in parse_config(self.config, tracked).values():
             view = View(t.module, repr(t.path) if t.path else t.name)

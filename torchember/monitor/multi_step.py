@@ -74,7 +74,7 @@ class WeightParamJump(MultiStepQuantity):
         return signs.flipped(last) if last is not None and last.numel==signs.numel else None
 
     def _keep(self, one):
-        "Merge the flips of a step into the cache."
+        "Merge the sign flips of a step into the sign flips of earlier steps in the cache."
         if one is not None: self.cache[:] = [self.cache[0]|one if self.cache else one]
 
     def _compute(self, global_step): return count_bits(self.cache[0])/max(self.last.numel, 1) if self.cache else 0.
@@ -95,7 +95,7 @@ class UpdateEffectiveRank(MultiStepQuantity):
     last = None # weight at the last due step
     def _compute_ones(self, global_step): pass
     def _keep(self, one):
-        "Do nothing, because the value does not need the steps between."
+        "Do nothing, because the value does not need the steps between two due steps."
         pass
     def _compute(self, global_step):
         last,self.last = self.last,self.reduced().clone()
@@ -130,7 +130,7 @@ class GradSNR(MultiStepQuantity):
         "Add the gradient of a step to the sums."
         self.sums.add(one)
     def _restart(self):
-        "Begin new sums, because the value was computed."
+        "Reset the sums, because the value was computed."
         self.sums = SignalToNoise()
     def _compute(self, global_step): return self.sums.value
 

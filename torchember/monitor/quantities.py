@@ -26,7 +26,7 @@ from .views import MissingTensor, feature_axis, view_of
 # %% ../../nbs/47_monitor/10_quantities.ipynb #b1d7cebf
 # tensor types that hooks must capture while the module is called
 captured_ttypes = ('input', 'output', 'input_grad', 'output_grad')
-# types of tensors that are attributes of the module, so that they need no hooks
+# types of tensors that are attributes of the module and are read without hooks
 parameter_ttypes = ('weight', 'bias', 'weight_grad', 'bias_grad')
 
 class Need(NamedTuple):
@@ -51,7 +51,7 @@ def reduce_to_stats(x, axis, module):
     "Reduce a tensor to mean and standard deviation of each channel."
     return channel_stats(x, axis)
 
-# reduction -> another reduction whose result includes this value, so that the value is not computed twice
+# reduction -> another reduction whose result includes the value of the first, so that no value is computed twice
 contained = {reduce_to_means: reduce_to_stats}
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #0032403f
@@ -146,7 +146,7 @@ def register_quantity(c):
     "Register a quantity class, so that configurations can select it by name. A user's class cannot replace a class of torchember."
     if c.__name__ in ('SingleStepQuantity', 'MultiStepQuantity'): return
     if is_builtin(c): builtin.add(c.__name__)
-    elif c.__name__ in builtin: return # not registered by name, but a configuration can contain the user's class itself
+    elif c.__name__ in builtin: return # the user's class has no name, but a configuration can contain the class itself
     classes[c.__name__] = c
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #2789016d
@@ -239,7 +239,7 @@ class SingleStepQuantity(Quantity):
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #986c084f
 class MultiStepQuantity(Quantity):
-    """Base class of quantities of several steps. `_compute_ones(global_step)` returns an item of each step for `cache`, `_compute` the value.
+    """Base class of quantities of several steps. `_compute_ones(global_step)` returns a value for `cache` at each step, `_compute` the result.
 
     Args:
         module: Module that the quantity describes, or the `View` of this module
@@ -269,7 +269,7 @@ class MultiStepQuantity(Quantity):
             is_due = self._should_compute(global_step)
             if is_due: result = self._compute(global_step)
         finally:
-            # cleared even after an exception, because results of several steps cannot be combined if the layer has a new size
+            # cleared also after an exception: after a change of the layer's size, old and new results cannot be combined
             if is_due: self._restart()
         if result is not None: self._save(global_step, result)
 
@@ -306,7 +306,7 @@ def call_function(f, arguments):
     return got.clone() if isinstance(got, torch.Tensor) else got
 
 def reduction_by(f, names, ttype):
-    "Return a reduction calling the user's function `f` with the captured tensor."
+    "Return a `reduce` function for `Need`. It calls the user's function `f` with the captured tensor."
     def call_with_tensor(x, axis, module):
         "Call the user's function with the tensor, the module, and parameters, as its argument names request."
         return call_function(f, {n: x if n==ttype else module if n=='module' else read_parameter_tensor(module, n)

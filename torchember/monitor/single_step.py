@@ -20,7 +20,7 @@ from .quantities import reduce_to_covariance, reduce_to_means, reduce_to_summary
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #34a4686b
 def too_few_features(module, side, attributes):
-    "Return a reason if a module has a single feature, which has no covariance. Return None for more features, or an unknown number."
+    "Return a reason if a module has only one feature, because covariances need two. Return None for more or unknown features."
     n = next((getattr(module, a) for a in attributes if isinstance(getattr(module, a, None), int)), None)
     return f"it has one {side} feature, and a covariance needs two" if n==1 else None
 

@@ -22,7 +22,7 @@ features_last = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.Mult
 
 @cache
 def feature_layout(c):
-    "Return the dimension of a module's features: 'last', 'second', the number of dimensions behind it as an int, or None if unknown."
+    "Return which dimension contains a module's features: 'last', 'second', or the number of dimensions after it. None if unknown."
     if issubclass(c, features_last) or c.__name__.endswith(('RMSNorm', 'LayerNorm')): return 'last'
     # tensors of these modules always have a batch dimension, so features are in dimension 1
     if issubclass(c, nn.BatchNorm1d|nn.BatchNorm2d|nn.BatchNorm3d|nn.SyncBatchNorm|nn.GroupNorm): return 'second'
@@ -44,13 +44,13 @@ class MissingTensor(AttributeError):
 
 tensor_descriptions = {'input': 'its input', 'output': 'its output', 'input_grad': 'the gradient of its input',
     'output_grad': 'the gradient of its output'}
-# attribute of a view that contains a tensor -> tensor type from which the attribute is made
+# attribute of a view that contains a captured tensor -> type of this tensor
 tensor_attributes = {**{t: t for t in tensor_descriptions}, 'input_eig_data': 'input', 'output_grad_eig': 'output_grad'}
 
 # %% ../../nbs/47_monitor/00_views.ipynb #5059560f
 class View:
     "Gives quantities access to a module: to its attributes, and to the tensors that were captured in the current step."
-    def __init__(self, module, name=''): # module: a weak reference to it is stored; name: name of the module in messages
+    def __init__(self, module, name=''): # module: the module, stored as a weak reference; name: name of the module in messages
         self._real,self._name = weakref.ref(module),name or type(module).__name__
         # _reduced: (ttype, reduction) -> result; _missing: ttype -> reason why the tensor is missing
         self._reduced,self._missing = {},{}
@@ -74,7 +74,7 @@ class View:
 
     @property
     def _is_empty(self):
-        "True if no tensor of the current step is stored, and no reason for a missing tensor."
+        "True if neither a tensor of the current step nor a reason for a missing tensor is stored."
         return not (self._extended or self._reduced or self._missing)
 
     def forget_tensors(self):
@@ -86,7 +86,7 @@ class View:
 views = weakref.WeakKeyDictionary()
 
 def view_of(module) -> View:
-    "Return the `View` of a module. It exists as long as the module. For a view, return the view itself."
+    "Return the `View` of a module, which exists as long as the module. If `module` is a view already, return it."
     if type(module) is View: return module
     if module not in views: views[module] = View(module)
     return views[module]

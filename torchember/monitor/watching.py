@@ -24,11 +24,11 @@ def pass_rank(training, grad):
 class BestRank:
     "Selects the passes of each step most similar to training (by `pass_rank`), to ignore validation passes."
     def __init__(self):
-        # best: best rank in this step; previous: in the step before; ignored: best rank among the ignored passes of this step
+        # best: best rank in this step; previous: best rank in the step before; ignored: best rank of this step's ignored passes
         self.best = self.previous = self.ignored = -1
 
     def accepts(self, rank):
-        "Return True if a pass with this rank belongs to the training: no pass of this step has a better rank, and it has gradients as in the last step."
+        "Return True if a pass with this rank belongs to the training: no pass of this step has a better rank, and it has gradients if the last step had."
         if rank<self.best or rank<2<=self.previous:
             self.ignored = max(self.ignored, rank)
             return False
@@ -45,14 +45,14 @@ class BestRank:
 class StepPredictor:
     "Predicts the step of the next pass, because `Monitor.track` gets the step number only after the pass."
     patience = 1000 # after this number of passes without a call of `track`, no tensors are captured until the next call
-    most_micro_batches = 64 # a step with more passes than this is an epoch, not a step of micro-batches
+    most_micro_batches = 64 # a step with more passes is assumed to be an epoch, not a step of micro-batches
     def __init__(self):
         self.last_step = self.stride = None # number of the last tracked step, and its difference to the step before
         # passes: number of passes since the last step; usual_passes: number of passes between the last two steps
         self.passes,self.usual_passes = 0,1
         # number of consecutive steps with the same difference of step numbers, and how many of them are needed for a prediction
         self.regular_steps,self.needed_steps = 0,1
-        self.pass_ = 0 # number of the latest accepted pass, counted from the begin of the training
+        self.pass_ = 0 # number of the latest accepted pass, counted from the start of the training
         # skipped: True if the running pass is ignored, such as a validation pass
         self.ranks,self.skipped = BestRank(),False
         self.varies = False # True if a step had fewer passes than the step before
@@ -72,7 +72,7 @@ class StepPredictor:
             or self.passes>self.usual_passes+self.patience)
 
     def begin_pass(self, rank=3):
-        "Note the begin of a pass. `rank`: `pass_rank` of this pass."
+        "Note the start of a pass. `rank`: `pass_rank` of this pass."
         replaces = rank>self.ranks.best
         self.skipped = not self.ranks.accepts(rank)
         if self.skipped: return
@@ -82,7 +82,7 @@ class StepPredictor:
     def end_step(self, step):
         "Note the end of the step with this number."
         if self.last_step is not None:
-            # after a wrong prediction, the next prediction is made later
+            # after a wrong prediction, more steps with equal differences are needed for the next prediction
             if self.passes and self.step not in (None, step): self.needed_steps *= 4
             stride = step-self.last_step if step>self.last_step else None
             self.regular_steps = self.regular_steps+1 if stride==self.stride or not self.regular_steps else 0
@@ -170,7 +170,7 @@ class ModelPasses(Listener):
 
     def rank_of_lone_call(self, graph):
         "Return the `pass_rank` of a module's call outside of the root's forward. All such calls of a step form one pass."
-        # the mode of the root is used, because the called module may be frozen in eval() mode
+        # the mode of the root counts, because the called module itself may be in eval() mode only because it is frozen
         training = self.root.module.training
         if not self.predictor.passes: self.begin_pass(3)
         return pass_rank(training, training if graph else torch.is_grad_enabled())
@@ -229,7 +229,7 @@ class CapturedTensors:
         self.versions = {}
         self.copied = set() # tensor types that are copied, because an earlier step changed the tensor in place
 
-    def request(self, is_due) -> bool: # is_due: function of a quantity, True if its schedule selects this step
+    def request(self, is_due) -> bool: # is_due: function: quantity -> True if it is due at this step
         "Request the tensors of the quantities due in the coming pass. Return True if there are any."
         for ttype,pairs in self.needed.items():
             # a reduction whose result includes another reduction comes first, so that the other reduction is not computed again
@@ -265,7 +265,7 @@ def is_transformed(named):
 # %% ../../nbs/47_monitor/40_watching.ipynb #191e147f
 class Watch(Listener):
     "Listener for the calls of one module. It captures the tensors needed by the module's quantities."
-    running = 1 # constant 1, so that a call of this module never begins a pass
+    running = 1 # constant 1, as during a pass, so that a call of this module never begins a pass
     on = wants_any = True
     rank = -1 # `pass_rank` of the running call
     # quantities: quantities that were created for `view`; passes: `ModelPasses` of the model
@@ -307,7 +307,7 @@ class Watch(Listener):
         self.gradients.flow(state, ttype, named[:1], call, of)
 
     def counts(self, graph, begins):
-        "Return True if tensors of the running call must be captured: the call belongs to the training, and a quantity is due."
+        "Return True if the running call belongs to the training and a quantity is due, so that its tensors must be captured."
         p = self.passes.predictor
         if begins: self.rank = self.passes.rank if self.passes.running else self.passes.rank_of_lone_call(graph)
         if p.skipped and self.passes.running or not self.ranks.accepts(self.rank): return False

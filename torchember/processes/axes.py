@@ -22,7 +22,7 @@ def is_below(x, limit):
     return type(x) is int and 0<=x<limit
 
 def is_line(ranks, about):
-    "Return True if `ranks` can be the ranks along one axis of a device mesh: different numbers, among them the rank whose metadata are `about`."
+    "Return True if `ranks` can be the ranks along one axis of a device mesh: numbers without duplicates that include the rank of `about`."
     return (isinstance(ranks, list) and about['rank'] in ranks and all(is_below(r, about['world']) for r in ranks)
         and len(set(ranks))==len(ranks))
 
@@ -90,7 +90,7 @@ class Roles:
         if not isinstance(part.dtype, pd.CategoricalDtype):
             part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
         codes,texts = pd.factorize(part)
-        # index of each row's roles in the list `kinds`
+        # for each row, the index of its roles in the list `kinds`
         self.code = np.where(codes<0, len(texts), codes)
         # kinds: list of different dicts: axis -> role along this axis
         self.kinds = [parse_part(p) for p in [*texts, *(['world:?'] if (codes<0).any() else [])]]

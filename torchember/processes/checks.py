@@ -58,7 +58,7 @@ def unknown_axes(rows):
 
 # %% ../../nbs/42_processes/09_checks.ipynb #19895bea
 def drift_message(row, rank, first, step, n):
-    """Return the message about a rank whose replica of a tensor differs from the first rank's.
+    """Return the message about a rank whose replica of a tensor differs from the replica on the first rank.
 
     row: row of the tensor on this rank
     first: the first rank with a replica of the tensor
@@ -73,7 +73,7 @@ class DriftWatch:
     # since: (rank, tensor) -> (first step in which this replica differed, number of steps in which this replica differed)
     def __init__(self): self.since,self.reported = {},False
 
-    def note(self, rows, at, may) -> str|None: # at: for each row, the index of its first replica; may: mask of rows to compare
+    def note(self, rows, at, may) -> str|None: # at: for each row, the index of its first replica; may: mask of the rows to compare
         "Compare the replicas of one step. Return a message, but only once, when two replicas have differed for `patience` steps."
         if self.reported: return None
         df = rows.df
@@ -109,7 +109,7 @@ def find_drift(rows):
         'tensor': group_codes(*(df[c] for c in ('path', 'ttype', 'tname', 'call') if c in df))})
     d,lasting = d[at!=np.arange(len(at))],[] # the first replicas are left out, because the other replicas are compared with them
     for (_,rank),g in d[d.groupby(['tensor', 'rank'])['differs'].transform('any')].groupby(['tensor', 'rank']):
-        # if the replicas are equal at the end, the difference was only rounding
+        # differences that disappear before the end of the run were only rounding
         if not g['differs'].iloc[-1]: continue
         equal = np.flatnonzero(~g['differs'].to_numpy())
         since = g.iloc[equal[-1]+1 if len(equal) else 0]

@@ -91,7 +91,7 @@ def shift_exponents(counts, factor):
     return out
 
 def add_exponents(lists, factors):
-    "Return the sum of the exponent counts of several shards, each multiplied by its factor before. None if the counts cannot be added."
+    "Return the sum of several shards' exponent counts, after multiplying each shard by its factor. None if this is impossible."
     counts = [shift_exponents(c, f) for c,f in zip(lists, factors, strict=True)]
     return sum(counts).tolist() if all(c is not None for c in counts) and len({len(c) for c in counts})==1 else None
 
@@ -115,10 +115,10 @@ def mean_by_group(numbers, group, spoiled):
     with np.errstate(invalid='ignore'): mean = np.bincount(group, np.where(known, numbers, 0))/np.bincount(group, known)
     return np.where(np.bincount(group, ~known & spoiled)>0, np.nan, mean)
 
-# columns of rows about attention and the residual stream, of which the largest value of all ranks counts
+# columns about attention and the residual stream, which are merged by taking the largest value of all ranks
 largest_columns = 'logit_max','logit_bound','reach','largest','median_ratio'
 
-def merge_other_columns(out, df, group, done) -> list: # done: columns that other functions have merged already
+def merge_other_columns(out, df, group, done) -> list: # done: names of the columns that are merged already
     """Merge all remaining columns of shards into the table `out`: keep equal values, average the user's logged numbers and numbers of passes.
     Return the names of the columns whose values were dropped because they differ"""
     pd = needs('pandas', for_='A table of rows')

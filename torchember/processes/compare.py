@@ -75,5 +75,5 @@ class Comparison:
         return out
 
     def is_same(self, df, no_statistics):
-        "Return True if the same groups have different statistics in another step. `df`: the compared rows in the other step."
+        "Return True if comparing another step finds differences in exactly the same groups. `df`: the compared rows in the other step."
         return not (self.find_different(df, no_statistics)!=self.differs).any()

@@ -40,7 +40,7 @@ class MergePlan:
         self.n = self.whole.max()+1 if len(kept) else 0 # number of rows of the merged table
         self.first = np.full(self.n, -1) # for each row of the merged table, the index of its first kept row
         self.first[self.whole[::-1]] = np.arange(len(kept))[::-1]
-        # mask of those rows in the merged table that several shards are merged into
+        # mask of the rows in the merged table that are merged from several shards
         self.several = np.bincount(self.whole, minlength=self.n)>1
 
     def roles_of(self, i):
@@ -95,7 +95,7 @@ class Merge:
     def fill(self):
         "Merge each column of the ranks' rows into the table of merged rows."
         plan,d,out = self.plan,self.rows,self.table
-        # mask of the merged rows that are not just copies of the row of their first shard
+        # mask of the merged rows that differ from the row of their first shard: several shards, or a factor
         changed = plan.several | (self.factor!=1)[plan.first]
         statistics,count = {c: d[c].to_numpy(float) for c in statistic_columns(d)},np.where(np.isnan(self.count), 1., self.count)
         vectors = scaled(vectors_of(statistics, count), self.factor)

@@ -96,7 +96,7 @@ def display_name(module, new):
     root,*parts = module.split('.')
     path,at,tag = new.partition('@')
     names = path.split('.') if path else []
-    # the containers around the stages of a rank are left out, because the whole model does not have them
+    # the containers around a rank's stages are left out, because the whole model has no such containers
     parts = parts[max(len(parts)-len(names), 0):]
     if len(names)==len(parts): parts = [re.sub(r'^[^(]*', n, p, count=1) for n,p in zip(names, parts, strict=True)]
     return '.'.join([root, *parts])+at+tag

@@ -37,7 +37,7 @@ class NormsOfWhole:
         before = np.where(exists[1], sums[1], np.where(exists[0], sums[0], 0.))
         self.before_clipping = np.where(sum_by_step(exists[1])>0, np.sqrt(sum_by_step(before)), -1.)
         def any_in_step(mask):
-            "Return for each step whether `mask` is True in at least one of its rows."
+            "Return a boolean for each step: True if `mask` is True in at least one row of the step."
             return np.bincount(step, mask[rows], len(steps))>0
         # the norm is unknown if the sum of squares of a gradient cannot be computed from its recorded statistics
         incomplete = np.isnan(squared) & (wholes[:, index['nan']]==0)
@@ -64,7 +64,7 @@ def rows_of_norms(table):
     return np.flatnonzero((table['ttype']=='scalar') & (table['tname']==computed[0]))
 
 def fill_norms(table, rows, whole, norms): # whole: for each of `rows`, the index of its merged row in `table`
-    "Return the merged table with the gradient norms of the whole model. Drop the rows of gradient norms in steps where they are unknown."
+    "Return the merged table with the gradient norms of the whole model. Drop the rows of unknown gradient norms."
     unknown = []
     for o in rows_of_norms(table).tolist():
         merged = rows[whole==o]

@@ -46,7 +46,7 @@ def split_row(row):
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #749e154b
 class Packet:
-    "Rows of one rank in one step, ready to be sent: their numbers, and their layout (columns and fixed values), which seldom changes."
+    "Rows of one rank in one step, ready to be sent: their numbers, and their layout (columns and fixed values), which rarely changes."
     def __init__(self, step, layout, text, numbers, ts, head):
         # head: metadata of the rank, sent with the rows
         self.step,self.numbers,self.ts,self.head = step,numbers,ts,head
@@ -120,7 +120,7 @@ class StepLayout:
         self.fixed = fixed_table(records)
 
     def add_cell(self, column, kind, n, row, place, fixed):
-        "Note which cell of the table the `n` numbers of the packets, from index `place` on, belong to."
+        "Store the table cell of `n` numbers in the packets. `place`: index of the first of these numbers."
         if kind in 'FI': self.lists.setdefault(column, []).append((row, place, n))
         else:
             rows,places = self.cells.setdefault(column, ([], []))
@@ -138,7 +138,7 @@ class StepLayout:
             if c in bad: new[c] = np.nan_to_num(new[c]).astype(np.int64)
             elif self.is_int[c] and c in self.full: new[c] = new[c].astype(np.int64)
         for c,lists in self.lists.items():
-            # a list in a column of numbers is dropped, as `read` drops it when it reads files
+            # a list in a column of numbers is dropped, because `read` also drops such lists
             if c in derived and c!='exponents' or c in new: continue
             new[c] = np.full(self.n, None, object)
             for i,at,n in lists: new[c][i] = numbers[at:at+n].astype(np.int64 if self.is_int[c] else float).tolist()
@@ -186,7 +186,7 @@ def as_rows(df, layout) -> list:
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #f3db4ab3
 class StepMerger:
-    "Merges the rows in the packets of all ranks, one step after the other."
+    "Merges the rows in the packets of all ranks, step by step."
     most = 16 # maximum number of combinations of the ranks' layouts to store
     def __init__(self):
         self.metadata,self.paths = {},{} # metadata: rank -> metadata; paths: rank -> paths of its modules
@@ -213,7 +213,7 @@ class StepMerger:
         return self.layouts[key]
 
     def find_rows(self, layout, columns):
-        "Return the `RankRows` of a step. Shards and module names are determined again, because they cannot be reused from an earlier step."
+        "Return the `RankRows` of a step. Determine shards and module names again, because no earlier step has fitting results."
         df,metadata = layout.fixed.assign(**columns),{r: about for r,about in self.metadata.items() if about}
         rows = RankRows(df, metadata, self.paths)
         if rows.own: self.own = rows.own

@@ -13,7 +13,7 @@ from .shards import RankRows
 
 # %% ../../nbs/42_processes/10_ranks.ipynb #a7c10006
 def merge_ranks(df, metadata, paths=None, own=None):
-    "Merge the rows of all ranks into rows of the whole model, without messages. The arguments are those of `merge_and_check`."
+    "Merge the rows of all ranks into rows of the whole model, without messages. Same arguments as `merge_and_check`."
     rows = RankRows(df, metadata, paths or {}, own)
     return Merge(MergePlan(rows), rows.df).table
 

@@ -13,7 +13,7 @@ from .compare import differs_from, first_in_group, group_codes
 
 # %% ../../nbs/42_processes/09_replicas.ipynb #3d233b63
 def zero_rows(df):
-    "Return the mask of the rows whose tensor contains only zeros, as the recorded statistics show."
+    "Return the mask of the rows whose tensor contains only zeros, according to its recorded statistics."
     columns = [c for c in ('max', 'min', 'abs_max', 'rms', 'std', 'mean') if c in df]
     values = [np.asarray(df[c], float) for c in columns]
     known = np.any([~np.isnan(v) for v in values], axis=0) if values else np.zeros(len(df), bool)
@@ -72,13 +72,13 @@ def compare_replicas(rows) -> list: # rows: rows of all ranks, as `RankRows`
         differs = differs_from(df, at) & may & trained if may.any() else may
         pairs = sorted({(int(r), int(f)) for r,f in zip(rows.rank[differs], rows.rank[at[differs]], strict=True)})
         each = [compare_with(rows, np.where(may & trained, at, np.arange(len(at))), differs, r, f) for r,f in pairs]
-        # weights that differ from the first step on are no replicas, but other parameters
+        # weights that differ since the first step are not replicas, but different parameters
         found += [c | {'apart': True} for c in each if c['weights']['first'] not in (None, c['weights']['begin'])] if apart else each
     return found
 
 def own_modules(rows):
-    """Return a boolean mask of the rows of modules that got a new name on each rank, because no metadata call these modules replicas.
-    Also return for each row the index of the first rank's row whose module had the same name before."""
+    """Return two arrays about modules that were renamed on each rank, because no metadata call them replicas. First, for each row:
+    the index of the row on the first rank whose module had the same old name. Second, a mask of the rows of such modules."""
     old = {(r, new): path for r,names in (rows.own or {}).items() for path,new in names.items() if new!=path}
     paths = [old.get((int(r), p)) for r,p in zip(rows.rank, rows.df['path'].astype(object), strict=True)] if old else []
     first = min(rows.own, default=0) if rows.own else 0

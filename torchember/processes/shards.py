@@ -56,9 +56,9 @@ class Shards:
         self.shard = self.number_shards({a: self.find_copies(a, df) for a in self.roles.axes_with('?', 'B')})
 
     def find_copies(self, axis, df):
-        "Return a boolean mask of the rows that are replicas along an axis, as equal statistics show, although the column `part` does not state it."
+        "Return a boolean mask of the rows that are replicas along an axis according to equal statistics, but not to the column `part`."
         batch,unknown = self.roles.along(axis, 'B'),self.roles.along(axis, '?')
-        # the axis 'world' of all ranks adds nothing if the mesh axes relate all ranks
+        # the axis 'world' has all ranks. It is used only for ranks that no axis of the mesh relates
         if axis=='world' and unknown.any(): unknown &= self.has_unrelated_ranks()
         line = np.array([self.axes.line_of(axis, r) for r in range(self.rank.max()+1)])[self.rank]
         c = Comparison(df, self.tensor, first_in_group(group_codes(self.tensor, line)), unknown | batch)
@@ -100,7 +100,7 @@ class Shards:
         return np.array([self.axes.smallest_related(axes[kind], r) for kind,r in pairs.T.tolist()], int)[which.reshape(-1)]
 
     def has_unrelated_ranks(self):
-        "Return a boolean mask of the rows of tensors on several ranks, if the metadata do not distinguish whether these hold shards or replicas."
+        "Return a boolean mask of the rows of tensors on several ranks, for which no metadata distinguish shards from replicas."
         smallest = self.smallest_ranks()
         is_first = first_in_group(group_codes(self.tensor, smallest))==np.arange(len(smallest))
         return (np.bincount(self.tensor[is_first], minlength=self.tensor.max(initial=-1)+1)>1)[self.tensor]

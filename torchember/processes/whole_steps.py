@@ -46,7 +46,7 @@ class Inbox(Outbox):
     def get(self) -> bytes|None:
         "Return the next message of the rank, or None if the rank has not sent the next message yet."
         key = self.key(self.n)
-        if not self.store.check([key]): return None # checked first, because `get` waits until a key exists
+        if not self.store.check([key]): return None # `check` comes first, because `get` waits until the key exists
         data = self.store.get(key)
         self.store.delete_key(key)
         self.n += 1
@@ -54,11 +54,11 @@ class Inbox(Outbox):
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #1b43cf09
 class CompleteStep(NamedTuple):
-    "Packets of one step from all ranks, or from all ranks with a packet in time."
+    "Packets of one step from all ranks, except ranks whose packet was late."
     step: object
     packets: dict # Rank -> packet of this rank
     without: list # Ranks that sent no packet of the step
-    late: list # Slow ranks, for which the first rank does not wait any longer
+    late: list # Slow ranks, for which the first rank no longer waits
 
 class Assembly:
     "Collects the packets of all ranks, and returns complete steps."
@@ -76,7 +76,7 @@ class Assembly:
 
     def add(self, rank, step, packet):
         "Add the packet that a rank has sent for a step."
-        # a rank whose packet is recent again is no longer late
+        # a late rank that sends a packet of a recent step is no longer late
         if self.reported is None or step>=self.reported: self.late.discard(rank)
         if self.reported is None or step>self.reported: self.waiting[rank].append((step, packet))
         else: self.lost[rank] += 1
@@ -86,10 +86,10 @@ class Assembly:
         self.ended.add(rank)
 
     def missing(self):
-        "Return the ranks whose next packet is expected: neither has their run ended, nor are they late."
+        "Return the ranks whose next packet is expected: ranks that are not late, and whose run has not ended."
         return [r for r,steps in self.waiting.items() if not steps and r not in self.ended and r not in self.late]
 
-    def next(self, now) -> CompleteStep|None: # now: time in seconds
+    def next(self, now) -> CompleteStep|None: # now: current time in seconds
         "Return the oldest step if all ranks have sent their packets or are late. Otherwise return None."
         if not any(self.waiting.values()): self.since = None; return None
         missing = self.missing()
@@ -106,7 +106,7 @@ class Assembly:
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #b9f19142
 class PacketMaker:
     "Makes packets of the rows of one rank, with the metadata that have changed since the last packet."
-    # sent: metadata sent last; step: last step; nth: number of the last packet in this step
+    # sent: metadata sent last; step: step of the last packet; nth: number of this packet among the packets of its step
     def __init__(self): self.sent,self.step,self.nth = {},None,0
 
     def make(self, rows, metadata, **head):
@@ -130,10 +130,10 @@ class Sender:
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #3c2ff3c4
 class Receiver:
     "Merges the packets of all ranks, and passes the merged rows of each step to `report`. Used only in the first rank (rank 0)."
-    most = 8 # number of steps of the first rank that may wait for other ranks
+    most = 8 # maximum number of steps in the first rank that wait for packets of other ranks
     pause = .002 # seconds between two reads of the store
 
-    def __init__(self, store, world, note, report, queued): # the arguments are those of `Sharing`
+    def __init__(self, store, world, note, report, queued): # same arguments as `Sharing`
         self.note,self.report,self.queued = note,report,queued
         self.merger,self.assembly = StepMerger(),Assembly(world)
         self.inboxes = {r: (Inbox(store, r), Unpacker()) for r in range(1, world)}
@@ -263,7 +263,7 @@ class WholeSteps:
     ):
         self.rank,self.note,self.pid = rank,note,os.getpid()
         self.queue,self.pending,self.thread = Queue(Receiver.most),[],None # pending: lines of the current step
-        # left_out: number of steps that were dropped because the queue was full. given_up: True if the thread does not answer any more
+        # left_out: number of steps dropped because the queue was full. given_up: True if the thread hangs and is not waited for
         self.left_out,self.given_up = 0,False
         # listeners that receive the merged rows
         self.listeners = Listeners(lambda what, e=None: note(what if e is None else f'{what}: {e}'))
@@ -294,11 +294,11 @@ class WholeSteps:
         "Start the thread that shares rows. Return the thread, or None if no thread can be started."
         self.thread = threading.Thread(target=self.run, name='torchember-whole', daemon=True)
         try: self.thread.start()
-        except RuntimeError: self.thread = None # the interpreter exits, or the machine has no more threads
+        except RuntimeError: self.thread = None # the interpreter exits, or no more threads can be started
         return self.thread
 
     def mark(self):
-        "Return an event that is set when all lines queued until now are reported; None if no thread is running."
+        "Return an event that the thread sets when it has reported all lines queued so far. None if no thread is running."
         if not self.ours or self.thread is None or self.given_up or threading.current_thread() is self.thread:
             return None
         done = threading.Event()
@@ -314,7 +314,7 @@ class WholeSteps:
         return True
 
     def give_up(self):
-        "Note that the thread hangs, because the store does not answer. From now on, no method waits for the thread."
+        "Never wait for the thread again, because the thread hangs: the store does not answer."
         self.given_up = True
 
     def rest(self):
@@ -338,7 +338,7 @@ class WholeSteps:
     # ---- methods of the thread that sends rows to the first rank
 
     def run(self):
-        "Do the jobs of the queue, one after the other, until the run ends."
+        "Do the jobs of the queue in order, until the run ends."
         thread = threading.current_thread()
         while True:
             try: job = self.queue.get(timeout=.05 if self.rank==0 and not self.sharing.stopped else None)
@@ -352,7 +352,7 @@ class WholeSteps:
     # ---- methods that the user's thread calls
 
     def listen(self, f, name=None, **kwargs):
-        "Call `f` with the merged rows of each step. Return the `Listener`."
+        "Register a function `f`, to be called with the merged rows of each step. Return its `Listener`."
         listener = Listener(f, name, self.note, self.listeners.remove, **kwargs)
         self.listeners.add(listener)
         return listener

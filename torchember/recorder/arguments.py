@@ -38,7 +38,7 @@ def check_optimizers(optimizer, scaler, ttypes, params):
     return os
 
 def scaler_of(optimizers):
-    "Return the gradient scaler of a wrapped optimizer, such as accelerate's. None if no optimizer has a scaler."
+    "Return the gradient scaler of a wrapped optimizer, such as `AcceleratedOptimizer`. None if no optimizer has a scaler."
     return next((s for o in optimizers if hasattr(s := getattr(o, 'scaler', None), 'unscale_')), None)
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #148cfe84
@@ -57,7 +57,7 @@ def nothing_to_record(known):
         ". For a run with only the numbers of te.log or of a Monitor, use ttypes='probe'."
 
 def not_a_model(got):
-    "Return the error message for an object that was passed as the model but is no `nn.Module`."
+    "Return the error message for an object that was passed as the model but is not an `nn.Module`."
     hint = ''
     if isinstance(got, dict|list|tuple) or hasattr(got, '__next__'): hint = " Pass the model itself, not its parameters or its state_dict."
     elif isinstance(got, type): hint = " Pass an instance: torchEmber(Net())."

@@ -48,7 +48,7 @@ no_attention = ("No attention was found in {model}, so the run has no rows of th
 class Attention(PassNumbers):
     "Records attention during some training passes. An `AttentionWatch` notifies it of calls of attention, also in compiled code."
     ttype,unseen,reads_calls = 'attention',no_attention,False
-    def __init__(self, when, pipe, wants): # arguments as of `PassNumbers`
+    def __init__(self, when, pipe, wants): # same arguments as `PassNumbers`
         super().__init__(when, pipe, wants)
         self.watch = AttentionWatch(self)
         # tracks: id of a module -> its `moduleTrack`, during a measured pass; calls: display name -> number of calls in the pass
@@ -77,7 +77,7 @@ class Attention(PassNumbers):
     # ---- calls, reported by the `AttentionWatch`
 
     def records_attention(self) -> bool:
-        "Return True in a recorded pass of this thread, but not in functions of users. A recomputation by a checkpoint is in no pass."
+        "Return True if this thread is in a recorded pass, outside of users' functions. Recomputation by a checkpoint does not count as a pass."
         here = self.buffer.calls.here
         return self.path is not None and here.depth>0 and not here.measuring and not here.skipped
 
@@ -105,7 +105,7 @@ class Attention(PassNumbers):
         track = here.outermost.track if module is None else self.tracks[id(module)]
         try:
             if x.is_nested: raise NotImplementedError('attention of nested tensors cannot be recorded')
-            # fake tensors of a compiler, for example
+            # other classes, such as the fake tensors of a compiler, have no values
             if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or not x.numel(): return
             # numbers cannot be read while a CUDA graph is captured, and each replay would measure again
             if being_captured(x.device.type): return

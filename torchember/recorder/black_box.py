@@ -94,7 +94,7 @@ class BoxFile:
     least = 1<<21 # minimum number of bytes by which the file grows
 
     def __init__(self, folder, name:str): # folder: folder for the black boxes of all runs; name: file name without its suffix
-        if fcntl is None: raise BoxUnavailable("it needs file locks that end with the process, which this operating system lacks")
+        if fcntl is None: raise BoxUnavailable("it needs file locks that end with the process, but this operating system has no such locks")
         if (kind := filesystem_of(folder)) in network_filesystems:
             raise BoxUnavailable(f"the logs are on a network file system ({kind}), where file locks are unreliable. Use a local folder (home=)")
         os.makedirs(folder, exist_ok=True)
@@ -256,10 +256,10 @@ def line_of_custom(row):
 
 class StepSlots:
     "Keeps copies of steps in a black box, until the log file has the rows of these steps."
-    def __init__(self, header, n_held:int=1): # n_held: number of steps to keep that the schedule does not select, and that the log does not get
+    def __init__(self, header, n_held:int=1): # n_held: number of unrecorded steps to keep, which are not in the log
         self.header,self.words,self.n_held = header,header.words,n_held
         self.memories = {} # index of a slot -> memory of the slot in the file
-        # seq: number of the last copy; next, next_held: index of the next slot for recorded and for unrecorded steps
+        # seq: number of the last copy; next, next_held: index of the next slot for a recorded, or an unrecorded step
         self.seq = self.next = self.next_held = 0
         # Last description of shards with its number, and last metadata with their line. Both are written again only after a change
         self.shards,self.metadata = ({}, 0),(None, b'')
@@ -269,7 +269,7 @@ class StepSlots:
         self.next = self.words[LATE] = 0
 
     def keep(self, parts, custom, step:int, ts:str, over:bool=True, held:bool=False, of_parts=None, **metadata) -> int:
-        """Copy a step into a slot of the black box, without rows that a GPU has not sent yet.
+        """Copy a step into a slot of the black box. Rows that a GPU has not sent yet are left out.
 
         Return the number of the copy, 0 if the step was not copied. `parts`: pairs of arrays, headers and summaries, as
         `Arena.take` returns them; `custom`: rows of `CustomRows`; `ts`: time of the first row; `over`: False if more rows of
@@ -317,13 +317,13 @@ class StepSlots:
         try: at,memory = self.header.file.allocate(size*5//4)
         except OSError: return None
         self.memories[i] = memory
-        self.words[SLOT+2*i+1] = 0 # marks the table entry of the slot as invalid until both of its words are written
+        self.words[SLOT+2*i+1] = 0 # invalidates the table entry of the slot until its offset and size are both written
         self.words[SLOT+2*i],self.words[SLOT+2*i+1] = at,len(memory)
         self.words[SLOTS] = max(self.memories)+1
         return memory
 
     def drop(self, seqs):
-        "Invalidate the copies with these numbers, because their steps became passes of a later step, which is copied as a whole."
+        "Invalidate the copies with these numbers, because their steps were merged into a later step. The copy of this step replaces them."
         for memory in self.memories.values():
             w = memory.cast('q')
             if w[SEQ] in seqs: w[SEQ] = 0
@@ -369,12 +369,12 @@ class BlackBox:
         self.header.explain(tap=t.number, key=list(t.key), names=list(t.names), once=t.once, repeats=t.repeats)
 
     def set_marks(self, marks):
-        "Write the user's marks, which are columns of every row from now on, into the box."
+        "Write the user's marks, which are columns of every row from now on, into the black box."
         if marks!=self.marks:
             self.marks = dict(marks)
             self.header.explain(marks=self.marks)
 
-    def keep(self, *args, **kwargs): # arguments of `StepSlots.keep`
+    def keep(self, *args, **kwargs): # same arguments as `StepSlots.keep`
         "Copy a step into the black box, before the writer thread writes the rows of the step to the log file."
         self.free_if_written()
         return self.slots.keep(*args, **kwargs)
@@ -395,7 +395,7 @@ class BlackBox:
         if self.is_written(): self.slots.free()
 
     def disown(self):
-        "Stop writing to the black box in a forked child process, because the box belongs to the parent process."
+        "Stop writing to the black box in a forked child process, because the file belongs to the parent process."
         self.header.file = None
 
     def end(self):
@@ -488,7 +488,7 @@ class RunBox:
         if self.box is not None: self.box.position.set_phase(phase)
 
     def end(self):
-        "Delete the box, because the log file has all rows."
+        "Delete the black box, because the log file has all rows."
         self.is_tried = False
         if self.box is None: return
         box,self.box = self.box,None
@@ -500,13 +500,13 @@ class RunBox:
         return None if self.box is None else exit_row(self.box.position, error, self.root)
 
     def leave(self):
-        "Stop using the black box in a forked child process, because the box belongs to the parent process."
+        "Stop using the black box in a forked child process, because the file belongs to the parent process."
         if self.box is not None: self.box.disown()
         self.box,self.is_tried = None,True
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #fe0d4055
 def all_written(writer, log):
-    "Return a function for `BlackBox.is_written`. The function has only a weak reference to the writer, because a writer keeps its model alive."
+    "Return a function that checks whether the log file has all rows. It refers to the writer weakly, because a writer keeps its model alive."
     ref = weakref.ref(writer)
     def is_written():
         "Return True if the log file has all rows."

@@ -21,7 +21,7 @@ from ..ground.messages import printable
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #961a21a7
 class ThreadTimer(threading.local):
-    "Time when the outermost method with the decorator `timed` began, in each thread."
+    "Start time of the outermost running method with the decorator `timed`, in each thread."
     # `clock()` when the outermost method with the decorator `timed` began; None if no such method is running
     entered = None
 
@@ -104,7 +104,7 @@ class Report(dict):
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #c36c3f6c
 def recording_interval(cost:float, time:float, share:float, off:float=0.) -> float:
-    """Return `n`, an integer or infinity, so recording one step in `n` keeps to the budget.
+    """Return the smallest `n` such that recording one step in `n` keeps to the budget. Infinity if no integer is large enough.
 
     `time`: seconds of a step without torchember; `cost`: seconds that a recorded step adds; `off`: seconds that an
     unrecorded step adds; `share`: fraction of the time that recording may take.
@@ -140,7 +140,7 @@ class StepTimes:
         self.time,self.cost,self.idle_cost = 0.,None,0.
 
     def add(self, took:float, cost:float, recorded:bool, late:float=0., hidden:bool=False) -> float:
-        """Add the times of a step. Arguments as in `Budget.add_step`.
+        """Add the times of a step. Same arguments as `Budget.add_step`.
 
         Return the cost of the step, including the estimated part that the clock does not measure.
         """
@@ -161,7 +161,7 @@ class StepTimes:
 # %% ../../nbs/40_recorder/02_budget.ipynb #56deb09d
 class Budget:
     "Decides which of the selected steps can be recorded within a share of the training time. Reads no clock: `add_step` gets the times."
-    # the first recorded step, which is slow, costs the budget at most the time that recording may take in this number of steps
+    # the first recorded step is slow. It is charged with at most the time that recording may take in this number of steps
     patience = 100
     rarest = 1000 # at least one step in this number of steps is recorded, even if this exceeds the budget
 
@@ -174,7 +174,7 @@ class Budget:
         # thinned: number of steps that the budget skipped; since: number of steps since the last recorded step
         self.thinned,self.since = 0,0
         self.hopeless = False # True if recording exceeds `share` even with only one recorded step in `rarest` steps
-        self.hidden = False # True on a GPU, where the clock of the process does not measure all costs
+        self.hidden = False # True on a GPU, where the clock of the process does not measure the cost of work on the GPU
         # True if compiled code was loaded during a recorded step. Then the cost of a recorded step is unknown
         self.unknown = False
 
@@ -204,7 +204,7 @@ class Budget:
         self.hopeless = self.idle_exceeds_share or times.recorded>1 and self.interval>self.rarest
 
     def apply_limits(self, took, cost):
-        "Charge the high cost of the first recorded step to later steps bit by bit, and keep `balance`, the seconds that recording may take, within its limits."
+        "Charge the high cost of the first recorded step gradually to later steps. Keep `balance`, the seconds for recording, within its limits."
         recorded,known_cost = self.times.recorded,self.times.cost
         if recorded<2: part = min(self.balance+self.credit, 0.)
         elif self.since: part = min(self.owed, .1*self.share*took)
@@ -231,7 +231,7 @@ class Budget:
         if times.recorded==1: cost = min(cost, self.credit)
         if self.unknown: yes = False
         elif cost is None: yes = not pending
-        # on a GPU, some steps must stay unrecorded: the cost that no clock shows is the difference in time between recorded and unrecorded steps
+        # on a GPU, some steps must stay unrecorded, because the cost is measured by comparing the times of recorded and unrecorded steps
         elif self.hidden and times.recorded>2 and len(times.off)<3: yes = False
         else: yes = self.balance-pending+self.share*(times.time+cost)>=cost-1e-12 or self.since+1>=self.rarest
         self.thinned += not yes

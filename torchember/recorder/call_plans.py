@@ -56,7 +56,7 @@ def is_plain_tuple(t):
 
 # %% ../../nbs/40_recorder/76_call_plans.ipynb #320ff410
 def needs(ttype, source):
-    """Return True if a source of rows, such as `Gradients`, must get the tensors of calls in the open step. A source without a method `needs` must.
+    """Return True if a source of rows, such as `Gradients`, must get the tensors of calls in the open step. Also True if the source has no method `needs`.
 
     `ttype`: 'input' or 'output'.
     """
@@ -64,7 +64,7 @@ def needs(ttype, source):
 
 class PlannedPass:
     "State of the running pass for code compiled with numba: integers that this code reads and writes, shared by the `CallPlan`s of a recorder."
-    # number of calls after which a background thread compiles: plans for so many calls save about as much time as compiling takes
+    # after this number of calls, a background thread loads the compiled code: it saves about as much time in as many calls
     most_unplanned = 20_000
     def __init__(self, pipe):
         self.pipe,self.steps,self.sources,self.buffer,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer,pipe.buffer.calls,pipe.cost
@@ -86,7 +86,7 @@ class PlannedPass:
         return kinds is not None
 
     def is_usual(self, here) -> bool:
-        """Return True if compiled code can record the calls of the pass that begins now. Not if, for example, tensors are sharded.
+        """Return True if compiled code can record the calls of the pass that begins now. Return False, for example, if tensors are sharded.
 
         `here`: this thread's `ThreadContext`.
         """
@@ -118,7 +118,7 @@ class PlannedPass:
         c[k.ON] = 1
 
     def begin_box(self, here):
-        "Let compiled code write the running calls into the black box, if there is a black box."
+        "If the run has a black box, let compiled code write the running calls into the black box."
         k,c,box = self.compiled,self.cells,self.calls.box
         c[k.BOX] = 0
         if box is None: return
@@ -154,7 +154,7 @@ class LearnedTensors:
     tries = 4 # maximum number of structures to learn for a module. Arguments may have another structure in each call, and learning is slow
     def __init__(self):
         self.structure,self.structures,self.words,self.names = None,[],None,()
-        self.learned,self.taps,self.held = 0,[],[] # learned: number of times that a structure was learned, or could not be learned
+        self.learned,self.taps,self.held = 0,[],[] # learned: number of attempts to learn a structure
 
     def learn(self, kinds, objects, tensors, taps):
         """Learn how `tensors` are nested in `objects`. Return True if compiled code can find the tensors in such objects.
@@ -172,7 +172,7 @@ class LearnedTensors:
         return True
 
 def words_of(tap):
-    "Return four integers from which compiled code finds a `Tap`. Return zeros without a tap: then Python code measures the tensor."
+    "Return four integers to describe a `Tap` to compiled code. Return zeros if `tap` is None, so that Python code measures the tensor."
     return (0,)*4 if tap is None else (tap.cursor.address, id(tap), id(tap.format.groups), tap.format.share)
 
 def parameter_words(kinds, state):
@@ -261,7 +261,7 @@ class CallPlan:
         `code`: result of `enter` or `leave`; `structures`, `words`: indices of the plan's integers to set.
         """
         self.state.passes.shapes_known[ttype=='output'] = 0
-        if code!=self.kinds.OTHER and None not in learned.taps: return # the structure is known
+        if code!=self.kinds.OTHER and None not in learned.taps: return # the structure was learned before
         w = self.words
         w[structures] = 0 # if learning is interrupted, for example by Ctrl-C, the plan must not keep addresses of freed memory
         learned.learn(self.kinds, objects, tensors, self.taps_of(ttype, tensors))
@@ -306,5 +306,5 @@ class CallPlan:
         self.weights = parameter_words(k, self.state)
         if self.weights is not None: w[[k.WEIGHTS, k.N_WEIGHTS]] = address_of(self.weights[0]),len(self.weights[1])
 
-# after a graph break torch.compile calls modules that have plans, and would compile these methods
+# after a graph break, torch.compile calls modules with plans, and without `disable` it would compile these methods
 for f in (CallPlan.finish_inputs, CallPlan.finish_outputs): never_compile(f)

@@ -26,7 +26,7 @@ class Cost:
         # first: time when the first pass began; last: time when the last pass or step ended
         self.first = self.last = None
         self.step_began = None # time when the current step began
-        # paid: `total()` at the end of the previous step; late: seconds of the writer thread until then
+        # at the end of the previous step: `paid` is `total()`, `late` the seconds of the writer thread
         self.paid = self.late = 0.
         self.loaded_before = loading_seconds() # seconds of loading compiled loops until the end of the previous step
         # Seconds of loading compiled loops before this run, to be subtracted: in the background (`loaded`), and while steps waited (`waited`)
@@ -47,12 +47,12 @@ class Cost:
 
     @property
     def elapsed(self):
-        "Seconds from the begin of the first pass to the end of the last step."
+        "Seconds from the start of the first pass to the end of the last step."
         return 0. if self.first is None or self.last is None else max(self.last-self.first, 0.)
 
     @property
     def loading(self):
-        "Seconds during this run in which compiled loops were loaded in the background, beside the training."
+        "Seconds during this run in which compiled loops were loaded in the background, while the training continued."
         return seconds_beside()-self.loaded
 
     @property
@@ -86,11 +86,11 @@ class Cost:
         self.budget = None
 
     def add_work(self, since):
-        "Add the seconds since `since`, a value of `clock()`, to the time of recording. A running method with `timed` already counts these seconds."
+        "Add the seconds since `since`, a value of `clock()`, to the time of recording. No effect in a `timed` method, which counts them already."
         if self.local.entered is None: self.spent += clock()-since
 
     def warm(self, tensors=()):
-        "Load the compiled loops for these tensors, and functions for calls, before the training begins. Count the time as `arming`."
+        "Load the compiled loops for these tensors, and functions for calls, before the training begins. Add the time to `arming`."
         before = seconds_waited()[0]
         warm(tensors, load_quickly)
         self.arming += seconds_waited()[0]-before

@@ -12,10 +12,10 @@ from .parameters import grad_of
 class ClippedParameter:
     "Counts for one parameter: updates with a clipped gradient, and updates whose gradient was clipped only before the backward."
     def __init__(self, version):
-        # version: version counter of the weight at the last event; backward: this counter at the last backward, None before the first backward
+        # version counters of the weight: `version` at the last event, `backward` at the last backward (None before the first backward)
         self.version,self.backward = version,None
         # since the last update: `idle` is True after clipping without effect (no gradient, or a gradient that was used already),
-        # `early` is True if a backward began after clipping without effect, and `in_time` is True after a new gradient was clipped
+        # `early` is True if a backward followed the clipping without effect, and `in_time` is True after a new gradient was clipped
         self.idle = self.early = self.in_time = False
         self.checked = self.wrong = 0
         self.first = None # number of the first training step in which clipping was too early

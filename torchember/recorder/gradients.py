@@ -37,7 +37,7 @@ class Gradients:
         self.given.update(dict.fromkeys(leaves.values(), pass_))
         def report(n, g):
             "Report the gradient of the tensor with this name. The hook is called by autograd."
-            # ignored, because a later pass has its own hook on this leaf tensor
+            # this hook ignores the gradient, because a later pass has its own hook on the leaf tensor
             if n in backwards and n in leaves and self.given.get(leaves[n])!=pass_: return
             backwards[n] = backwards.get(n, -1)+1
             self.notify(state, ttype, n, g, call, phase, backwards[n])

@@ -51,7 +51,7 @@ class Tape:
         "Add an event to the `Tape` of the captured CUDA graph. `event`: name of the event, then its arguments."
         self.events.append(event)
 
-    @functools.cached_property # the number is stored, because it is used only after the capture, and does not change then
+    @functools.cached_property # the number can be cached, because it is first read after the capture, when it no longer changes
     def before(self):
         """Number of events repeated before the replay of the graph.
 
@@ -69,7 +69,7 @@ class CapturedEvents(Listener):
     running = 1
     def __init__(self, events, ttypes): # events: `ModelEvents` of the recorder
         self.events,self.ttypes = events,ttypes
-        self.tape = None # `Tape` of the running capture; None outside of captures
+        self.tape = None # `Tape` of the running capture; None if no capture is running
         # depth: number of nested running calls of the outermost module; stack: running `Call` objects
         self.depth,self.stack = 0,[]
         self.pass_ = None # object that identifies the current pass
@@ -86,7 +86,7 @@ class CapturedEvents(Listener):
         return GraphTensor(x)
 
     def tensors(self, state, ttype, named):
-        "Return the (name, tensor) pairs with a `GraphTensor` for each tensor."
+        "Replace the tensors in (name, tensor) pairs by `GraphTensor`s. Return the new pairs."
         return [(n, self.tensor(state, ttype, n, x)) for n,x in named]
 
     # ---- events of passes and calls
@@ -96,7 +96,7 @@ class CapturedEvents(Listener):
         return self.depth>0
 
     def pass_begins(self, state, grad=None):
-        "Add the begin of a pass to the `Tape` of the captured CUDA graph, unless a pass is running already."
+        "Add the start of a pass to the `Tape` of the captured CUDA graph, unless a pass is running already."
         if not self.depth:
             self.pass_,self.stack = object(),[]
             self.tape.add('pass_begins', state, torch.is_grad_enabled() if grad is None else grad)
@@ -109,7 +109,7 @@ class CapturedEvents(Listener):
         if not self.depth: self.tape.add('pass_ends', state)
 
     def call_begins(self, state, inputs, compiled=False):
-        "Add the begin of a module call and its inputs to the `Tape` of the captured CUDA graph."
+        "Add the start of a module call and its inputs to the `Tape` of the captured CUDA graph."
         state.number(self.pass_)
         call = Call(state)
         self.stack.append(call)
@@ -152,7 +152,7 @@ class CapturedEvents(Listener):
     # ---- events of optimizers
 
     def step_begins(self, optimizer):
-        "Add the begin of an optimizer's step to the `Tape` of the captured CUDA graph."
+        "Add the start of an optimizer's step to the `Tape` of the captured CUDA graph."
         self.tape.add('step_begins', optimizer)
 
     def gradients_ready(self, optimizer, scale, unchanged):
@@ -197,7 +197,7 @@ class Player:
         for what,*args in events: getattr(self, what)(*args)
 
     def pass_begins(self, state, grad):
-        "Notify the recorder of the begin of a pass."
+        "Notify the recorder of the start of a pass."
         self.notified = self.events.pass_begins(state, grad)
 
     def pass_ends(self, state):
@@ -205,7 +205,7 @@ class Player:
         if self.notified: self.events.pass_ends(state, False)
 
     def call_begins(self, call, named):
-        "Notify the recorder of the begin of a module call, if this call is recorded."
+        "Notify the recorder of the start of a module call, if this call is recorded."
         notify = self.events.on and call.state.watched and self.events.records()
         call.at = self.events.call_begins(call.state, named) if notify else None
 
@@ -235,14 +235,14 @@ class Player:
         if self.events.on: self.events.sources.parameters.measure_unclipped(state, tname, pname, x)
 
     def step_begins(self, optimizer):
-        "Notify the recorder of the begin of an optimizer's step."
+        "Notify the recorder of the start of an optimizer's step."
         self.optimizer_events.step_begins(optimizer)
 
     def gradients_ready(self, optimizer, scale):
         "Notify the recorder: all gradients for an optimizer's step are computed."
         self.optimizer_events.gradients_ready(optimizer, scale, False)
 
-    def step_ends(self, optimizer, skips): # skips: `found_inf` of a fused optimizer, not 0 if the optimizer skipped its step; else None
+    def step_ends(self, optimizer, skips): # skips: `found_inf` of a fused optimizer (not 0 if it skipped its step), else None
         "Notify the recorder that an optimizer has stepped, or has skipped its step."
         if skips is not None and bool(skips.item()): self.optimizer_events.step_skipped(optimizer)
         else: self.optimizer_events.step_ends(optimizer)
@@ -301,7 +301,7 @@ class Graphs(CapturedEvents):
             "To record them, capture the graph again.", 'info')
 
     def replay_begins(self, graph):
-        "Repeat the captured events due before the replay of a CUDA graph."
+        "Repeat the captured events that must come before the replay of a CUDA graph."
         if (tape := self.tape_of(graph)) is None: return
         # a 'pass_begins' event is repeated before the replay, because it may end the previous step
         first = tape.events[0][0]=='pass_begins'
@@ -310,7 +310,7 @@ class Graphs(CapturedEvents):
         self.player.play(tape.events[first:tape.before])
 
     def replay_ends(self, graph, whole):
-        "Repeat the captured events due after the replay of a CUDA graph."
+        "Repeat the captured events that must come after the replay of a CUDA graph."
         if (tape := self.tape_of(graph)) is None: return
         self.events.buffer.rows.forget_seen() # a replay changes tensors, but not their version counters
         if whole: self.player.play(tape.events[tape.before:])

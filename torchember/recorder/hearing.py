@@ -28,7 +28,7 @@ from .tally import not_called
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #d84d3047
 class FunctionCalls:
-    "Detects that one autograd Function calls the model several times, as an ODE solver does. These calls are one pass."
+    "Detects an autograd Function that calls the model several times, such as an ODE solver. These calls count as one pass."
     # The autograd Function that called the model in the last pass, as returned by `enclosing_call`; None if no Function did
     def __init__(self): self.function = None
 
@@ -45,7 +45,7 @@ class OtherModels:
     def __init__(self, sources):
         self.sources = sources # the `Sources` of the recorder
         self.root,self.known,self.parameters = None,frozenset(),frozenset() # Weak reference to the model, ids of its modules, ids of its parameters
-        self.is_ours = weakref.WeakKeyDictionary() # module that called a recorded module -> True if it is part of the recorded model
+        self.is_ours = weakref.WeakKeyDictionary() # module that called a recorded module -> True if the caller is part of the recorded model
         self.root_called = False # True once the root was called
         self.at_first = None # version counters of the weights at the first call by another model
 
@@ -79,7 +79,7 @@ class OtherModels:
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #b625c6a3
 class PassEvents:
-    "Handles the begin and end of passes. All methods except `after_end` are called under the recorder's lock."
+    "Handles the start and end of passes. All methods except `after_end` are called under the recorder's lock."
     def __init__(self, pipe, only_training:bool=False): # only_training: True to record no evaluations and no passes without gradients
         self.pipe,self.steps,self.sources,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer.calls,pipe.cost
         self.only_training,self.functions,self.other_models = only_training,FunctionCalls(),OtherModels(pipe.sources)
@@ -159,24 +159,24 @@ class RunningPasses:
     def __init__(self, events, planned, lock): # events: `PassEvents`; lock: the lock of the recorder
         self.events,self.planned,self.lock,self.running = events,planned,lock,0
 
-    def begin(self, here, state, grad=None): # arguments as in `PassEvents.begin`; grad: None for a pass of code that is not compiled
+    def begin(self, here, state, grad=None): # same arguments as `PassEvents.begin`; grad: None for a pass of code that is not compiled
         "Begin the pass of a thread. If this raises an exception, the pass does not count as running."
         with self.lock:
             self.running += 1
             try:
                 self.events.pipe.raise_error()
                 self.events.begin(here, state, torch.is_grad_enabled() if grad is None else grad, grad is None)
-            except BaseException: # an error of a schedule, for example, is raised with on_error='raise'
+            except BaseException: # reached with on_error='raise', for example if a schedule raises an error
                 self.running -= 1
                 raise
-            if self.running>1: self.planned.stop() # several threads share this pass and need the lock. Compiled code does not take it, so it must stop
+            if self.running>1: self.planned.stop() # compiled code must stop, because it takes no lock, and a pass in several threads needs the lock
             else: self.planned.begin(here)
 
     def end(self, here, compiled) -> bool|None:
         "End the pass of a thread. For a recorded pass of compiled code return the result of `PassEvents.is_next_recorded`, else None."
         with self.lock:
             self.running -= 1
-            if not self.running: self.planned.end() # the objects of the pass are kept while another thread may be in a planned call, which uses them
+            if not self.running: self.planned.end() # not while another thread is in a pass, because its planned calls use the objects of the pass
             self.events.end(here, compiled)
         if here.skipped: return None
         self.events.after_end()
@@ -185,7 +185,7 @@ class RunningPasses:
     def disown(self, lock):
         "Use a new lock in a forked process, because a thread of the parent process may hold the old lock."
         self.lock = lock
-        self.planned.stop() # compiled code must not write into the black box of the parent; a process may be forked in the midst of a pass
+        self.planned.stop() # compiled code must not write into the black box of the parent; a process may be forked during a pass
 
 # %% ../../nbs/40_recorder/79_hearing.ipynb #c98f036c
 def warn_if_stalled(pipe):
@@ -208,7 +208,7 @@ def shape_of(x):
     except RuntimeError: return None
 
 class SpreadInCompiledCode(Unmeasurable):
-    "Raised for a DTensor in compiled code. It gets no row, because compiled code cannot pass a DTensor to a listener."
+    "Raised for a DTensor in compiled code. A DTensor gets no row there, because compiled code cannot pass it to a listener."
     def __init__(self): super().__init__("it is a DTensor in compiled code. Inputs, outputs, their gradients and probes that "
         "are DTensors in compiled code are not recorded; weights, their gradients and updates are. Without torch.compile, all tensors are recorded")
 
@@ -283,8 +283,8 @@ class ModelEvents(Listener):
         since,here = clock(),self.calls.here
         call = self.calls.exit()
         ttypes = self.sources.parameter_types[self.steps.manual]
-        if ttypes and not here.phase: # weights are not measured in an evaluation, because it may use averaged weights
-            # `after_call` measures each parameter only once in a step, so several calls of the module do no harm
+        if ttypes and not here.phase: # weights are not measured in an evaluation, which may use averaged weights
+            # several calls of a module are no problem, because `after_call` measures each parameter only once in a step
             with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes)
         state.passes.shapes_known[1] = 0
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
@@ -303,7 +303,7 @@ class ModelEvents(Listener):
         self.sources.flow(state, 'output', outputs, call, phase)
         self.cost.add_work(since)
 
-    def plan_of(self, state, names): # None for the root, because Python code must handle the passes that the root's calls begin
+    def plan_of(self, state, names): # returns None for the root, because each call of the root begins a pass, which Python code must handle
         return CallPlan(state, names, self.planned) if self.planned.compiled is not None and not state.root else None
 
     def calls_pending(self, state, last): self.calls.note_pending(state.track.name, last.track.name)

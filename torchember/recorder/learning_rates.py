@@ -52,14 +52,14 @@ def plain_rates(optimizer):
     return plain if all(type(rate) in (float, int) for rate,_ in plain) else None
 
 def rate_version(rate):
-    "Return a value that differs once a learning rate has changed. None if only a wait for the device would show the change."
+    "Return a value that changes when a learning rate changes. None if a change can be detected only by waiting for the device."
     if not isinstance(rate, torch.Tensor): return float(np.asarray(rate).item())
     if rate.is_cpu: return rate.item()
     return None if rate.is_inference() else (id(rate), rate._version)
 
 # %% ../../nbs/40_recorder/72_learning_rates.ipynb #a1320c00
 class LearningRates:
-    "Collects learning rates with a change since their last row, to log unchanged rates only once."
+    "Collects the learning rates that have changed since their last row, so that unchanged rates are not logged again."
     def __init__(self, optimizers):
         self.optimizers = list(optimizers)
         self.last,self.found = {},{} # last: name -> `rate_version` in the last row; found: name -> changed learning rate of this step

@@ -18,7 +18,7 @@ def some_values(x, most=4096):
     return x if x.numel()<=most else x[:most]
 
 def may_be_cleared(p):
-    "Return True if a parameter has no gradient or only zeros in it, or if the gradient cannot be read. Of a sharded gradient, the local part is read."
+    "Return True if the gradient of a parameter is missing, contains only zeros, or cannot be read. Check only the local shard."
     g = grad_of(p)
     if hasattr(g, 'to_local'): g = g.to_local()
     if g is None or type(g) is not torch.Tensor or g.dtype not in plain_floats or g.layout is not torch.strided or g.is_meta: return True
@@ -29,9 +29,9 @@ class LeftGradient:
     "Counts for one parameter: intervals between two steps of its optimizer, and intervals in which its gradient was never set to zero."
     def __init__(self, version, is_late=False):
         self.version = version # version counter of the weight at the last backward
-        # True if the backward is noticed after it has computed this gradient. A weight of the loss, outside of all modules, is such a parameter
+        # True if the backward has computed this gradient before the backward is noticed, as for a weight used only in the loss
         self.is_late = is_late
-        # begun: True once the optimizer has stepped; cleared: True if the gradient was zero at the begin of a backward since the last step
+        # begun: True once the optimizer has stepped; cleared: True if the gradient was zero at the start of a backward since the last step
         self.begun = self.cleared = False
         self.backwards = 0 # number of backwards since the last step of the optimizer
         self.checked = self.left = 0
@@ -64,7 +64,7 @@ class LeftGradients:
         self.backwards = 0
 
     def prepare(self, parameters):
-        "Store which parameters have a gradient before the first backward."
+        "Store the ids of the parameters that have a gradient before the first backward."
         self.at_start = {id(p) for p in parameters if grad_of(p) is not None}
 
     def note_step(self, optimizer):

@@ -43,9 +43,9 @@ class Labels:
         try:
             while self.pending and (wait or self.pending[0][0].done.query()):
                 copy,ignore = self.pending.pop(0)
-                # `asarray` would wait for the event again
+                # not `asarray(copy)`, which would wait for the GPU once more
                 self.add_values(np.asarray(copy) if wait else copy.host.numpy().copy(), ignore)
-        except RuntimeError: self.pending = [] # the device has failed
+        except RuntimeError: self.pending = [] # a failed device sends no copies
 
     def add_values(self, v, ignore):
         "Add the labels of a batch. `v`: numpy array of labels; `ignore`: label to leave out."
@@ -89,7 +89,7 @@ class TermFacts:
         if (labels := labels_of(term)) is not None: self.labels.add(labels, term.ignore_index)
 
     def state(self):
-        "Return a value that changes with each fact, except with counts."
+        "Return a value that changes whenever a fact changes. Changes of counts are ignored."
         labels = self.labels
         return self.known.get('kind'),bool(self.broadcast),labels.smallest,labels.largest,labels.batches==labels.single
 
@@ -158,9 +158,9 @@ class LossReader:
         self.ttypes = tuple(t for t in self.ttypes if t in pipe.sources.ttypes)
         # facts: (name of a loss, `tname` of its rows) -> `TermFacts`; states: same keys -> `TermFacts.state` when the facts were last written
         self.facts,self.states,self.due = {},{},1
-        # pass_: pass that calls and numbers refer to; calls: `tname` -> number of measured losses; numbers: numbers of graph nodes that were read
+        # for the pass `pass_`: `calls`: `tname` -> number of measured losses; `numbers`: numbers of the graph nodes that were read
         self.pass_,self.calls,self.numbers = None,Counter(),set()
-        # True if compiled code computed a loss; True if a backward had freed its tensors
+        # compiled: True if compiled code computed a loss; freed: True if a backward had freed the tensors of a loss
         self.compiled = self.freed = False
         # losses are not read in every step, because this takes as long as several rows, and targets change little
         self.selected = SparseSteps()
@@ -219,7 +219,7 @@ class LossReader:
         self.facts[key].add(term)
 
     def write(self, now=False):
-        "Write the metadata about losses after batches 1, 2, 4, 8, ..., and if a fact has changed. `now`: True to write in any case."
+        "Write the metadata about losses after batches 1, 2, 4, 8, ..., and if a fact has changed. `now`: True to write always."
         for f in self.facts.values(): f.labels.read_pending(now)
         seen,states = max(f.seen for f in self.facts.values()) if self.facts else 0,{k: f.state() for k,f in self.facts.items()}
         if not seen or not now and seen<self.due and states==self.states: return

@@ -31,7 +31,7 @@ def depends_on_mode(module) -> bool:
 dropouts = {torch.dropout, torch.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
 def dropped_share(func, args, kwargs):
-    "Return the fraction of values dropped by a call of a torch function. 0 for every function except Dropout."
+    "Return the fraction of values that a call of a torch function drops: 0 for every function except Dropout."
     def given(i, name, default):
         "Return an argument of the torch function: by keyword, else by position `i`, else the default."
         return kwargs.get(name, args[i] if len(args)>i else default)
@@ -57,7 +57,7 @@ class DropoutCalls(TorchFunctionMode):
 
 # %% ../../nbs/40_recorder/31_modes.ipynb #cd6b8b66
 def generator_states(root):
-    "Return the states of the random generators on the CPU and on the model's device, to detect random draws. Reading waits for no device."
+    "Return the states of the random generators of the CPU and the model's device, to detect random draws. Do not wait for the device."
     found = [torch.default_generator.get_state()]
     device = next((p.device for p in root.parameters()), None)
     if device is None or device.type!='cuda' or not torch.cuda.is_initialized(): return found
@@ -82,9 +82,9 @@ class ModeFacts:
         # calls of Dropout in an evaluation: `DropoutCalls.found`. Empty if no evaluation applied Dropout
         self.random = {}
         self.passes = {True: 0, False: 0} # number of passes with gradients (key True), and of evaluations (key False)
-        # 0: no evaluation has drawn random numbers yet. Later: 1 + number of evaluations that were searched for active Dropout
+        # 0 until an evaluation draws random numbers. From then on: 1 + number of evaluations that were searched for active Dropout
         self.searches = 0
-        # before: states of the random generators before the running evaluation; mode: its `DropoutCalls`
+        # before: states of the random generators before the running evaluation; mode: `DropoutCalls` of this evaluation
         self.before,self.mode = None,None
         self.thread = None # thread of the running evaluation, because a torch function mode belongs to one thread
 

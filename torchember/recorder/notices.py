@@ -14,7 +14,7 @@ from ..ground.messages import warn
 # %% ../../nbs/40_recorder/00_notices.ipynb #042d7ae6
 class Notices:
     "Warnings of one run, each given once, and the number of errors."
-    most_places = 5 # number of tensors to name in warnings, for each reason why tensors have no values
+    most_places = 5 # maximum number of tensors that warnings name, for each reason why tensors have no values
 
     def __init__(self, on_error:str='warn', report=None):
         """`on_error`: what to do if a tensor cannot be recorded: 'warn' once and continue, or 'raise' the error.
@@ -23,7 +23,7 @@ class Notices:
         """
         self.on_error,self.report = on_error,report
         self.said = set() # kinds of the warnings that were given
-        self.errors = 0 # number of exceptions in functions of the user and in measuring
+        self.errors = 0 # number of exceptions so far, in users' functions and in measurements
         self.unmeasurable = 0 # number of tensors without values, or with values that torch cannot read
         # Reason why tensors have no values -> set of (module, name) of the tensors that warnings named
         self.places = {}

@@ -32,7 +32,7 @@ class Updates:
             old = self.copies.pop(id(p), None)
             if old is not None:
                 w = f'weight_{i}'
-                # `old` is measured without a row of its own, because only its rms is needed, for the update-to-weight ratio
+                # the old weight gets no row of its own, because only its rms is needed, for the update-to-weight ratio
                 if not self.has_weight(st, n, w, old): self.buffer.measure(st, 'before', w, old, n, once=True, replace=True)
                 self.buffer.measure(st, 'update', f'update_{i}', p.detach()-old, n, once=True, replace=True)
             if 'optimizer' in self.ttypes:

@@ -16,7 +16,7 @@ from ..capture.private_torch import inside_transform
 from ..measure.devices import disturbs, undisturbed
 
 # %% ../../nbs/40_recorder/39_output_facts.ipynb #e530c8a0
-most_rows,most_columns = 32,4096 # maximum size of the matrix that is read from each output
+most_rows,most_columns = 32,4096 # maximum numbers of rows and columns of the matrix that is read from each output
 
 def sample_rows(x, rows=most_rows, columns=most_columns):
     """Return at most `rows` evenly spaced rows of an output, as a float32 matrix, without waiting for the device. None if it has no rows.
@@ -53,7 +53,7 @@ def effective_rank_of_rows(g):
     n,total = len(g),np.trace(g)
     centre = np.eye(n)-1/n
     values = np.linalg.eigvalsh(centre@g@centre)
-    values = values[values>1e-6*total/n] # smaller eigenvalues are rounding errors of float32
+    values = values[values>1e-6*total/n] # eigenvalues that are smaller are only rounding errors of float32
     if not len(values): return 0.
     p = np.sqrt(values)/np.sqrt(values).sum()
     return float(np.exp(-(p*np.log(p)).sum()))
@@ -74,7 +74,7 @@ class OutputRanks:
         path = state.track.path
         if self.chosen is not None and path not in self.chosen or inside_transform() is not None or x.is_meta: return
         kind = x.device.type
-        # no context is entered if no mode such as autocast disturbs, because the first autocast context of a process takes 13 ms
+        # modes such as autocast are switched off only if they are on, because the first such context in a process takes 13 ms
         with torch.no_grad(), undisturbed(kind) if disturbs(kind) else nullcontext():
             rows = sample_rows(x)
             if rows is not None:
@@ -94,7 +94,7 @@ class OutputRanks:
             g = g.double().cpu().numpy()
             if not np.isfinite(g).all() or self.chosen is not None and path not in self.chosen: continue
             own = self.found.setdefault(path, {'kind': self.seen[path], 'rows': shape[0], 'columns': shape[1], 'steps': [], 'cosine': [], 'rank': []})
-            if own['steps'] and own['steps'][-1]>=step: continue # an earlier call of the module in the same step was used already
+            if own['steps'] and own['steps'][-1]>=step: continue # only the first call of a module in a step is used
             for k,v in (('steps', step), ('cosine', round(mean_cosine(g), 6)), ('rank', round(effective_rank_of_rows(g), 4))): own[k].append(v)
         self.pending = []
         return {'outputs': self.found} if self.found else {}
@@ -123,7 +123,7 @@ class OutputFacts:
     "Collects facts about outputs in the recorded steps 1, 2, 4, 8, ... The method `flow` is called for each module call, as in `Flows`."
     def __init__(self, steps): # steps: the `Steps` of the recorder
         self.steps,self.ranks,self.autocast = steps,OutputRanks(),AutocastStates()
-        self.number = 1 # number of recorded steps, including the current step
+        self.number = 1 # number of recorded steps so far, including the current step
         self.is_due,self.has_failed = True,False
 
     def needs(self, ttype):
@@ -138,7 +138,7 @@ class OutputFacts:
         try:
             if ttype=='input': self.autocast.note(state, x.device.type)
             elif state.root or not state.track.children: self.ranks.note(state, x, self.steps.number)
-        except Exception: self.has_failed,self.is_due = True,False # an error only ends the collection of these facts
+        except Exception: self.has_failed,self.is_due = True,False # ends only the collection of facts
 
     def step_over(self):
         "Choose modules at the end of the first step, and decide whether the next step is used."
@@ -146,9 +146,9 @@ class OutputFacts:
         self.number += 1
         self.is_due = not self.number & self.number-1 and not self.has_failed
 
-    def facts(self, found=None): # found: not used; it is here because `ParameterFacts.more` passes this argument
+    def facts(self, found=None): # found: unused, but `ParameterFacts.more` passes this argument
         "Return the facts about autocast and outputs, for the metadata of the run."
         try: return self.autocast.facts() | self.ranks.facts()
-        except Exception: # for example, an error of a device that has failed
+        except Exception: # raised, for example, if the device has failed
             self.has_failed,self.ranks = True,OutputRanks()
             return self.autocast.facts()

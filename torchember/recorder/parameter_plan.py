@@ -24,7 +24,7 @@ class ParameterPlan:
         self.which = [(st, i, n) for st,i,n,_ in which]
         self.ids = [id(p) for *_,p in which]
         self.container = None # the last frozenset for which `is_within` returned True
-        # keys of each parameter in the sets `known.with_gradient` and `gathered` of `Parameters`
+        # keys of the parameters in two sets of `Parameters`: `known.with_gradient` and `gathered`
         self.names,self.places = [(st.track.path, n) for st,_,n in self.which],[(id(st), n) for st,_,n in self.which]
         self.all_places,self.noted = frozenset(self.places),False # noted: True once `known.with_gradient` has all parameters
         self.is_possible = self.dicts.is_possible and all(type(p) is torch.nn.Parameter for *_,p in which)
@@ -39,7 +39,7 @@ class ParameterPlan:
         return self.is_possible and self.states is states and self.uses==uses and self.dicts.unchanged()
 
     def is_within(self, ids) -> bool:
-        "Return True if a set contains the ids of all parameters. Remember a frozenset that does, to compare it only once."
+        "Return True if a set contains the ids of all parameters. If this set is a frozenset, remember it, so that it is compared only once."
         if ids is self.container: return True
         within = ids.issuperset(self.ids)
         if within and type(ids) is frozenset: self.container = ids
@@ -87,6 +87,6 @@ class ParameterPlan:
         self.noted = self.noted or every
 
     def measure_one(self, parameters, state, i, name):
-        "Measure one gradient not measurable by compiled code, unless a concurrent thread has removed the parameter."
+        "Measure one gradient that compiled code cannot measure, unless another thread has removed the parameter."
         p = state.track.parameters.get(name)
         if p is not None: parameters.measure([(state, i, name, p)], ('weight_grad',), True)

@@ -40,7 +40,7 @@ class OldGradients:
     "Detects old gradients, which get no rows: gradients from before the run, and unchanged gradients of frozen parameters."
     def __init__(self):
         self.frozen = {} # (id of a `moduleTrack`, name) of a frozen parameter -> weak reference to its old gradient, or None
-        # (id of a `moduleTrack`, name) of a trained parameter -> weak reference to its gradient from before the run, and the gradient's version
+        # (id of a `moduleTrack`, name) of a trained parameter -> its gradient from before the run: weak reference, version counter
         self.from_before = {}
 
     def note_existing(self, parameters): # parameters: tuples (state, position, name, parameter), as `Parameters.each` yields
@@ -52,12 +52,12 @@ class OldGradients:
 
     def gradient(self, st, n, p):
         "Return the gradient of a parameter. None if there is no gradient, or if the parameter is frozen and its gradient is old."
-        grad = p.grad if p.is_leaf or p.retains_grad else None # same as `grad_of`, but without the time of a call
+        grad = p.grad if p.is_leaf or p.retains_grad else None # `grad_of(p)`, written inline for speed
         if p.requires_grad:
-            if self.frozen: self.frozen.pop((st.track.id, n), None) # the parameter is not frozen now
+            if self.frozen: self.frozen.pop((st.track.id, n), None) # it was frozen, but is trained now
             return grad
         key = st.track.id,n
-        # A parameter frozen since the last step gets an entry, because its gradient is old from now on
+        # a parameter that was just frozen gets an entry, because its present gradient is old from now on
         if key not in self.frozen: self.frozen[key] = reference(grad)
         was = self.frozen[key]
         return None if grad is None or was is not None and was() is grad else grad
@@ -109,7 +109,7 @@ class GatheredGradients:
     def __init__(self):
         # tensor type -> (id of a `ModuleState`, name) of each gradient measured in this step
         self.places = {'weight_grad': set(), 'unclipped_grad': set()}
-        self.unrecorded = [] # parameters of modules that are not recorded
+        self.unrecorded = [] # parameters of unrecorded modules
 
     def find_unrecorded(self, states, recorded): # states: `ModuleState`s, root first; recorded: ids of the recorded parameters
         "List the parameters of unrecorded modules, because norms of all gradients cannot include them."
@@ -117,7 +117,7 @@ class GatheredGradients:
         self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in recorded]
 
     def count(self) -> tuple|None:
-        "Return how many weight gradients and unclipped gradients are measured. None if there are none, or if trained modules are not recorded."
+        "Return the numbers of weight gradients and unclipped gradients. None without weight gradients, or with unrecorded trained modules."
         weights,unclipped = (len(self.places[t]) for t in ('weight_grad', 'unclipped_grad'))
         return None if not weights or any(p.requires_grad for p in self.unrecorded) else (weights, unclipped)
 
@@ -184,7 +184,7 @@ class Parameters:
         if 'weight' in self.ttypes: self.measure_missed(which)
         if 'weight_grad' in self.ttypes: self.measure_again(('weight_grad',), which, scale)
 
-    def measure_planned(self, wanted, plan=None): # arguments as in `measure_complete`
+    def measure_planned(self, wanted, plan=None): # same arguments as `measure_complete`
         "Measure the complete gradients by compiled code. Return False if Python code has to measure them."
         old = self.old_gradients
         if 'weight_grad' not in self.ttypes or not self.buffer.is_simple or old.frozen or old.from_before: return False
@@ -201,7 +201,7 @@ class Parameters:
         for st,_,n,p in which:
             if id(p) not in self.seen and (st.track.id, n) not in self.seen: self.measure_own(st, ('weight',))
 
-    def measure_again(self, ttypes, which=None, scale=None): # arguments as in `measure`
+    def measure_again(self, ttypes, which=None, scale=None): # same arguments as `measure`
         "Measure the current values of parameters, and replace earlier measurements of this step."
         # cached summaries are not used, because `.data` changes values without changing the version counter
         self.buffer.rows.forget_seen()
@@ -260,7 +260,7 @@ class ZeroGradHint:
         self.versions = None # id of each weight -> its version counter when the check began
 
     def training(self, states):
-        "Store the version counters of the weights, because a pass that may train begins."
+        "Store the version counters of the weights at the start of a pass that may be a training pass."
         self.trains,self.versions = True,{id(p): p._version for p in trained_in(states)}
 
     def step_over(self, trained:bool, states, manual:bool, ttypes, boundary:bool=False):
@@ -347,7 +347,7 @@ class VersionChanges:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
 class ParameterFacts:
-    "Facts about each parameter for the metadata: has it an optimizer, had it a gradient, was its module called."
+    "Facts about each parameter, for the metadata: whether it has an optimizer, has had a gradient, and whether its module was called."
     most = most_entries
 
     def __init__(self, ttypes, notify=None): # notify: function that is called with changed metadata of the parameters
@@ -360,7 +360,7 @@ class ParameterFacts:
         self.trained = False # True if the model was trained
         # entries: facts about each parameter, from the last call of `note`; left_out: number of parameters beyond the first `most`
         self.entries,self.left_out = [],0
-        self.modes = {} # result of `recorder.modes.ModeFacts.facts` for this run
+        self.modes = {} # facts about training and evaluation modes, from `recorder.modes.ModeFacts.facts`
         # more: functions that get the result of `every_parameter` and return further facts as a dict; facts: their last results
         self.more,self.facts = [],{}
 
@@ -397,14 +397,14 @@ class ParameterFacts:
         if self.notify: self.notify(self.meta())
 
     def search(self, found, ours):
-        "Find parameters in other optimizers of this process. Skip this search, up to 0.1 s, if every trained parameter has a known optimizer."
+        "Find parameters in other optimizers of this process. The search takes up to 0.1 s, so skip it if every trained parameter has an optimizer."
         missing = {id(p): names.keys() for p,_,names in found
             if p.requires_grad and id(p) not in ours and (self.with_optimizer | self.elsewhere).isdisjoint(names)}
         for i in in_live_optimizers(set(missing)) if missing else (): self.elsewhere |= missing[i]
 
     def entry_of(self, p, owner, state, names, has_optimizers):
         "Return the facts about one parameter, as an entry of the metadata."
-        any_grad = self.grads and bool(self.with_gradient) # without any gradient in the run, a missing gradient of one parameter means nothing
+        any_grad = self.grads and bool(self.with_gradient) # a missing gradient of one parameter means nothing if the run has no gradients at all
         # modules without a forward, such as `ModuleList`, are never called
         is_callable = inspect.getattr_static(type(owner.module), 'forward', None) is not nn.Module.forward
         any_of = lambda known: not known.isdisjoint(names)

@@ -14,7 +14,7 @@ from ..ground.choose import log_spaced, schedule
 
 # %% ../../nbs/40_recorder/34_pass_numbers.ipynb #7956f92e
 class PassSteps:
-    "Decides at which steps a pass is measured. `when`: True for ever larger distances between steps, or a schedule of step numbers."
+    "Decides at which steps a pass is measured. `when`: a schedule of step numbers, or True for steps with growing distances."
     def __init__(self, when=True):
         # True: `when` gets the number of the step; False: `when` gets the count of recorded steps
         self.by_number = when is not True
@@ -58,14 +58,14 @@ class PassNumbers:
     A derived class sets `ttype` and `unseen` (warning if nothing is found in the model `{model}`), and has the method `rows`.
     """
     ttype,unseen = '',''
-    reads_calls = True # False if `flow` need not get the inputs and outputs of module calls
+    reads_calls = True # False if `flow` does not use the inputs and outputs of module calls
     # when: argument of `PassSteps`; pipe: the `Pipe` of the recorder; wants: `Wants` of the listener of the model
     def __init__(self, when, pipe, wants=None):
         self.steps,self.sources,self.buffer,self.cost,self.training = PassSteps(when),pipe.sources,pipe.buffer,pipe.cost,pipe.steps
         self.wants = wants
         self.path = None # path of the outermost module while its pass is measured, otherwise None
         self.measured = [] # measured calls of the pass. Each has the attribute `numbers`: name -> tensor
-        self.found = False # True after any call was measured
+        self.found = False # True once a call of a module has been measured
 
     def attach(self): "Called when recording of the model starts."
 

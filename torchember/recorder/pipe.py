@@ -22,7 +22,7 @@ from .steps import Decision, ProvisionalSteps
 class Gate:
     "Decides for each step whether it is measured, and switches measuring on and off."
     def __init__(self, decide, steps, cost, notify=lambda on: None, measure_all:bool=False):
-        """Begin with measuring switched off.
+        """Create a `Gate` that is switched off.
 
         `notify`: function called with True when measuring is switched on, and with False when it is switched off. `measure_all`: True to
         also measure unrecorded steps, for a black box.
@@ -77,7 +77,7 @@ class PassRemover:
         self.refused = RefusedPasses(self.note_backward)
         self.left = LeftGradients(sources.watch.optimizers if sources.watch else ())
         self.clips = EarlyClips()
-        self.task = -1 # id of the last backward that a logged loss reported
+        self.task = -1 # id of the last backward that reached a logged loss
         sources.parameters.known.more += [self.left.facts, self.clips.facts]
 
     def choose_parameters(self, model):
@@ -92,15 +92,15 @@ class PassRemover:
             for checks in (self.left, self.clips): checks.note_backward(self.refused.parameters, self.steps.number)
 
     def hook_losses(self, numbers):
-        "Notice the backward of a logged loss, if the pass is compiled: then its outputs have no hooks. `numbers`: name -> logged number."
+        "Install hooks on logged losses to notice their backward, if the outputs of the pass have no hooks. `numbers`: name -> logged number."
         if not self.refused.passes or self.refused.passes[-1].hooks: return
         for x in numbers.values():
             if getattr(x, 'grad_fn', None) is not None and not is_wrapped(x): x.register_hook(self.loss_comes)
 
     def loss_comes(self, gradient):
-        "Notice a backward, once, when it computes the gradient of a logged loss."
+        "Note that a backward has reached a logged loss. Ignore later calls in the same backward."
         task = running_backward()
-        # with create_graph=True, another backward may follow
+        # with create_graph=True, the gradients are not final, because another backward may follow
         if torch.compiler.is_compiling() or task in (-1, self.task) or torch.is_grad_enabled(): return
         self.task = task
         self.note_backward()
@@ -127,7 +127,7 @@ class PassRemover:
             refused.forget(p.number)
             refused.taken += 1
             self.tally.refused += 1
-            # True if the step has no other pass and no rows in the log; rows in the log are replaced by rows of the next pass
+            # True if nothing of the step remains: no other pass, and no rows in the log, which the next pass would have to replace
             empty = steps.remove_refused(p.number) and not buffer.rows.is_partly_logged
             write_refused(self.writer, buffer, steps, p, refused.first_after(p), empty, self.gate.writes)
             for part in (self.sources.gradients, self.sources.parameters, buffer) if empty else (): part.step_over()
@@ -180,7 +180,7 @@ class Pipe:
         "Queue the rows of an evaluation for the log. These rows belong to the step before, because no training pass of the current step has begun."
         self.remover.remove_failed()
         self.writer.write(self.buffer, self.steps, True)
-        # the copies of weights from before the optimizer's step are kept, because an LBFGS closure may evaluate the model within this step
+        # keep the copies of weights from before the optimizer's step: an LBFGS closure may evaluate the model during this step
         for part in (self.sources.gradients, self.buffer): part.step_over()
         self.steps.end_evaluation()
 
@@ -192,7 +192,7 @@ class Pipe:
         `boundary`: True if the user ends the step. `by_pass`: True if the begin of the next pass ends the step. `wait`:
         argument of `flush`.
         """
-        if self.buffer.rows.arena.in_graph(): return # the step cannot end while a CUDA graph is captured, because no number can be read from the GPU
+        if self.buffer.rows.arena.in_graph(): return # the step cannot end during the capture of a CUDA graph, because the GPU cannot be read
         if not by_pass: self.provisional.clear()
         if not self.steps.opened: return
         if boundary: self.steps.confirm_training()
@@ -210,7 +210,7 @@ class Pipe:
             try:
                 if boundary: sources.parameters.measure_complete(sources.optimizers.unmeasured(self.steps.optimizers.stepped))
                 self.measure_at_end()
-            # after an error or Ctrl-C, the rows measured so far are written, because they belong to this step
+            # the rows measured before an error or Ctrl-C are written, because they belong to this step
             except BaseException:
                 self.flush(True)
                 raise
@@ -220,7 +220,7 @@ class Pipe:
         if self.gate.has_content or self.buffer.rows.size or self.writer.log.file_is_open: self.flush(True, wait)
 
     def measure_at_end(self):
-        "Measure buffers and followed tensors (tensors outside of modules) once, at the end of the step."
+        "Measure each buffer, and each followed tensor (tensor outside of modules), once at the end of the step."
         self.sources.measure_at_end(not (self.steps.manual and self.steps.passes and not self.steps.own_passes))
 
     def next_step(self):
@@ -231,7 +231,7 @@ class Pipe:
         self.writer.step_over(steps.number, gate.writes)
         for part in (sources, self.buffer, gate, self.remover.refused) if gate.has_content else (): part.step_over()
         if gate.writes and sources.parameters.known.is_due(tally.recorded):
-            # live rules first check the run after this step, so unknown optimizers are searched now
+            # unknown optimizers are searched now, because live rules check the run for the first time after this step
             sources.note_parameters(search=tally.recorded==4)
         steps.close()
         if self.box is not None: self.box.set_phase(BETWEEN)
@@ -268,7 +268,7 @@ class Pipe:
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #6e3e89ba
 def begin_pass(pipe, path:str, phase, root:bool, grad:bool, joins:bool=False):
-    """Begin a pass of the model. The begin of this pass may end an evaluation or a training step.
+    """Begin a pass of the model. The new pass may end an evaluation or a training step.
 
     `path`: path of the called module. `root`: True if this is the root. `grad`: True if gradients will be
     computed. `joins`: argument of `StepState.begins_pass`.

@@ -133,7 +133,7 @@ def rehearse(model, recorder, args, kwargs) -> tuple: # returns a list of `Plann
     listener,by_id,ts = Rehearsal(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
     arm(ts, listener, {st.track.id for st in states if st.watched})
     try:
-        # gradients are on, because `requires_grad` of activations is read
+        # gradients are switched on if they are recorded: their rows depend on `requires_grad` of activations
         grads = bool({'input_grad', 'output_grad'} & set(listener.ttypes))
         with notify_only(model, listener), restored(model), eagerly(), torch.set_grad_enabled(grads): model(*args, **kwargs)
     finally: disarm(ts, listener)
@@ -182,7 +182,7 @@ def time_reading(stats, dtype, device, most) -> tuple: # the measured numbers of
 
     `stats`: names of the statistics.
     """
-    ready() # waits until compiled loops are loaded, because nearly all steps of a training use them
+    ready() # waits for compiled loops, because nearly all steps of a training use compiled loops
     arena = Arena()
     tap,xs,ys = arena.tap(None, stats),[],[]
     for n in timed_sizes:
@@ -205,7 +205,7 @@ def interpolate(xs, ys, n):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #b6862992
 class ReadingTime:
-    "Estimates the seconds to read a tensor, beyond the seconds for a tensor of a few elements. Measures the speed of a dtype at its first use."
+    "Estimates how much longer, in seconds, reading a tensor takes than reading a tiny tensor. Measures the speed of a dtype at its first use."
     def __init__(self, most): self.most,self.curves = most,{}
 
     def __call__(self, stats, dtype, device, n):
@@ -220,7 +220,7 @@ class ReadingTime:
 # %% ../../nbs/40_recorder/90_plan.ipynb #b75bd9e9
 @functools.cache
 def row_times(stats) -> tuple:
-    "Return two times in seconds: to record a tensor of a few elements, and to write its row. `stats`: names of the statistics."
+    "Return the seconds to record a tensor of a few elements, and the seconds to write its row. `stats`: names of the statistics."
     model,x = nn.Sequential(*(nn.Tanh() for _ in range(8))),torch.zeros(4)
     r,ts = Recorder(NullRun(), Settings(('input', 'output'), stats, schedule(1))),tracks(model)
     spent,took = [],[]
@@ -243,7 +243,7 @@ def parameter_places(r, ended=()) -> tuple: # a list of `PlannedTensor`, and rem
     def add(st, ttype, tname, n, p, shape=None):
         "Add the expected row of a parameter, or of a tensor with the parameter's shape."
         places.append(PlannedTensor(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
-    first = list(dict.fromkeys([*ended, *s.states])) # a tied weight belongs to the module whose call ends first
+    first = list(dict.fromkeys([*ended, *s.states])) # a tied weight has its row in the module whose call ends first
     for st,i,n,p in s.parameters.each(states=first):
         if 'weight' in r.ttypes: add(st, 'weight', f'weight_{i}', n, p)
     for st,i,n,p in s.parameters.each(states=s.states if r.steps.manual else first):
@@ -279,7 +279,7 @@ def flow_places(r) -> tuple: # a list of `PlannedTensor`, and remarks about rows
         dtype = next((p.dtype for p in m.parameters() if p.is_floating_point()), torch.float32)
         for kind,ttype in kinds:
             named = (st.track.input_dt if kind=='input' else st.track.output_dt) if known else {'input': None} if kind=='input' else {'output_0': None}
-            # inputs of inner modules are outputs of other modules, so they are not read a second time
+            # reading takes no extra time: inputs of inner modules are outputs of other modules, which were read already
             read = kind!=ttype or (st.root if kind=='input' else st.track.base_module)
             calls = range(st.calls if known else 1)
             places += [PlannedTensor(st.track, ttype, n, None, c, s, s and dtype, read) for c in calls for n,s in (named or {}).items()]

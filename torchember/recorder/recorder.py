@@ -47,12 +47,12 @@ recorded = tuple(t for t in ttypes if t not in of_no_tensor) # tensor types that
 pass_numbers = {c.ttype: c for c in (Attention, Routers, Stream)} # tensor type -> class that computes its numbers in some passes
 
 def numbers_of_passes(asked, **arguments) -> dict:
-    """Return `Settings.numbers`. Raise an error if an argument is no schedule of steps.
+    """Return the value for `Settings.numbers`. Raise an error if an argument is not a schedule of steps.
 
     `asked`: tensor types that the user asked for; `arguments`: values of the arguments `attention`, `routers` and `stream` of `torchEmber`.
     """
     for name,when in arguments.items():
-        if when is False or when is None or name=='stream' and isinstance(when, list|tuple|set): continue # a list names blocks
+        if when is False or when is None or name=='stream' and isinstance(when, list|tuple|set): continue # a list selects blocks
         try: PassSteps(when)
         except (TypeError, ValueError) as e: raise type(e)(f"{name}={when!r:.100}: {e}") from None
     return {t: when or t in asked for t,when in zip(of_passes, arguments.values(), strict=True)}
@@ -275,7 +275,7 @@ class Recorder:
 
     def log(self, numbers):
         "Add the user's numbers to the step of the last pass."
-        open_recorders.add(self) # again, because numbers that are logged after `torchEmber.close` must be written at exit, too
+        open_recorders.add(self) # added again, because numbers logged after `torchEmber.close` must also be written when Python exits
         self.losses.note(numbers)
         self.pipe.remover.hook_losses(numbers)
         values = loggable(numbers, self.notices)
@@ -309,7 +309,7 @@ class Recorder:
         "Queue all rows measured so far, because the run is about to be read. `close`: True to end the current step first."
         with self.lock:
             self.sources.note_parameters()
-            self.pipe.provisional.clear() # once its rows have been read, a step cannot become a micro-batch of a later step
+            self.pipe.provisional.clear() # a step whose rows have been read cannot become a micro-batch of a later step
         self.close() if close else self.flush()
 
     def seconds(self) -> float:
@@ -342,7 +342,7 @@ class Recorder:
         if self.box is not None and (row := self.box.exit_finding(error)): self.t.file.put(partial(list, [line_of(row)]), joins=None)
 
     def leave(self):
-        "Stop recording in a forked process, because the run belongs to the parent process."
+        "Stop recording in a forked child process, because the run belongs to the parent process."
         self.lock = threading.RLock()
         for part in (self.events, self.optimizer_events, self.pipe): part.disown(self.lock)
 

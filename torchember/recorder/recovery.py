@@ -32,7 +32,7 @@ from ..store.reading import path_of
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #f01ba6ea
 class BoxError(Exception):
-    "Raised for a black box with damage or of a different version."
+    "Raised for a black box that is damaged, or that another version of torchember wrote."
 
 class BoxContent:
     "Content of the files of a black box: copied steps, the last step, and the modules running at the end of the process."
@@ -43,8 +43,8 @@ class BoxContent:
         with open(f'{path}.told', 'rb') as f: lines = [json.loads(line) for line in f.read().split(b'\n')[:-1]]
         self.w = w = np.frombuffer(self.data, np.int64, len(self.data)//8)
         if len(self.data)<NOTES+2*most_text or w[MAGIC]!=magic or not lines:
-            raise BoxError("the file is incomplete because its disk was full, or is no black box")
-        self.about = lines[0] # facts about the run, and about the process that wrote the black box
+            raise BoxError("the file is incomplete because the disk was full, or is not a black box")
+        self.about = lines[0] # metadata of the run, and of the process that wrote the black box
         # checked, so that a foreign file cannot cause writes outside of the folder of runs
         safe_name(self.about['run'], 'run')
         if w[VERSION]!=version or (self.about['sums'], self.about['width'], self.about['head'])!=(sum_names, width, head_width):
@@ -91,11 +91,11 @@ class BoxContent:
 
     @property
     def opened(self):
-        "Rows of the last, unfinished step that are in no copied step: pairs of arrays (headers, summaries), and custom rows."
+        "Rows of the unfinished last step that no copied step contains: pairs of arrays (headers, summaries), and custom rows."
         last,parts = self.last_event,[]
         for rows,heads,n,length in self.w[BLOCK:BLOCK+4*self.w[BLOCKS]].reshape(-1, 4).tolist():
             h,v = self.rows(heads, rows, n, length)
-            u = np.flatnonzero(h[:, EVENT]>last) # such a row is complete, because its event number is written last
+            u = np.flatnonzero(h[:, EVENT]>last) # these rows are complete: the event number is written last
             if len(u): parts.append((h[u], v[u]))
         return parts, [c for c in custom_rows(self.data[NOTES:NOTES+int(self.w[NOTED])]) if c[0]>last]
 
@@ -197,7 +197,7 @@ def tail_lines(path, start:int, first:int, size:int):
             f.seek(at)
             found = f.read().split(b'\n')
             if at==start: return found
-            found = found[1:] # reading may have begun in the middle of the first line, so this line is dropped
+            found = found[1:] # the first line is dropped, because reading may have begun in its middle
             if any(isinstance(s := r.get('step'), int) and s<first for r in parse(b'\n'.join(found[:50]))[0]): return found
             tail *= 4
 
@@ -299,7 +299,7 @@ def recover(path) -> str|None:
             "so the run contains only the rows of its log. Delete this file and its .told file if you do not need them.")
         return None
     log = os.path.join(os.path.dirname(os.path.dirname(path)), 'log', box.about['run'])
-    # only missing lines are appended, because another process may have been killed while it recovered this black box
+    # append only missing lines, because another process may have been killed while it recovered this black box
     append_lines(log, b''.join(line+b'\n' for line in [*missing_lines(log, done), *missing_lines(log, [*rest, end])]), sync=True)
     # the file of the latest step is deleted, too, because it is outdated now
     for gone in (f'{log}_latest', f'{path}.told', f'{path}.fault', f'{path}.box'):

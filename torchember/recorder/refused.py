@@ -23,7 +23,7 @@ def gradient_state(parameters) -> list:
     return [None if g is None else (id(g), 0 if g.is_inference() else g._version) for g in grads]
 
 def is_removed(p):
-    "Return True if the gradient of a parameter was removed: it is None, or on the CPU and all zeros."
+    "Return True if the gradient of a parameter was removed: if it is None, or a CPU tensor that contains only zeros."
     g = grad_of(p)
     if g is None: return True
     return type(g) is torch.Tensor and g.is_cpu and g.dtype in plain_floats and g.layout is torch.strided and not g.any()
@@ -64,7 +64,7 @@ class TrainingPass:
         """
         if self.before is None: return False
         brought = [i for i,(b,a) in enumerate(zip(self.before, self.after or now, strict=True)) if a!=b]
-        if not brought: return self.after is None # If the backward computed no gradients, `after` is None if it raised an exception
+        if not brought: return self.after is None # no gradients were computed: they count as removed if the backward failed (`after` is None)
         def changed(i):
             "Return True if gradient `i` was changed or removed since the end of the backward."
             return now[i] is None or self.after is None or now[i]!=self.after[i]
@@ -91,7 +91,7 @@ class RefusedPasses:
         flattens = any(c.__name__=='FullyShardedDataParallel' for m in model.modules() for c in type(m).__mro__)
         self.parameters = [] if per_sample or flattens else evenly_spaced(parameters)
 
-    def add_pass(self, number:int, micro:int, first:int): # arguments as in `TrainingPass`
+    def add_pass(self, number:int, micro:int, first:int): # same arguments as `TrainingPass`
         "Add a training pass that begins now."
         if self.parameters: self.passes.append(TrainingPass(number, micro, first, count_writes(self.parameters)))
 
@@ -102,7 +102,7 @@ class RefusedPasses:
     def backward_comes(self, p):
         "Store that a backward has reached an output of the training pass `p`."
         task = running_backward()
-        # with create_graph=True, another backward may follow, so gradients are not compared
+        # gradients are not compared with create_graph=True, because another backward may follow
         if task==-1 or torch.is_grad_enabled(): p.reached = True; return
         if not p.reached and not writes_gradients(): return
         p.reached = True
@@ -134,11 +134,11 @@ class RefusedPasses:
         return [p for p in self.passes if p.weights==weights and p.is_removed(self.parameters, now)]
 
     def unreached(self) -> list:
-        "Return the passes reached by no backward. Return none unless a backward reached at least one pass of the step."
+        "Return the passes that no backward reached. Return no passes if no backward of this step reached any pass."
         if not any(p.reached for p in self.passes): return []
         return [p for p in self.passes if p.hooks and p.complete and not p.reached]
 
-    def stop_if_copied(self) -> int: # returns the number of passes of this step that were wrongly counted as refused
+    def stop_if_copied(self) -> int: # returns how many passes of this step were wrongly counted as refused
         "Stop finding refused passes if the training loop assigns gradients itself, because then useful passes look refused, too."
         if not self.taken: return 0
         grads = [grad_of(p) for p in self.parameters if not is_removed(p)]

@@ -32,7 +32,7 @@ def entropy_of_load(counts) -> float:
     return -sum(s*math.log(s) for s in shares)/math.log(len(counts))+0.
 
 def numbers_of_router(counts, tokens:int, choices:int, dropped=None) -> dict:
-    """Return the columns of the row of a router.
+    """Return a dict of the statistics in the row of a router.
 
     `counts`: number of tokens of each expert; `tokens`: number of all tokens; `choices`: number of experts that each token chooses;
     `dropped`: share of the choices that no expert processed, None if unknown.
@@ -42,7 +42,7 @@ def numbers_of_router(counts, tokens:int, choices:int, dropped=None) -> dict:
     return out | ({} if dropped is None else {'dropped': dropped})
 
 def share_of_dropped(counts, rows):
-    """Return the share of the choices that no expert processed. Return None if this cannot be seen.
+    """Return the share of the choices that no expert processed. Return None if the counts do not show this share.
 
     `counts`: number of tokens that chose each expert; `rows`: number of tokens in the input of each expert. An expert with more tokens in its
     input than have chosen it gets a buffer with empty places, or all tokens.
@@ -79,13 +79,13 @@ no_router = ("No router was found in {model}, so the run has no rows of the type
 def all_tracks(track) -> list:
     "Return the `moduleTrack`s of a module and of all modules in it, also of modules that are not recorded."
     found = [track]
-    for t in found: found += t.children # the list grows while it is read
+    for t in found: found += t.children # the loop also visits the children that it appends to the list
     return found
 
 class Routers(PassNumbers):
     "Records routers during some training passes. A `RouterWatch` notifies it of choices."
     ttype,unseen = 'router',no_router
-    def __init__(self, when, pipe, wants=None): # arguments as of `PassNumbers`
+    def __init__(self, when, pipe, wants=None): # same arguments as `PassNumbers`
         super().__init__(when, pipe, wants)
         self.watch = RouterWatch(self)
         self.tracks = {} # id of a module -> its `moduleTrack`, during a measured pass
@@ -121,7 +121,7 @@ class Routers(PassNumbers):
     # ---- choices, reported by the `RouterWatch`
 
     def records_routers(self) -> bool:
-        "Return True in a measured pass of this thread, but not in functions of users. A recomputation by a checkpoint is in no pass."
+        "Return True if this thread is in a measured pass, outside of users' functions. Recomputation by a checkpoint does not count as a pass."
         here = self.buffer.calls.here
         return self.path is not None and here.depth>0 and not here.measuring and not here.skipped
 

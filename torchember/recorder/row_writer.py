@@ -21,18 +21,18 @@ from ..store.base import now
 class StepLog:
     "Adds rows to the log of a run: to the last step in the file, or without a step."
     def __init__(self, t, rank=None): # rank: rank of this process, if there are several processes
-        self.t,self.rank,self.was_on = t,rank,False # was_on: True if the previous step was recorded
+        self.t,self.rank,self.was_on = t,rank,False # was_on: True if the last finished step was recorded
 
     def columns(self):
         "Return the columns that are added to every row: the rank and the user's marks."
         return {**({} if self.rank is None else {'rank': self.rank}), **self.t.marked}
 
     def put_beside(self, rows):
-        "Add rows of no step to the file. `rows`: function without arguments that returns the rows."
+        "Add rows to the file that belong to no step. `rows`: function without arguments that returns the rows."
         self.t.file.put(rows, joins=None)
 
     def report(self, kind, text, severity, name, step):
-        "Write a warning into the run, as a finding about a step and a module. `module`: display name of the module."
+        "Write a warning into the run, as a finding about a step and a module. `name`: display name of the module."
         line = line_of(report_row(kind, text, severity, name, step, now()) | self.columns())
         self.put_beside(lambda: [line])
 
@@ -41,19 +41,19 @@ class StepLog:
         self.t.file.put(rows, joins=True if self.was_on else None, **by)
 
     @property
-    def file_is_open(self): # True if the file has rows of a step that has not ended
+    def file_is_open(self): # True if the last rows in the file belong to a step that has not ended
         "Return True if the last step in the log file has not ended."
         step = self.t.file.step
         return bool(step and not step.closed)
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #2935a935
 class ExtraRows:
-    "Adds rows to the log that no tensor was measured for: the user's numbers, learning rates, warnings, and values of a `Monitor`."
+    "Adds rows to the log that do not describe a measured tensor: the user's numbers, learning rates, warnings, and values of a `Monitor`."
     def __init__(self, log, scalars, root_name:str='model'): # root_name: display name of the root, the module of these rows
         self.log,self.scalars,self.root_name = log,scalars,root_name
         self.noted = Counter() # number of a step -> number of its rows from `te.log`
 
-    def report(self, steps, kind, text, severity): # steps: the `Steps`; other arguments: as in `Notices.once`
+    def report(self, steps, kind, text, severity): # steps: `Steps` of the recorder; others: as for `Notices.once`
         "Write a warning into the run, as a finding about the current step."
         self.log.report(kind, text, severity, self.root_name, steps.number)
 
@@ -109,7 +109,7 @@ class HeldSteps:
     def __init__(self, n):
         self.steps = deque(maxlen=n) # queue with a `Measured` for each kept step
         self.until = -1 # number of the last unselected step that is written to the log, because something went wrong
-        self.reasons = set() # reasons, such as 'not finite', for which kept steps were written to the log
+        self.reasons = set() # reasons why kept steps were written to the log, such as 'not finite'
 
     def wants(self, step):
         "Return True if an unrecorded step is kept in memory instead of being written to the log."
@@ -134,7 +134,7 @@ class HeldSteps:
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5c1be0c1
 @dataclass
 class ProvisionalStep:
-    "Recorded step that the begin of the next pass has ended. It may turn out to be a micro-batch of the current step."
+    "Recorded step that ended because the next pass began. It may turn out to be a micro-batch of the current step."
     measured:object # `Measured` of the step; None if nothing was measured
     custom:list # Rows of users' functions, and logged numbers
     noted:int # Number of rows that `te.log` added
@@ -153,7 +153,7 @@ class RowWriter:
         self.ts = None # local time of the first row of the current step; None if the step has no rows yet
         self.skipped = False # True if a scaler skipped the optimizer's step
         self.last = None # `Measured` that was queued last; None if the last step had no rows
-        # custom: rows of users' functions and logged numbers of the current step; ended: same of the previous step
+        # custom: rows of users' functions and logged numbers of the current step; ended: `custom` of the previous step
         self.custom,self.ended = [],[]
         self.marks = None # rank and marks of the rows that were queued last
         # list of `Measured` of steps that are written later, because they may turn out to be micro-batches
@@ -176,16 +176,16 @@ class RowWriter:
         True if the schedule does not select the step.
         """
         if not wait: self.release()
-        shown,rows = steps.shown,buffer.rows # `shown` is slow
+        shown,rows = steps.shown,buffer.rows # read only once, because the property `shown` is slow
         self.last,held = None,held and self.held.wants(shown)
         closes = over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)
-        if not rows.size and not closes: return # the writer thread is not woken without rows
+        if not rows.size and not closes: return # without rows there is no reason to wake the writer thread
         columns = self.columns()
-        # copied, because a signal handler may change `passes` meanwhile
+        # copied, because a signal handler may change `passes` during the loop
         many_passes = {phase: n>1 for phase,n in dict(steps.passes).items()}
         if columns!=self.marks: rows.clear_taken() # rows with other marks do not supersede earlier rows
         self.marks = columns
-        joins = shown!=steps.number # True for an evaluation, which belongs to the previous step
+        joins = shown!=steps.number # True for the rows of an evaluation, which belong to the previous step
         again = {'supersedes': True} if joins and steps.evaluated==shown else {}
         marks = {**({'skipped': True} if self.skipped else {}), **again, **columns}
         ts = self.ts or now()
@@ -201,7 +201,7 @@ class RowWriter:
         if joins: self.log.put_late(measured, by=self.lines)
         else: self.log.t.put(measured, over, self.lines)
 
-    def release_held(self, step, why): # arguments as in `HeldSteps.release`
+    def release_held(self, step, why): # same arguments as `HeldSteps.release`
         "Write the kept steps to the log, although the schedule does not select them, because something is wrong."
         for measured in self.held.release(step, why): self.log.t.put(measured, True, self.lines)
 
@@ -210,7 +210,7 @@ class RowWriter:
         waited,self.waiting = self.waiting,[]
         for measured in waited: self.log.t.put(measured, True, self.lines)
 
-    def join(self, step, first, earlier): # arguments as in `ExtraRows.join`
+    def join(self, step, first, earlier): # same arguments as `ExtraRows.join`
         "Drop the steps that were to be written later, because they turned out to be micro-batches of the current step."
         self.waiting = []
         self.extra.join(step, first, earlier)

@@ -19,7 +19,7 @@ from .row import one_row
 from .step_scalars import StepScalars
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #6a6696ef
-last = np.iinfo(np.int64).max # number of the last event of a step, for rows that must follow all other rows
+last = np.iinfo(np.int64).max # event number larger than all others, for rows that must follow all other rows of a step
 VALUE,TS,STEP,MARKS = b'\0',b'\1',b'\2',b'\3' # placeholders in line templates
 
 def template(names, key, dtype:str, parts, marks) -> bytes|None:
@@ -76,7 +76,7 @@ def group_by_columns(columns):
         if 'before' not in ttypes and not ratio: yield from add_numel(c, {}); continue
         got = [ratio.get(p) for p in zip(c.owner.tolist(), c.events.tolist(), strict=True)]
         rated = [i for i,r in enumerate(got) if r is not None]
-        # rows of type 'before' are not written
+        # rows of the type 'before' (weights before their update) are only used for ratios, not written
         rest = [i for i,r in enumerate(got) if r is None and c.taps[i].key[1]!='before']
         if rated: yield from add_numel(c[rated], {'ratio': np.array([got[i] for i in rated])})
         if rest: yield from add_numel(c[rest], {})

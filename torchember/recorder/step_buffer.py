@@ -61,7 +61,7 @@ def torch_generators(device):
 class Generators:
     "Random generators for users' functions, so that these functions do not change the random numbers of the training."
     lock = threading.RLock() # shared by all instances, because all `torchEmber` objects of a process share the generators of the training
-    tries = 100 # number of first calls of a function in which slow generators are saved; later only if the function used them
+    tries = 100 # slow generators are saved in this number of first calls of a function, and later only if the function used them
 
     def __init__(self):
         self.states = {} # name of a random generator -> its state while functions of the user run
@@ -69,7 +69,7 @@ class Generators:
         self.drawn = set() # pairs (id of a function, name of a slow generator): the function has drawn random numbers from this generator
 
     def call(self, f, x):
-        "Call a user's function and return `f(x)`. Afterwards the generators of the training continue as if `f` had not been called."
+        "Return `f(x)` for a user's function `f`. Then restore the random generators, as if `f` had not been called."
         f_id = id(f)
         self.calls[f_id] += 1
         slow = {k: g for k,g in slow_generators.items() if self.calls[f_id]<=self.tries or (f_id, k) in self.drawn}
@@ -145,7 +145,7 @@ class LocalShards:
         except Exception as e: self.give_up(e)
 
     def begin_pass(self):
-        "Notify `ranks` of the begin of a pass. An error ends the description of shards."
+        "Notify `ranks` of the start of a pass. After an error, shards are no longer described."
         if self.ranks is None: return
         try: self.ranks.pass_begins()
         except Exception as e: self.give_up(e)
@@ -158,7 +158,7 @@ class LocalShards:
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a02
 class CustomRow(NamedTuple):
-    "Row that is no summary of a tensor: the result of a user's function, or numbers of `te.log`."
+    "Row that is not the summary of a tensor: the result of a user's function, or numbers of `te.log`."
     event:int
     key:tuple # tuple (module, ttype, tname, pname, phase, backward)
     call:int
@@ -226,14 +226,14 @@ class CustomRows:
 
     def join(self, earlier):
         "Merge earlier micro-batches into this step: their rows become rows of its passes. The log already has the rows of the first micro-batch."
-        # rows in the log have no number of a micro-batch, because they were written as a step of one pass
+        # these rows were written to the log as a step with one pass, so they have no number of a micro-batch
         self.taken = {(r.key, r.call, None) for r in earlier[0].custom if r.key[3]}
         self.rows = join_rows(earlier, self.rows)
 
     def take(self):
         "Remove all custom rows, and return them. A row that replaces a row in the log gets the column `supersedes`."
         rows,self.rows = self.rows,[]
-        # a new row of a parameter supersedes earlier rows, because a step has only one row of a parameter
+        # a new row of a parameter supersedes its earlier row, because each parameter has only one row in a step
         again = {k for k in self.taken if k[0][3]} | self.discarded
         rows = [r._replace(stats=r.stats | {'supersedes': True}) if r[1:4] in again else r for r in rows]
         self.taken |= {r[1:4] for r in rows}
@@ -247,7 +247,7 @@ def join_rows(earlier, own) -> list:
     numbers,rows,n = 0,[],len(earlier)
     for i,some in enumerate([*(e.custom for e in earlier), own]):
         for r in some if i else ():
-            if i<n and r.key[3]: continue # this row is left out, because the last pass has a row of the same parameter
+            if i<n and r.key[3]: continue # left out, because the last pass has a newer row of this parameter
             rows.append(r._replace(call=r.call+numbers*r.is_number, micro=None if r.key[3] or r.micro is None else i))
         numbers += earlier[i].noted if i<n else 0
     return rows
@@ -265,14 +265,14 @@ class SelectedRows:
 def split_parts(parts:list, which) -> tuple:
     "Split pairs (headers, summaries) into chosen and remaining rows. `which`: function from headers to booleans, True for chosen rows."
     def select(choose):
-        "Return the pairs with the rows chosen by `choose`."
+        "Return pairs (headers, summaries) with only the rows chosen by `choose`."
         some = [(h, v, np.flatnonzero(choose(which(h)))) for h,v in parts]
         return [(h[at], v[at] if isinstance(v, np.ndarray) else SelectedRows(v, at)) for h,v,at in some if len(at)]
     return select(lambda b: b), select(lambda b: ~b)
 
 class Snapshots:
-    "Rows of the current step outside the arena: rows in the log already, and rows of earlier passes."
-    def __init__(self): self.taken,self.joined,self.any = [],[],False # any: True if some rows of the current step are in the log already
+    "Rows of the current step that are no longer in the arena (memory of the summaries): rows in the log, and rows of earlier passes."
+    def __init__(self): self.taken,self.joined,self.any = [],[],False # any: True if the log already has some rows of the current step
 
     def take(self, arena, over, keep=None):
         "Remove all rows from the arena, and return them as a `Snapshot`. keep: copies them into the black box, and returns the copy's number."
@@ -367,7 +367,7 @@ class StepRows:
         except RuntimeError as e: return self.report_device(e), custom, numbers
 
     def report_device(self, error):
-        "Warn of a failed device: its rows of the current step are lost. Return an empty `Snapshot`."
+        "Warn that a device has failed and that its rows of the current step are lost. Return an empty `Snapshot`."
         self.notices.failed('model', 'rows of this step on a device', error)
         return Snapshot([], self.arena.taps, [])
 

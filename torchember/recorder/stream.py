@@ -37,7 +37,7 @@ def outermost_blocks(calls) -> list:
     "Return the measured calls of blocks that are in no other measured block."
     paths = {c.path for c in calls}
     def is_inside(path):
-        "Return True if a module is inside of another measured block."
+        "Return True if a module is inside another measured block."
         parts = path.split('.')
         return any('.'.join(parts[:i]) in paths for i in range(1, len(parts)))
     return [c for c in calls if not is_inside(c.path)]
@@ -48,12 +48,12 @@ BlockCall = namedtuple('BlockCall', 'name path call dtype numel numbers')
 no_blocks = ("No blocks were found in {model}, so the run has no rows of the type 'stream'. torchember looks for an nn.ModuleList or "
     "nn.Sequential with modules of one class that return a tensor of the shape of their first input. It does not find blocks that include= "
     "leaves out, and blocks in code compiled by torch.compile. To name the blocks, pass their paths: stream=['encoder.layer.*'].")
-names_of_indices = 'channel','token' # columns with an index, which are whole numbers
+names_of_indices = 'channel','token' # columns that contain an index, so their numbers are written as ints
 
 class Stream(PassNumbers):
     "Records the residual stream during some training passes."
     ttype,unseen = 'stream',no_blocks
-    def __init__(self, when, pipe, wants=None): # when: as of `PassNumbers`, or a list of selections of blocks, such as 'encoder.layer.*'
+    def __init__(self, when, pipe, wants=None): # when: as for `PassNumbers`, or a list of selections of blocks, such as 'encoder.layer.*'
         self.names = when if isinstance(when, list|tuple|set) else None
         super().__init__(True if self.names else when, pipe, wants)
         self.blocks,self.nested = set(),set() # ids of modules that can be blocks; paths of blocks that are in other blocks
@@ -63,7 +63,7 @@ class Stream(PassNumbers):
         super().begin(state, phase, writes, eager)
         if self.path is None: return
         try: self.blocks = possible_blocks([st.track for st in self.sources.states if st.track.path not in self.nested], self.names)
-        except ValueError as e: self.failed(state.track, e) # no module has these names any more
+        except ValueError as e: self.failed(state.track, e) # the modules with these names were removed
 
     def clear(self):
         super().clear()

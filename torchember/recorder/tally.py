@@ -19,7 +19,7 @@ class Tally:
         self.steps = self.recorded = self.skipped = 0
         # failed: number of passes that raised an exception; refused: number of passes whose gradients no optimizer used
         self.failed = self.refused = 0
-        self.called = False # True once a pass began
+        self.called = False # True after the first pass has begun
         self.long_wait = None # sentence about a step that waited long for an optimizer to step; None if no step waited
 
     def step_over(self, recorded:bool):

@@ -19,10 +19,10 @@ from .style import canvas, drawn, figure
 # %% ../../nbs/60_show/55_attention_map.ipynb #295f34fc
 labels_of = {'entropy': 'entropy (1: equal weights)', 'logit_max': 'largest logit', 'logit_bound': 'upper bound of the logits',
     'first_token': 'weight of the first key', 'top_share': 'largest mean weight of a key', 'effective_length': 'number of keys in use',
-    'future': 'weight of later keys', 'reach': 'farthest later key'} # column in rows about attention -> label of the color bar
+    'future': 'weight of later keys', 'reach': 'farthest later key'} # name of a statistic of attention heads -> label of the color bar
 
 def head_table(rows, stat):
-    "Return an array (layers, heads) of a statistic, NaN where none was recorded, and the label of each layer. `rows`: rows of one step."
+    "Return an array (layers, heads) of a statistic, and the label of each layer. Missing values are NaN. `rows`: rows of one step."
     place = list(zip(rows['path'].astype(str), rows['call'], strict=True))
     layers = list(dict.fromkeys(place))
     calls = {path for path,call in layers if call} # paths of modules that are called several times in a pass

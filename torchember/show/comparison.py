@@ -19,7 +19,7 @@ from .style import axes_for, drawn, label_figure
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
 def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: a `TensorSeries` (one statistic of all tensors) for each run
-    "Return for each tensor the first step with a difference between two runs, or None. Only steps recorded by all runs are compared."
+    "Return a dict: tensor -> first step with a difference between two runs, or None. Compare only steps that all runs have recorded."
     maps = [{label: (x, y) for label,x,y,_ in s} for s in runs]
     out = {}
     for label in (l for l in maps[0] if all(l in m for m in maps)):
@@ -36,18 +36,18 @@ def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: a `TensorSeri
 @drawn
 def compare(
     runs:list, # Two or more runs: names, `torchEmber` objects, trackers (`te.t`) or tables
-    path=None, # Layers: a path, a glob, a compiled regex, or a list; default the layers that differ first
+    path=None, # Layers to draw: a path, a glob, a compiled regex, or a list; default the layers that differ first
     ttype:str='output', # Tensor type to compare
     stat:str='std', # Statistic to compare
     most:int=6, # Largest number of panels
     rtol:float=1e-5, # Values with a larger relative difference count as different
     ax=None # Axes to draw into; default a new figure, one per layer
-): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
     """Draw the same layers of several runs, with a panel for each layer, and mark the step where the runs begin to differ.
 
     Args:
         runs: Two or more runs: names, `torchEmber` objects, trackers (`te.t`) or tables
-        path: Layers: a path, a glob, a compiled regex, or a list; default the layers that differ first
+        path: Layers to draw: a path, a glob, a compiled regex, or a list; default the layers that differ first
         ttype: Tensor type to compare
         stat: Statistic to compare
         most: Largest number of panels
@@ -55,7 +55,7 @@ def compare(
         ax: Axes to draw into; default a new figure, one per layer
 
     Returns:
-        Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+        Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
     """
     if not isinstance(runs, list|tuple) or len(runs)<2:
         n = f' of {len(runs)}' if isinstance(runs, list|tuple) else ''

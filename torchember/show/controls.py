@@ -47,7 +47,7 @@ def axis_columns(table):
 def statistics_of(table):
     "Return the names of the columns of a table that are statistics, such as 'std'."
     t = tensor_rows(table)
-    # in a table of one tensor, a statistic also has one value per step, but it must not be taken for a mark
+    # with a single tensor, statistics also have one value per step: do not take them for marks
     marks = axis_columns(table) if t['step'].nunique()>1 and len(t)>t['step'].nunique() else ()
     return [c for c in numeric_columns(t) if c not in marks]
 
@@ -80,7 +80,7 @@ def recorded_steps(table, tt=None):
 # %% ../../nbs/60_show/82_controls.ipynb #ebbb641e
 class Control:
     "Control of one argument of a picture, such as a slider. `value`: value of the argument. `shown`: the widget that is displayed."
-    def __init__(self, widget, read=lambda v: v, write=lambda v: v, shown=None): # shown: widget to display, if it is not `widget` itself
+    def __init__(self, widget, read=lambda v: v, write=lambda v: v, shown=None): # shown: widget to display; default `widget`
         self.widget,self.read,self.write,self.shown,self.muted = widget,read,write,widget if shown is None else shown,False
 
     @property
@@ -90,7 +90,7 @@ class Control:
 
     @value.setter
     def value(self, v):
-        "Set the control to a value of the argument."
+        "Set the control to a value of the argument of the picture."
         self.widget.value = self.write(v)
 
     def observe(self, f):
@@ -277,7 +277,7 @@ class ControlRequest:
 
     @property
     def maybe(self):
-        "Choice 'automatic' if the default of the argument is None, else no choice."
+        "Dict with the choice 'automatic' if the default of the argument is None, else an empty dict."
         return {'automatic': None} if self.default is None else {}
 
     def choose(self, labels, **more):
@@ -294,7 +294,7 @@ def stat_control(a):
     "Return a control to choose one statistic, or several."
     t,stats = tensor_rows(a.table),statistics_of(a.table)
     def means(s):
-        "Return the column of a statistic with a different name in Track & Visualize."
+        "Return the column of a statistic `s`, which may be a name of Track & Visualize."
         try: return s if s is None or s in stats else find_stat(t, s)
         except ValueError: return s
     labels = {s: s for s in stats}
@@ -465,7 +465,7 @@ class Arguments:
         known,help_texts = controllable(f),argument_help(f)
         self.f,self.table,self.on_change,self.muted,self.defaults,self.controls = f,table,on_change,False,{},Controls()
         self.given = in_our_words(given, dict(known), f.__name__)
-        # if the user typed argument names of Track & Visualize, show these names at the controls
+        # label the controls with argument names of Track & Visualize, if the user has typed such names
         called = {ours: typed for typed,ours in words_before.items()} if self.given.keys()!=given.keys() else {}
         one = table[0] if isinstance(table, list) else table
         for name,p in known:
@@ -477,7 +477,7 @@ class Arguments:
             c.widget.tooltip = help_texts.get(name, '')
             c.observe(self.note_change)
         self.one = one
-        # The layers and steps that can be chosen depend on the tensor type
+        # offer new layers and steps when the tensor type changes, because other tensors have other layers and steps
         if c := self.controls.get('ttype'): c.observe(self.offer)
         self.offer()
         self.box = arrange_controls(W, self.controls)
@@ -493,7 +493,7 @@ class Arguments:
         finally: self.muted = was
 
     def note_change(self):
-        "Call the function `on_change`, unless several controls are being set."
+        "Call the function `on_change`, unless `set_values` is setting several controls."
         if not self.muted: self.on_change(self)
 
     def values(self):

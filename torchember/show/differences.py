@@ -50,7 +50,7 @@ def differences(
     x,y = largest_distances(found.curve)
     ax.plot(x, y, color=color[0], label='largest')
     least = found.table[found.table['ttype']!='scalar'].groupby('step')['tolerance'].min()
-    # the limit is drawn only before the first difference, because all distances are expected to grow after it
+    # draw the limit only before the first difference, because afterwards all distances are expected to grow
     if found: least = least[least.index<found.step]
     ax.plot(least.index, least, color=color[2], ls='--', lw=1, label='least that is explained')
     ax.set_yscale('log')

@@ -62,14 +62,14 @@ def shorten_sentence(text, most:int=90) -> str: # most: maximum number of letter
     if len(text)<=most: return text
     if (end := text.rfind('. ', 0, most))>most//2: return text[:end+1]
     cut = shorten(text, most, placeholder=' …')
-    # A text without a short enough sentence or word is cut in the middle
+    # if no sentence and no word ends late enough, cut the text within a word
     return cut if len(cut)>most//2 else text[:most-1]+'…'
 
 def title_text(finding):
     "Return the severity and the text of a finding, for the title of a picture."
     return f"{finding['severity']}: {shorten_sentence(finding['text'])}"
 
-# last: last step of the run. A finding 'died' (death of the process) before it is omitted, because the run was continued
+# last: last step of the run. A finding 'died' (death of the process) before `last` is omitted, because the run was continued
 def open_findings(df, last=None):
     "Return the open findings in a table of rows, the worst first. Omit findings explained by a different finding."
     is_finding = has_ttype(df, 'finding')

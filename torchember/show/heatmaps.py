@@ -21,7 +21,7 @@ from .legend import alarm, meanings, name_of_type, short_names, make_title, zero
 from .style import canvas, drawn, is_dark, axes_size
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4805
-# statistics that are 0 if all elements of a tensor are 0. A heat map draws the value 0 of these statistics in gray
+# statistics that are 0 if all elements of a tensor are 0. Heat maps draw such zeros in gray
 sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'}
 
 def color_norm(finite, vmin=None, vmax=None, center=None, robust=False):
@@ -45,13 +45,13 @@ def column_edges(steps):
     return np.concatenate([[s[0]-(middle[0]-s[0])], middle, [s[-1]+(s[-1]-middle[-1])]])
 
 def column_spans(steps) -> tuple:
-    """Return the x positions of all cell edges of a heat map, and for each column the index of its left edge in this list.
+    """Return the x positions of all cell edges of a heat map, and the index of the left edge of each column in this list.
 
     Next to a gap between steps, columns are narrow."""
     edges = column_edges(steps)
     if len(steps)<3: return edges, np.arange(len(steps))
     s,gaps = np.asarray(steps, float),np.diff(steps)
-    # half the width of a column, at least 1/800 of the picture, so that the column is visible
+    # half the width of a column. It is at least 1/800 of the picture, so that the column is visible
     half = max(gaps.min(), (s[-1]-s[0])/400)/2
     hole = gaps>max(2.5*gaps.min(), 2*half)
     begin = np.where(np.r_[hole[:1], hole], np.maximum(edges[:-1], s-half), edges[:-1])
@@ -77,12 +77,12 @@ def write_reasons(ax, g, turned):
         n = len(list(rows))
         middle,empty = i+n/2,not np.isfinite(g.value[i:i+n]).any()
         i += n
-        if reason is None or (middle-low)*tall<size: continue # a text that would overlap the text above is omitted
+        if reason is None or (middle-low)*tall<size: continue # omit a text that would overlap the text above
         low = middle
         if turned: ax.text(middle, .5, reason, **{**style, 'ha': 'center', 'rotation': 90})
         else: ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
 
-def name_rows(ax, labels, every=None, turned=False): # every: if n, only each n-th row gets its name
+def name_rows(ax, labels, every=None, turned=False): # every: n, to name every n-th row; default: as many as fit
     "Write the names of the rows beside a heat map, or of its columns if `turned`. If not all names fit, omit some at regular intervals."
     space = axes_size(ax)[not turned]
     every = every or max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/space)))
@@ -191,7 +191,7 @@ def heat(
 @drawn
 def scalar_global_heatmap(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
-    path=None, # Layers: a path, a glob, a compiled regex, or a list; default all
+    path=None, # Layers to draw: a path, a glob, a compiled regex, or a list; default all
     ttype:str='output', # Tensor type to draw
     stat:str='std', # Statistic to draw
     inc:int=1, # Draw only steps that are multiples of `inc`
@@ -205,7 +205,7 @@ def scalar_global_heatmap(
 
     Args:
         run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
-        path: Layers: a path, a glob, a compiled regex, or a list; default all
+        path: Layers to draw: a path, a glob, a compiled regex, or a list; default all
         ttype: Tensor type to draw
         stat: Statistic to draw
         inc: Draw only steps that are multiples of `inc`

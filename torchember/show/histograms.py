@@ -65,7 +65,7 @@ def formats_to_draw(dtype_annotation, df):
 # %% ../../nbs/60_show/30_histograms.ipynb #da5ab6db
 def exponent_axis(ax, lo, hi, size=None, rotation=0):
     "Label the x axis of a histogram with powers of two from `lo` to `hi`. Write 'less' and 'more' at the ends, for values outside."
-    # width of a letter of the labels, in units of the x axis (exponents)
+    # width of a letter in the labels, measured in exponents (units of the x axis)
     em = (size or mpl.rcParams['xtick.labelsize'])*(hi-lo+5.4)/axes_size(ax)[0]
     every = next(k for k in (1, 2, 4, 8, 16, 32, 64) if k>=max(2.6*em, (hi-lo)/12) or k==64)
     ticks = [n for n in range(lo, hi+1) if n%every==0 and n-lo+1>3.3*em and hi+2-n>2.7*em]
@@ -86,7 +86,7 @@ def smooth_counts(counts, width=1.2, per=8):
 @drawn
 def exp_hist(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
-    path=None, # Layers: a path, a glob, a compiled regex, or a list: a panel for each
+    path=None, # Layers to draw: a path, a glob, a compiled regex, or a list: a panel for each
     ttype='output', # A tensor type, or a list: a panel for each; None for all types
     step:int|None=None, # Step to draw; default the last recorded step
     kind:str='bar', # 'bar', 'line', or 'kde' for a smooth curve
@@ -99,12 +99,12 @@ def exp_hist(
     facet_kws:dict|None=None, # `sharex`, `sharey`, ... for a grid of panels
     sp_kws:dict|None=None, # Arguments of matplotlib's `bar`, `plot` or `fill_between`; for 'kde' also `bw_adjust`
     legend_kws:dict|None=None # Accepted but ignored: bars are labeled with their formats
-): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
     """Draw a histogram of the magnitudes (powers of two) of a tensor, and the ranges of number formats.
 
     Args:
         run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
-        path: Layers: a path, a glob, a compiled regex, or a list: a panel for each
+        path: Layers to draw: a path, a glob, a compiled regex, or a list: a panel for each
         ttype: A tensor type, or a list: a panel for each; None for all types
         step: Step to draw; default the last recorded step
         kind: 'bar', 'line', or 'kde' for a smooth curve
@@ -119,7 +119,7 @@ def exp_hist(
         legend_kws: Accepted but ignored: bars are labeled with their formats
 
     Returns:
-        Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+        Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
     """
     if kind not in ('bar', 'line', 'kde'):
         raise ValueError(f"A histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
@@ -219,7 +219,7 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
 def ridge(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
     path:str|None=None, # Path of a layer; default the last layer that has exponent counts
-    ttype:str='output', # A tensor type
+    ttype:str='output', # Tensor type to draw
     steps:int|list=12, # Number of evenly spaced steps to draw, or a list of steps
     dtypes=(), # Number formats whose ranges are drawn
     ax=None # Axes to draw into; default a new figure
@@ -229,7 +229,7 @@ def ridge(
     Args:
         run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
         path: Path of a layer; default the last layer that has exponent counts
-        ttype: A tensor type
+        ttype: Tensor type to draw
         steps: Number of evenly spaced steps to draw, or a list of steps
         dtypes: Number formats whose ranges are drawn
         ax: Axes to draw into; default a new figure

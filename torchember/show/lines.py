@@ -20,7 +20,7 @@ from .legend import alarm, meanings, name_of_type, palettes, short_names, make_t
 from .style import drawn, is_dark, label_figure, panels, axes_size
 
 # %% ../../nbs/60_show/20_lines.ipynb #4da1c2aa
-most_points = 400_000 # maximum number of points in a picture, for all lines together; more points draw slowly
+most_points = 400_000 # maximum number of points of all lines in a picture, because more points take long to draw
 
 def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs: arguments of matplotlib's `plot`
     "Draw lines and mark their non-finite steps. Return the colors. Each line is a tuple (label, steps, values, mask of non-finite tensors)."
@@ -56,7 +56,7 @@ def text_at_pointer(ax, lines, x, y):
     return best or ''
 
 def has_lone_point(y):
-    "Return True if a finite value of a line has no finite neighbor. A line through such a point is invisible without a marker."
+    "Return True if a finite value of a line has no finite neighbor: without a marker, this point would be invisible."
     ok = np.isfinite(y)
     return bool((ok & ~np.r_[False, ok[:-1]] & ~np.r_[ok[1:], False]).any())
 
@@ -137,14 +137,14 @@ def grid_options(facet_kws, **defaults):
     return out, {k: given[k] for k in ('xlim', 'ylim') if given.get(k) is not None}
 
 # %% ../../nbs/60_show/20_lines.ipynb #49716fc3
-# name of an argument of seaborn that is refused -> reason, for the error message
+# name of a refused argument of seaborn -> reason for the error message
 of_seaborn = {
     **dict.fromkeys(('estimator', 'errorbar', 'ci', 'n_boot', 'seed', 'err_style', 'err_kws', 'units', 'weights'),
         'nothing is estimated here: each value is drawn'),
     **dict.fromkeys(('hue', 'size', 'style', 'row', 'col', 'hue_order', 'hue_norm', 'size_order', 'size_norm', 'sizes', 'style_order', 'row_order', 'col_order',
         'dashes', 'orient'), 'layers and statistics are told apart by path=, ttype= and stat='),
     **dict.fromkeys(('data', 'ax', 'figure'), 'the picture is made from run, in a figure of its own')}
-# arguments of seaborn that are accepted only with these values, because these values change nothing
+# argument of seaborn -> values that change nothing, and are therefore accepted
 harmless = dict(estimator=(None,), errorbar=(None,), ci=(None,), sort=(True,), legend=(True, 'auto', 'brief', 'full'),
     dashes=(True, False), orient=('x', None),
     style=(None,), size=(None,), units=(None,), hue_order=(None,), palette=(None,), markers=(None, False),
@@ -158,7 +158,7 @@ def settable(*artists):
         found |= {*i.get_setters(), *(n for names in i.get_aliases().values() for n in names)}
     return found
 
-def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names of arguments that the error message suggests first
+def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): # own: names of arguments to suggest first in the error message
     "Check keyword arguments for matplotlib. Return the arguments that have an effect. Raise TypeError for an unknown or refused argument."
     given = {k: v for k,v in given.items()
         if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
@@ -173,7 +173,7 @@ def check_drawn_with(given:dict, known, what:str, refused=of_seaborn, own=()): #
 @drawn
 def scalar_line(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
-    path=None, # Layers: a path, a glob ('features.*'), a compiled regex, or a list: a panel for each; default all in one panel
+    path=None, # Layers to draw: a path, a glob ('features.*'), a compiled regex, or a list: a panel for each; default all in one panel
     ttype='output', # A tensor type, or a list: a panel for each; None for all types
     stat='std', # A statistic, or a list of statistics
     x='step', # Column of the log for the x axis
@@ -184,12 +184,12 @@ def scalar_line(
     loc:str|None=None, bbox_to_anchor=None, # Position of the legend, which is drawn for several statistics
     fig_title:str|None=None, # Title of the figure; default name of the run and tensor type
     **kwargs # Arguments of matplotlib's `plot` or `scatter`; seaborn's `height`, `aspect`, `palette`, `markers` and `legend`
-): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
     """Draw statistics of layers as lines over the steps. Raise ValueError if there is nothing to draw.
 
     Args:
         run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
-        path: Layers: a path, a glob ('features.*'), a compiled regex, or a list: a panel for each; default all in one panel
+        path: Layers to draw: a path, a glob ('features.*'), a compiled regex, or a list: a panel for each; default all in one panel
         ttype: A tensor type, or a list: a panel for each; None for all types
         stat: A statistic, or a list of statistics
         x: Column of the log for the x axis
@@ -202,7 +202,7 @@ def scalar_line(
         **kwargs: Arguments of matplotlib's `plot` or `scatter`; seaborn's `height`, `aspect`, `palette`, `markers` and `legend`
 
     Returns:
-        Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+        Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
     """
     kwargs,facet_kws,named = drawing_options(kind, kwargs, facet_kws)
     if kind not in ('line', 'scatter'):
@@ -232,7 +232,7 @@ def scalar_line(
         ax.set(**limits)
     for some in [both] if options.get('sharey') else [[b] for b in both]:
         log_if_wide([a for a,_ in some], [l for _,(_,lines) in some for _,l in lines])
-    if named and len(metrics)==1: # with several statistics, colors mean statistics, so lines get no names of tensors
+    if named and len(metrics)==1: # if there are several statistics, each color stands for a statistic
         for (ax,(_,lines)),c in zip(both, colors, strict=True):
             name_lines(ax, [l for _,l in lines], c, 9 if len(parts)==1 else 5)
     what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '']
@@ -249,7 +249,7 @@ def rows_with_statistics(df, metrics):
     there = [t for t in types.unique() if all(m in table and table[m][(types==t).to_numpy()].notna().any()
         for m in metrics)]
     if len(there)==1: return table, there[0]
-    # no row has these statistics, so `find_stat` raises a ValueError that names the missing one
+    # no row has these statistics: let `find_stat` raise the ValueError that names the missing statistic
     if not there: [find_stat(table, m) for m in metrics]
     if there and 'output' not in there:
         raise ValueError(f"Several tensor types have the statistic {metrics[0]!r}: {', '.join(there)}. Choose one: ttype={there[0]!r}.")

@@ -22,7 +22,7 @@ def parameters_of_run(run) -> list:
 kinds_of_parameters = ('weight_grad', 'update') # tensor types for which each trained parameter has rows
 
 def untrained_reasons(rows, kind:str, ps:list, layer=None) -> dict: # kind: tensor type of the rows; ps: descriptions of all parameters
-    "Return why parameters have no rows: untrained parameters, and parameters with an unused gradient. Return a dict: label -> reason."
+    "Return a dict: label of a parameter without rows -> reason (the parameter is not trained, or its gradient is not used)."
     if kind not in kinds_of_parameters or 'pname' not in rows: return {}
     have = set(zip(rows['path'].astype(str), rows['pname'].astype(str), strict=True))
     found = {}
@@ -71,7 +71,7 @@ def add_missing(s, missing, order:list):
     "Add labels without values to a `TensorSeries`. A heat map shows them as empty rows. `order`: all labels, in the order of the model."
     labels,at = insert_missing(s.labels, set(missing)-set(s.labels), order)
     code = np.asarray(at, int)[s.code]
-    first = np.argsort(code, kind='stable') # a stable sort, so that the steps of each tensor stay in order
+    first = np.argsort(code, kind='stable') # stable sort, so that the steps of each tensor stay in order
     return TensorSeries(labels, code[first], s.step[first], s.value[first], s.bad[first])
 
 def grid_with_missing(rows, col, ttype, ps, layer=None, by='step'):

@@ -37,7 +37,7 @@ class PageFigure:
         if live:
             ipympl = needs('ipympl.backend_nbagg', for_='A picture to point at')
             self.canvas = self.widget = ipympl.Canvas(self.figure)
-            # the size is set now, because it must also be right if the notebook page loads later
+            # set the size now, so that it is right even if the notebook page loads later
             ipympl.FigureManager(self.canvas, 0).resize(width, height*dpi)
             self.canvas.toolbar_visible = self.canvas.header_visible = self.canvas.footer_visible = self.canvas.resizable = False
         else:
@@ -79,7 +79,7 @@ class PageFigure:
         if not self.live or self.back is None: return self.show()
         self.canvas.restore_region(self.back)
         self.paint()
-        # a whole image is sent, because the notebook may lose the first of two partial images
+        # send the whole image, because the notebook may lose the first of two partial images
         self.canvas._force_full = True
         self.canvas.blit(self.figure.bbox)
 
@@ -110,7 +110,7 @@ class Losses:
         return ax
 
 def read_losses(train_stats, table):
-    "Return the loss curves given as `train_stats`; by default, the curves that the run logged. None if there are none."
+    "Return the loss curves given as `train_stats`. By default, return the curves that the run logged, or None if it logged none."
     if train_stats is False: return None
     if train_stats is None:
         found = loss_curve(table, None)
@@ -182,7 +182,7 @@ class Throttle:
         wait = self.last+self.pause-time.monotonic()
         if wait<=0: return self.now()
         try: asyncio.get_running_loop().call_later(wait, self.locked(self.now))
-        except RuntimeError: self.now() # without an event loop, a later call is impossible, so the call is made now
+        except RuntimeError: self.now() # call the function now, because a later call needs an event loop
 
     def now(self):
         "Call the function with the latest value."
@@ -239,8 +239,8 @@ class StepCursor:
             self.slider = slider_under(W, loss, locked(self.go_to))
             self.pinned = self.slider.value
 
-    def shown(self, W): # not inside a box, which would cut off the canvas
-        "Return the widget of the loss curves. A box would cut off its canvas, so it is not in a box unless there is a slider."
+    def shown(self, W):
+        "Return the widget of the loss curves, and put it into a box only if there is a slider, because a box would cut off the canvas."
         return W.VBox([self.loss.surface.widget, self.slider.shown]) if self.slider else self.loss.surface.widget
 
     def point(self, step):
@@ -280,7 +280,7 @@ def slider_under(W, loss, go):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #e05da9a6
 def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column of the cell in the heat map
-    "Return the log row shown by a cell of a heat map. Return None if nothing was recorded for the cell."
+    "Return the log row for a cell of a heat map. Return None if nothing was recorded for the cell."
     rows = training(rows)
     code,_ = places(rows)
     first = sum(map(len, g.members[:i]))
@@ -334,7 +334,7 @@ class HeatmapCells:
     def at(self, x, y):
         "Return the log row of the tensor at coordinates x and y of the heat map, or None if nothing was recorded."
         rows,col,g = self.cells()
-        if self.turned: x,y = y,x # if layers are on the x axis, the coordinates are exchanged
+        if self.turned: x,y = y,x # exchange the coordinates if layers are on the x axis
         j = min(max(int(np.searchsorted(column_edges(g.steps), x))-1, 0), len(g.steps)-1)
         return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, self.by)
 
@@ -398,7 +398,7 @@ class PageLayout:
         self.top,self.foot = W.VBox(),W.VBox()
         row = {'flex_flow': 'row' if live else 'row wrap', 'align_items': 'flex-start', 'overflow': 'auto hidden',
             'max_width': '100%'}
-        # the box is created only once, because a canvas that is inserted again loses the keyboard focus
+        # create the box only once, because a canvas that is inserted again loses the keyboard focus
         figures = W.HBox(figures, layout=row)
         self.box = W.VBox([self.top, self.message, figures, self.foot, self.hint], layout={'width': '100%'})
 
@@ -441,7 +441,7 @@ class Interactive:
         self.layout.back.on_click(self.locked(lambda _: self.leave()))
         self.connect()
         self.arrange()
-        with self.lock: self.draw(self.now, self.now.values()) # drawn once now, so that invalid arguments raise an error in the user's cell
+        with self.lock: self.draw(self.now, self.now.values()) # draw once now, so that invalid arguments raise an error in the user's cell
         self.settle()
 
     now = property(lambda self: self.stack[-1])

@@ -19,7 +19,7 @@ from .style import axes_for, drawn, is_dark
 
 # %% ../../nbs/60_show/60_ranges.ipynb #dd7424aa
 def shares(rows, dtype:str): # rows: rows of one step
-    "Return the labels of the tensors, and for each tensor the fraction of nonzero values below and above the range of a number format."
+    "Return the labels of all tensors, and the fractions of their nonzero values below and above the range of a number format."
     code,labels = places(rows)
     out = {k: np.zeros(len(labels)) for k in ('over', 'subnormal', 'under')}
     for i in range(len(labels)):
@@ -62,24 +62,24 @@ def draw_format(ax, dtype, got, low, high):
 @drawn
 def out_of_range(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
-    path=None, # Layers: a path, a glob, a compiled regex, or a list; default all
+    path=None, # Layers to draw: a path, a glob, a compiled regex, or a list; default all
     ttype:str='output', # Tensor type to draw
     dtypes=None, # Number formats, a panel for each; default float16, float8_e4m3fn and float8_e5m2, if the counts cover them
     step:int|None=None, # Step to draw; default the last recorded step
     ax=None # Axes to draw into; default a new figure, one per format
-): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
     """Draw the fraction of each layer's values that a number format cannot represent: underflow left, overflow right.
 
     Args:
         run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
-        path: Layers: a path, a glob, a compiled regex, or a list; default all
+        path: Layers to draw: a path, a glob, a compiled regex, or a list; default all
         ttype: Tensor type to draw
         dtypes: Number formats, a panel for each; default float16, float8_e4m3fn and float8_e5m2, if the counts cover them
         step: Step to draw; default the last recorded step
         ax: Axes to draw into; default a new figure, one per format
 
     Returns:
-        Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+        Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
     """
     rows,step = rows_at_step(training(tensors_to_draw(run, path, ttype, ['exponents'])), step)
     if 'exponents' in rows: rows = rows[rows['exponents'].notna()]
@@ -102,7 +102,7 @@ def out_of_range(
     title = make_title(name_of_run(rows), name_of_type(ttype), f'step {step:,}')
     small = 'too small' if 'zero_frac' in rows else 'too small, or zero'
     if ax is not None:
-        # the title belongs to the axes, because the user's figure may have a title already
+        # put the title on the axes, because the user's figure may already have a title
         axes[0].set(title=make_title(title, dtypes[0]), xlabel=f'← {small} · too large →')
     else:
         axes[0].figure.suptitle(title, x=.01, ha='left')

@@ -26,7 +26,7 @@ def first_trouble(df):
     at = np.flatnonzero(trouble(df))
     if not len(at): return None
     step = df['step'].to_numpy()[at]
-    # `argmin` finds the first row of this step, because rows are in order of execution
+    # `argmin` returns the first row of the first step, because rows are in the order of execution
     return df.iloc[at[np.argmin(step)]]
 
 def trouble_sentence(row):
@@ -122,7 +122,7 @@ class RunSummary:
 @says_arguments
 def summary(
     run, # Run to summarize: its name, a torchEmber, a tracker, or a table of rows
-    path=None, # Layers: a path, a glob, a compiled regex, or a list; default all
+    path=None, # Layers to summarize: a path, a glob, a compiled regex, or a list; default all
     ttype=None, # Tensor type to summarize; default outputs, or the first recorded type
     stats=('std', 'abs_max'), # Statistics to show, each with its first, last and most unusual value
 ) -> RunSummary:
@@ -130,7 +130,7 @@ def summary(
 
     Args:
         run: Run to summarize: its name, a torchEmber, a tracker, or a table of rows
-        path: Layers: a path, a glob, a compiled regex, or a list; default all
+        path: Layers to summarize: a path, a glob, a compiled regex, or a list; default all
         ttype: Tensor type to summarize; default outputs, or the first recorded type
         stats: Statistics to show, each with its first, last and most unusual value
     """

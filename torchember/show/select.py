@@ -71,9 +71,9 @@ def rows_of_source(source, stats, wanted, rows=None):
     source = run_of(source)
     from torchember.frames.logs import read
     try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats)) if rows is None else rows[[c for c in rows if is_drawn(c, stats)]]
-    except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # the error message lists all values
+    except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # read all values, because the error message lists them
     if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats):
-        # Without a matching row, all rows are read, because the error message lists the possible values
+        # if no row matches, read all rows, because the error message lists the possible values
         df = read(source, **wanted)
     df.attrs['run'] = source.name
     df = clean_types(df)
@@ -117,7 +117,7 @@ def check_one_run(df):
     names = [str(n) for n in df['run'].dropna().unique()]
     if len(names)>1: raise ValueError(f"This table has {len(names)} runs: {printable(', '.join(names[:4]))}{', ...' if len(names)>4 else ''}. "
         f"A picture draws one run, so select one: df[df.run=={names[0]!r}]. To see where runs begin to differ: compare({names[:2]!r}).")
-    df = df.assign() # a copy is changed, because `attrs` of the user's table must not change
+    df = df.assign() # change a copy, because `attrs` of the user's table must not change
     df.attrs['run'] = names[0] if names else ''
     return df
 
@@ -147,11 +147,11 @@ def pick(
         found |= got
         if not got: missed.append(one)
     rows = rows | paths.isin(found).to_numpy()
-    if missed and 'pname' in df: # a name that matches no module may be the name of a parameter
+    if missed and 'pname' in df: # a name without a module may be a parameter
         full = parameter_names(df)
         rows = rows | full.isin({str(m) for m in missed}).to_numpy()
         missed = [m for m in missed if str(m) not in set(full.unique())]
-    if missed and rows.any(): # it is no error if a module exists but has no tensors of this type
+    if missed and rows.any(): # no error for a module that exists, but has no tensors of this type
         elsewhere = {*every['path'].astype(str).unique(),
             *(parameter_names(every).unique() if 'pname' in every else ())}
         missed = [m for m in missed if m not in elsewhere]
@@ -225,10 +225,10 @@ def tensors_to_draw(run, path, ttype, stats=None):
     return without_other_scalars(pick(df if ttype is not None else df[~has_ttype(df, 'scalar')], path, ttype), stats)
 
 def without_other_scalars(df, stats):
-    "Remove logged numbers that cannot have the statistics: rows that torchember computes, such as the norm of all gradients, if 'loss' is drawn."
+    "Remove scalar rows that cannot have the statistics. For example, rows with the norm of all gradients have no 'loss'."
     asked,scalar = [s for s in stats or () if s in df],has_ttype(df, 'scalar')
     if not asked or not scalar.any(): return df
-    wanted = set(map(computed_in, asked)) # has None if a statistic is logged by the user
+    wanted = set(map(computed_in, asked)) # contains None if the user has logged one of the statistics
     may_have = np.array([(t if t in computed else None) in wanted for t in df['tname']], bool)
     return df[~scalar | may_have | df[asked].notna().any(axis=1).to_numpy()]
 
@@ -243,7 +243,7 @@ def find_stat(df, stat:str) -> str:
         return stat
     other = stats_of.get(stat)
     if other in df and df[other].notna().any(): return other
-    # a column of only NaN is drawn, too, because NaN is a result
+    # accept a column of only NaN, because NaN is a result, too
     if stat in df and df[stat].isna().all() and len(df): return stat
     raise ValueError(not_recorded(stat, numeric_columns(df)))
 
@@ -256,7 +256,7 @@ def numeric_columns(df):
 # %% ../../nbs/60_show/10_select.ipynb #6bc987c2
 class TensorSeries:
     "Values of one statistic of many tensors over the steps, in flat arrays: all values of the first tensor, then of the second, and so on."
-    def __init__(self, labels:list, code, step, value, bad): # code: for each value, the index of its tensor's label, ascending
+    def __init__(self, labels:list, code, step, value, bad): # code: index of the tensor's label for each value, in ascending order
         self.labels,self.code,self.step,self.value,self.bad = labels,code,step,value,bad
 
     def __len__(self): return len(self.labels)
@@ -301,7 +301,7 @@ def training(df):
 
 # %% ../../nbs/60_show/10_select.ipynb #7a0ffafd
 def places(df) -> tuple:
-    "Number the tensors of a table in the order of the log. Return for each row the number of its tensor, and for each tensor a label."
+    "Number the tensors of a table in the order of the log. Return the tensor number of each row, and the label of each tensor."
     cols = [c for c in ('path', 'ttype', 'tname', 'call', 'shard') if c in df]
     code = df.groupby(cols, sort=False, observed=True, dropna=False).ngroup().to_numpy()
     _,first = np.unique(code, return_index=True)
@@ -356,11 +356,11 @@ def extremes_between(values, edges, at): # at: `np.argmin` or `np.argmax`
 class Grid:
     "Values of one statistic as a matrix for a heat map, with a row for each layer and a column for each step."
     def __init__(self, labels:list, steps, value, bad, members:list, why=()):
-        # members: for each row, the labels of its tensors; why: for each row, a reason why it is empty or unreliable, or None
+        # members: labels of the tensors in each row; why: reason why a row is empty or unreliable, or None, for each row
         self.labels,self.steps,self.value,self.bad,self.members,self.why = labels,steps,value,bad,members,why
 
 def row_reasons(members, why):
-    "Return for each group of labels the reason why its row is empty or unreliable, or None. `why`: label -> reason."
+    "Return the reason why a row is empty or unreliable, or None, for each group of labels. `why`: label -> reason."
     each = [{why.get(m) for m in labels} for labels in members]
     return [next(iter(e)) if len(e)==1 else None if None in e else 'not trained' for e in each]
 
@@ -377,17 +377,17 @@ def grid(s:TensorSeries, most_rows:int=500, most_columns:int=1000, why:dict=Mapp
         group = np.arange(len(steps))*most_columns//len(steps)
         column,steps = group[column],steps[np.flatnonzero(np.diff(group, prepend=-1))]
     cell = row*len(steps)+column
-    alone = np.bincount(cell).max(initial=0)<2 # True if no cell gets more than one value
+    alone = np.bincount(cell).max(initial=0)<2 # True if each cell gets at most one value
     value,bad = np.full(len(labels)*len(steps), np.nan),np.zeros(len(labels)*len(steps), bool)
     np.logical_or.at(bad, cell[s.bad], True)
-    # of several values in one cell, the cell shows the value farthest from the median
+    # if a cell gets several values, show the value farthest from the median
     order = np.arange(len(cell)) if alone else np.lexsort((s.value, distance_from_median(s), cell))
     value[cell[order]] = s.value[order]
     shape = len(labels),len(steps)
     return Grid(labels, steps, value.reshape(shape), bad.reshape(shape), members, row_reasons(members, why))
 
 def distance_from_median(s):
-    "Return how far each value is from the median of its tensor. If all values are positive, compare logarithms."
+    "Return the distance of each value from the median of its tensor. If all values are positive, compare logarithms."
     y = s.value
     if len(y) and np.nanmin(np.where(np.isfinite(y), y, np.inf), initial=np.inf)>0:
         y = np.log10(np.where(np.isfinite(y), y, np.nan))
@@ -395,5 +395,5 @@ def distance_from_median(s):
     middle = np.array([np.median(part[np.isfinite(part)]) if np.isfinite(part := y[a:b]).any() else 0.
         for a,b in zip(ends[:-1], ends[1:], strict=True)])
     far = np.abs(y-middle[s.code]) if len(y) else y
-    # NaN gets the smallest distance, so that the cell shows another value; the mask `bad` marks the NaN
+    # NaN gets the smallest distance, so that a cell shows another value. The mask `bad` marks NaN
     return np.where(np.isnan(far), -1, far)

@@ -30,7 +30,7 @@ def rc_settings():
     "Return torchember's matplotlib settings (rcParams) for the current background, light or dark."
     dark = is_dark()
     ink,line = ('#e6e6e6', '#8a8a8a') if dark else ('#1c1c1c', '#8a8a8a')
-    # a font size that the user has set is kept
+    # keep a font size that the user has set
     size = 9 if mpl.rcParams['font.size']==mpl.rcParamsDefault['font.size'] else mpl.rcParams['font.size']
     return {'font.size': size, 'axes.titlesize': size+1, 'figure.titlesize': size+2, 'axes.labelsize': size,
         'figure.labelsize': size,
@@ -59,7 +59,7 @@ def printable_lines(text):
     return '\n'.join(map(printable, text.split('\n')))
 
 class Printable:
-    "Formatter for the labels of an axis. Makes names printable, which may contain `$` or control characters."
+    "Formatter for the labels of an axis. Removes control characters, which names of layers may contain."
     def __init__(self, f): self.f = f
     def __call__(self, x, pos=None): return printable_lines(str(self.f(x, pos)))
 
@@ -67,7 +67,7 @@ def all_children(ax):
     "Return all axes placed inside of axes, at any depth."
     return [c for a in ax.child_axes for c in (a, *all_children(a))]
 
-def draw_as_letters(fig, users): # users: texts that the user drew before, which do not change
+def draw_as_letters(fig, users): # users: texts that the user has drawn, which stay unchanged
     "Switch off math formulas in all texts of a figure, because names of layers may contain `$`."
     for t in texts_in(fig):
         s = t.get_text()
@@ -103,7 +103,7 @@ def whole_figure(fig):
     return fig
 
 def return_axes(axes, own=True):
-    "Return the Axes of a picture, or `Panels` if there are several. If torchember made the figure, Axes also get the figure's method `savefig`."
+    "Return the Axes of a picture, or `Panels` for several Axes. If torchember made the figure, give the Axes the figure's method `savefig`."
     ax = axes if isinstance(axes, mpl.axes.Axes) else axes[0] if len(axes)==1 else None
     if ax is None: return Panels(axes)
     if own: ax.savefig = whole_figure(ax.figure).savefig
@@ -122,7 +122,7 @@ given = ContextVar('given', default=(None, None))
 
 @contextmanager
 def drawing_on(fig, wanted=None):
-    "Draw each picture of the `with` block into one figure, after clearing the figure. `wanted`: function called with the size in inches."
+    "In a `with` block, clear the figure `fig` and draw each picture into it. `wanted`: function called with the size in inches."
     was = given.set((fig, wanted))
     try: yield fig
     finally: given.reset(was)
@@ -140,7 +140,7 @@ def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs)
     fig = figure(size)
     grid = fig.subplots(down, across, squeeze=False, **kwargs).ravel()
     for ax in grid[n:]: ax.remove()
-    # the labels of the x axis are shown, because no panel below shows them
+    # show the labels of the x axis, because there is no panel below
     for ax in grid[max(n-across, 0):n]: ax.xaxis.set_tick_params(labelbottom=True)
     return fig, list(grid[:n])
 

@@ -41,7 +41,7 @@ def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
     return steps, units, np.where(np.isfinite(value), value, np.nan), np.zeros(value.shape, bool) if fine else each(~ok, np.logical_or)
 
 def has_zeros(value):
-    "Return True if zero is the smallest value, and larger values exist. Zeros are then drawn in gray."
+    "Return True if zero is the smallest value, and larger values exist: then zeros are drawn in gray."
     finite = value[np.isfinite(value)]
     return bool(len(finite) and finite.min()==0 and finite.max()>0)
 
@@ -50,19 +50,19 @@ def has_zeros(value):
 @drawn
 def surface(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
-    path=None, # Layers: a path, a glob, a compiled regex, or a list; one panel per layer. Default: all with the statistic
+    path=None, # Layers to draw: a path, a glob, a compiled regex, or a list; one panel per layer. Default: all with the statistic
     ttype:str|None=None, # Tensor type to draw; default all types that have the statistic
     stat:str|None=None, # Statistic whose values are vectors, such as 'InputMean' or 'UnitActivity'
     kind:str='surface', # 'surface', or 'heatmap': steps to the right, units downwards
     figsize:tuple|None=None, # Width and height of the figure in inches
     col_wrap:int|None=None, # Largest number of panels in a row
     **kwargs # Arguments of matplotlib's `plot_surface` or `pcolormesh`
-): # Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
     """Draw a statistic whose values are vectors: one number for each unit of a layer and each step.
 
     Args:
         run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
-        path: Layers: a path, a glob, a compiled regex, or a list; one panel per layer. Default: all with the statistic
+        path: Layers to draw: a path, a glob, a compiled regex, or a list; one panel per layer. Default: all with the statistic
         ttype: Tensor type to draw; default all types that have the statistic
         stat: Statistic whose values are vectors, such as 'InputMean' or 'UnitActivity'
         kind: 'surface', or 'heatmap': steps to the right, units downwards
@@ -71,7 +71,7 @@ def surface(
         **kwargs: Arguments of matplotlib's `plot_surface` or `pcolormesh`
 
     Returns:
-        Axes of one panel; `Panels` of several: an array with a `figure`, `axes` and `savefig`
+        Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
     """
     if kind not in ('surface', 'heatmap'):
         raise ValueError(f"A vector statistic is drawn as 'surface' or 'heatmap', not as {kind!r}.")
@@ -96,7 +96,7 @@ def draw(found, stat, kind, title, figsize=None, col_wrap=None, kwargs=None):
     names = short_names([h.label for h in found], 34)
     for ax,h,name in zip(axes, found, names, strict=True):
         (draw_heatmap if flat else draw_surface)(ax, h, stat, kwargs or {})
-        # beside other panels, the plot is smaller, so that all labels fit
+        # make the plot smaller beside other panels, so that all labels fit
         if not flat: ax.set_box_aspect((1.25, 1, .7), zoom=1.05 if alone else .88)
         if not alone: ax.set_title(name)
     title = make_title(title, names[0] if alone else '')

@@ -19,12 +19,12 @@ from .style import canvas, drawn, is_dark, axes_size
 # %% ../../nbs/60_show/50_trees.ipynb #5601def5
 class Box:
     "Rectangle for a module in the picture of the module tree: its position and size."
-    def __init__(self, path:str, depth:int, top:float, height:float): # depth: number of modules around this module
+    def __init__(self, path:str, depth:int, top:float, height:float): # depth: number of enclosing modules
         self.path,self.depth,self.top,self.height = path,depth,top,height
 
 def boxes(paths:list, deepest:int|None=None) -> list:
     "Return a `Box` for each module, the root first. `deepest`: largest depth of modules to draw."
-    around = {'': None} # for each path, the path of the module that contains it; outer modules first
+    around = {'': None} # path -> path of the module around it, outer modules first
     for p in paths:
         parts = p.split('.')[:deepest] if p else []
         for i in range(len(parts)): around.setdefault('.'.join(parts[:i+1]), '.'.join(parts[:i]))
@@ -32,7 +32,7 @@ def boxes(paths:list, deepest:int|None=None) -> list:
     for p,outer in reversed(around.items()):
         heights[p] = heights[p] or 1
         if p: heights[outer] += heights[p]
-    out,free = [],{None: 0.} # free: for each module, the upper edge of the next box inside it
+    out,free = [],{None: 0.} # free: path -> upper edge of the next box inside this module
     for p,outer in around.items():
         free[p] = free[outer]
         free[outer] += heights[p]

@@ -43,12 +43,12 @@ def least_ratios(rows) -> list: # rows: log rows of weights
     return out
 
 def population_std(rows):
-    "Convert the unbiased standard deviation (divisor n-1) in log rows to the population's (divisor n). It is 0 for one element."
+    "Convert the unbiased standard deviation (divisor n-1) in log rows to the biased one (divisor n). It is 0 for a single element."
     known,std = {},rows['std'].to_numpy(float)
     shapes = rows['shape'] if 'shape' in rows else [None]*len(rows)
     n = np.array([known.setdefault(tuple(s), np.prod(s)) if isinstance(s, list|tuple|np.ndarray) else np.inf
         for s in shapes])
-    # the unbiased standard deviation of one element is NaN
+    # one element: by the shape, or because the standard deviation is NaN
     one = (n==1) | np.isnan(std) & np.isfinite(rows['mean'].to_numpy(float))
     return np.where(one, 0, std*np.sqrt(1-1/np.maximum(n, 1)))
 
@@ -75,23 +75,23 @@ def unchanged_mask(rows, code):
     return still & before, before
 
 def count_standstills(rows, known:bool) -> dict: # known: True if the rows are of updates, False if they are of weights
-    "Count for each weight the steps at which it did not change. Return a dict by label: (steps without change, recorded steps)."
+    "Count the steps at which each weight did not change. Return a dict: label -> (number of these steps, number of recorded steps)."
     code,labels = places(rows)
     still,counted = (zero_update_mask(rows), np.ones(len(rows), bool)) if known else unchanged_mask(rows, code)
     each = zip(labels, np.bincount(code, still, len(labels)), np.bincount(code, counted, len(labels)), strict=True)
     return {l: (int(z), int(n)) for l,z,n in each if n}
 
 def find_unmoved(table, rows, path, known):
-    "Count the steps without a change of a weight, as `count_standstills` does, but also for weights without rows of updates."
+    "Count the steps without a change, as `count_standstills` does. Include weights that have no rows of updates."
     found = count_standstills(rows, known)
     if not known or not has_ttype(table, 'weight').any(): return found
     try: weights = pick(table, path, 'weight')
-    except ValueError: return found # the selected layers have no weights
+    except ValueError: return found # no error if the selected layers have no weights
     return {l: found.get(l, (1, 1)) for l in dict.fromkeys([*places(weights)[1], *found])}
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #accf216f
-def standstill_text(never, still:dict, why:dict, most:int=4) -> str: # still: result of `count_standstills`
-    "Return a text with the weights without any change, and the weights without a change at some steps."
+def standstill_text(never, still:dict, why:dict, most:int=4) -> str: # still: the dict that `count_standstills` returns
+    "Return a text with the names of weights without any change, and of weights without a change at some steps."
     names = lambda listed: ', '.join(listed[:most])+(f' and {len(listed)-most} more' if len(listed)>most else '')
     short = dict(zip(never, short_names(list(never)), strict=True))
     now_and_then = [f'{l} ({z:,} of {n:,} steps)' for l,(z,n) in still.items() if 0<z<n]
@@ -104,7 +104,7 @@ def standstill_text(never, still:dict, why:dict, most:int=4) -> str: # still: re
 @drawn
 def updates(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
-    path=None, # Layers: a path, a glob, a compiled regex, a parameter ('0.weight'), or a list; default all
+    path=None, # Layers to draw: a path, a glob, a compiled regex, a parameter ('0.weight'), or a list; default all
     healthy:tuple=(1e-4, 1e-2), # Band of usual ratios to draw: 0.001, divided by 10 and times 10
     ax=None # Axes to draw into; default a new figure
 ): # Axes of the picture
@@ -112,7 +112,7 @@ def updates(
 
     Args:
         run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
-        path: Layers: a path, a glob, a compiled regex, a parameter ('0.weight'), or a list; default all
+        path: Layers to draw: a path, a glob, a compiled regex, a parameter ('0.weight'), or a list; default all
         healthy: Band of usual ratios to draw: 0.001, divided by 10 and times 10
         ax: Axes to draw into; default a new figure
 
@@ -128,7 +128,7 @@ def updates(
     if known: never |= dict.fromkeys(n for n in untrained_reasons(rows, 'update', ps, path) if n not in still)
     ax = canvas(ax, (7.5, 3.6))
     ax.axhspan(*healthy, color=palettes[is_dark()][2], alpha=.15, lw=0)
-    # a logarithmic axis cannot show zeros
+    # drop zeros, which a logarithmic axis cannot show
     lines = [(n, x, np.where(y>0, y, np.nan), bad) for n,x,y,bad in lines if n not in never]
     colors = draw_lines(ax, lines)
     ax.set_yscale('log')

@@ -37,13 +37,13 @@ class Function(Sink):
         "Call the function with the numbers of a step."
         self.f(step, numbers)
 
-    # a function with '<lambda>' or '<locals>' in its name cannot be recognized later, so its destination gets no name
+    # names with '<lambda>' or '<locals>' do not identify a function in a later process
     def target(self):
         "Return a name by which the function is recognized later. Return None for a lambda or a local function."
         return None if '<' in self.name else f'{self.f.__module__}.{self.name}'
 
 def hidden_plugin(plugin):
-    "Return a warning for an unusable sink of a plugin package: a built-in sink has the same name."
+    "Return a warning that a sink of a plugin package cannot be used, because a built-in sink has the same name."
     return (f"The package {plugin.dist.name!r} has a sink {plugin.name!r}, but torchember uses its own sink of this name. "
         f"To use that of the package, pass the object itself: sinks={plugin.value.partition(':')[2]}, from {plugin.value.partition(':')[0]}.")
 
@@ -82,7 +82,7 @@ class SentSteps:
         if target is not None and self.path.exists():
             for line in self.path.read_bytes().splitlines():
                 try: row = load_row(line)
-                except ValueError: continue # an incomplete line: the process was killed while it wrote the line
+                except ValueError: continue # skip an incomplete line, left by a process that was killed while writing
                 if row.get('target')==target: self.steps.update(range(row['first'], row['last']+1))
 
     def add(self, steps):
@@ -101,7 +101,7 @@ class SentSteps:
 # %% ../../nbs/56_sinks/60_feed.ipynb #8b0a1869
 class StepSender:
     "Sends steps of a run to a sink, and records which steps have arrived."
-    # seconds between two flushes of the sink; number of failures in a row after which nothing more is sent
+    # patience: seconds between two flushes; most_failures: consecutive failures after which sending stops
     patience,most_failures = 2.,5
     def __init__(self, t, sink): # t: the run, a `tracker`
         # sent: a `SentSteps`, or None before the first call of `open`
@@ -113,7 +113,7 @@ class StepSender:
         "Open the run in the experiment tracker, unless it is open already."
         if self.sent is not None: return
         try: about = self.tracker.about[f'base_{self.tracker.fname}']
-        except KeyError: about = {} # another process of the run has the metadata
+        except KeyError: about = {} # this process has no metadata, because another process of the run has written them
         if self.sink.of is not None:
             raise ValueError(f"this sink already sends the run {self.sink.of!r}. Create another sink for {self.run!r}")
         self.sink.of = self.run
@@ -148,7 +148,7 @@ class StepSender:
         self.sink.flush()
         arrived = set(self.sink.persisted_steps(self.unconfirmed))
         self.sent.add(arrived)
-        # the last step stays in the list, because the tracker may not have stored it yet
+        # keep the last step in the list, because the tracker may not have stored it yet
         self.unconfirmed,self.last_flush = [s for s in self.unconfirmed[-1:] if s not in arrived],time.monotonic()
 
     def close(self):
@@ -160,7 +160,7 @@ class StepSender:
 # %% ../../nbs/56_sinks/60_feed.ipynb #d31311fd
 class Feed:
     "Sends a run to a sink while the run is recorded. A separate thread sends, so that the training never waits for the tracker."
-    patience = 10. # at the end of a run, wait at most this many seconds for the sink
+    patience = 10. # maximum number of seconds to wait for the sink at the end of a run
 
     def __init__(self, t, sink): # t: the run, a `tracker`
         # has_own_names: False if another run sends metrics with the same names to this destination
@@ -174,7 +174,7 @@ class Feed:
     def receive_rows(self, step, rows):
         "Collect the rows of a step. When rows of a new step arrive, send the collected step. The listener thread calls this method."
         found = [r for r in rows if r.get('ttype')=='finding']
-        for at in dict.fromkeys(r['step'] for r in found): # each finding is sent under its own step, as `replay` does
+        for at in dict.fromkeys(r['step'] for r in found): # send each finding with its own step, as `replay` does
             self.attempt(at, lambda at: self.sender.findings(at, [r for r in found if r['step']==at]))
         if step is None or len(found)==len(rows): return
         if step==self.step: return self.rows.extend(rows)
@@ -231,7 +231,7 @@ class Feed:
         if self.listening.hangs: return
         last = threading.Thread(target=self.finish, name=f'torchember-{self.name}-end', daemon=True)
         try: last.start()
-        except RuntimeError: return self.finish() # while the interpreter ends, no thread can start
+        except RuntimeError: return self.finish() # no thread can start while the interpreter shuts down
         last.join(self.patience)
         if last.is_alive(): self.report('it does not return')
 

@@ -14,7 +14,7 @@ from .sink import Sink, simple_metadata, stable_id
 from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #d3d78745
-# limits of MLflow: numbers in a request, characters of a name, characters of a tag
+# limits of MLflow: numbers per request, characters per name, characters per tag
 most_numbers,most_letters,most_text = 1000,250,5000
 
 def escape_name(part:str):
@@ -42,25 +42,25 @@ class MLflow(Sink):
     """Sends to MLflow: to the MLflow run that is open, or else to a new MLflow run.
 
     Args:
-        run: Run of MLflow, or its id; by default the open run, or else a new run
-        experiment: Experiment of a new run; by default the experiment set in MLflow, or 'torchember'
+        run: MLflow run, or the id of a run. Default: the open run, or else a new run
+        experiment: Experiment of a new run. Default: the experiment set in MLflow, or 'torchember'
         **choice: Further arguments of `Sink`
     """
     name = 'mlflow'
     # tag of the MLflow run with the id of the torchember run, by which this sink finds the MLflow run again
     tag = 'torchember.run'
     def __init__(self,
-        run=None, # Run of MLflow, or its id; by default the open run, or else a new run
-        experiment:str|None=None, # Experiment of a new run; by default the experiment set in MLflow, or 'torchember'
+        run=None, # MLflow run, or the id of a run. Default: the open run, or else a new run
+        experiment:str|None=None, # Experiment of a new run. Default: the experiment set in MLflow, or 'torchember'
         **choice # Further arguments of `Sink`
     ):
         super().__init__(**choice)
         self.given = (run if isinstance(run, str)
             else self.id_of(run or self.mlflow.active_run()) or os.environ.get('MLFLOW_RUN_ID'))
-        # server of the given run. Without a run it is None, because the user may choose another server later
+        # server of the given run; None without a run, because the user may still choose another server
         self.uri = self.mlflow.get_tracking_uri() if self.given else None
         self.experiment = experiment
-        # the database of MLflow is created now, before the training, because this takes seconds
+        # create the database of MLflow now and not during the training, because this takes seconds
         if not self.mlflow.get_tracking_uri().startswith(('http', 'databricks')):
             self.mlflow.MlflowClient(self.uri)
         self.begin()
@@ -71,7 +71,7 @@ class MLflow(Sink):
     def begin(self):
         "Reset the state of the sink, to send another run."
         self.id,self.client,self.owns_run = self.given,None,False
-        # old_metrics: names of the metrics in the MLflow run; old_steps: for each of these names, the steps in the MLflow run
+        # old_metrics: names of the metrics that the MLflow run already has; old_steps: name -> steps that the MLflow run already has
         self.pending,self.old_metrics,self.old_steps,self.tags = [],(),{},{}
 
     @staticmethod
@@ -82,7 +82,7 @@ class MLflow(Sink):
     def open(self, run, about):
         "Open the MLflow run, or find the MLflow run of an earlier call for the same run."
         self.client = self.mlflow.MlflowClient(self.uri)
-        # searched again, because the user may have opened a run in another thread
+        # search again, because the user may have opened a run in another thread
         self.id = self.id or self.id_of(find_open_run(self.mlflow))
         found = self.client.get_run(self.id) if self.id else self.create_or_find_run(run, about)
         self.old_metrics,self.tags,self.id = {*found.data.metrics},found.data.tags,found.info.run_id
@@ -90,7 +90,7 @@ class MLflow(Sink):
     def experiment_id(self):
         "Return the id of the MLflow experiment for a new run. Create the experiment if it does not exist."
         env = os.environ.get
-        # the experiment that the user has chosen: `mlflow.set_experiment` sets this variable, too
+        # the experiment that the user has chosen, because `mlflow.set_experiment` also sets this variable
         if self.experiment is None and env('MLFLOW_EXPERIMENT_ID'): return env('MLFLOW_EXPERIMENT_ID')
         name = self.experiment or env('MLFLOW_EXPERIMENT_NAME') or 'torchember'
         found = self.client.get_experiment_by_name(name)
@@ -138,7 +138,7 @@ class MLflow(Sink):
             line = f"step {step}: {'no longer so: ' if f.get('over') else ''}{f['text']}"
             lines = self.tags.get(tag, '').splitlines()
             text = '\n'.join([*lines, line])
-            # a full tag keeps its first findings, which are usually the causes
+            # add nothing to a full tag: it keeps its first findings, which are usually the causes
             if line in lines or len(text)>most_text: continue
             self.client.set_tag(self.id, tag, text)
             self.tags[tag] = text

@@ -25,7 +25,7 @@ def rms_of_row(row):
     mean,std = row.get('mean'),row.get('std')
     if mean is None or 'std' not in row: return None
     n = row.get('numel') or (math.prod(row['shape']) if isinstance(row.get('shape'), list|tuple) else 0)
-    # the standard deviation of a single element is NaN; in a row without a shape, NaN is taken to mean one element
+    # the standard deviation of a single element is NaN: so in a row without shape, NaN means a single element
     if n==1 or std!=std and math.isfinite(mean): return abs(mean)
     return None if std is None else math.hypot(mean, std*math.sqrt((n-1)/n if n else 1.))
 
@@ -83,7 +83,7 @@ class MetricNames:
             self.picked = None
         if self.picked is not None: return
         try: ids = chosen(self.layers.items(), self.include, self.exclude)
-        except ValueError: ids = set() # so far, no recorded module matches `include`
+        except ValueError: ids = set() # no module recorded so far matches `include`
         self.picked = {p for p,l in self.layers.items() if id(l) in ids}
 
     def is_sent(self, row):
@@ -92,20 +92,20 @@ class MetricNames:
         is_activation = row['ttype'] in ('input', 'output', 'input_grad', 'output_grad')
         return path in self.picked and (self.include is not None or not is_activation or path not in self.inner)
 
-    def key(self, row, first): # first: (ttype, phase, path) -> name of the first tensor
+    def key(self, row, first): # first: (ttype, phase, path) -> name of the first tensor, whose metrics get short names
         "Return the start of the metric names of a row, `ttype/path`, to which the name of a statistic is added."
         path,tname = path_of(row['module']) or 'model',row.get('tname')
         if row.get('pname'): path = f"{path}.{row['pname']}"
-        # the second output of a module, and each optimizer state, needs a longer name to be unique
+        # add the tensor name for further outputs of a module and for optimizer states, to make metric names unique
         other = first.setdefault((row['ttype'], row.get('phase'), path), tname)!=tname
         if other or row['ttype']=='optimizer': path = f'{path}/{tname}'
         return (f"{row['phase']}/" if row.get('phase') in beside_training else '')+f"{row['ttype']}/{path}"
 
 # %% ../../nbs/56_sinks/10_sink.ipynb #7e5d73c1
-# columns of a row that torchember writes; any other column with numbers comes from the user
+# columns that torchember writes. All other columns with numbers come from the user
 built_in_columns = {*identity, *of_pieces, *optional, 'path'}
 
-def logged_numbers(row, known): # known: names of columns that the user did not log
+def logged_numbers(row, known): # known: names of columns that do not come from the user
     "Return the numbers that the user has logged with `te.log`, from a row of type 'scalar'."
     return {k: float(v) for k,v in row.items()
         if k not in known and isinstance(v, int|float) and not isinstance(v, bool)}
@@ -130,7 +130,7 @@ class Sink:
     """Sends the statistics of each step to an experiment tracker. Your own sink must implement `scalars`.
 
     Args:
-        include: Modules to send, as in `select`. By default all; outputs only of modules without submodules
+        include: Modules to send, as in `select`. Default: all, but outputs only of modules without submodules
         exclude: Modules to leave out
         ttypes: Recorded tensor types to send
         stats: Recorded statistics to send. 'rms' is also computed from mean and standard deviation
@@ -140,7 +140,7 @@ class Sink:
     """
     name,prefix,of = 'sink','',None # name: name of the sink in messages; of: name of the run that is being sent
     def __init__(self,
-        include=None, # Modules to send, as in `select`. By default all; outputs only of modules without submodules
+        include=None, # Modules to send, as in `select`. Default: all, but outputs only of modules without submodules
         exclude=None, # Modules to leave out
         ttypes=default_ttypes, # Recorded tensor types to send
         stats=('rms',), # Recorded statistics to send. 'rms' is also computed from mean and standard deviation
@@ -185,11 +185,11 @@ class Sink:
     def close(self):
         "End the run in the tracker. Afterwards, the sink can send another run."
 
-    def target(self) -> str|None: # None if the destination has no name, so that `replay` sends all steps
+    def target(self) -> str|None: # Name of the destination. None if it has no name: `replay` then sends all steps
         """Return a name of the destination, such as the address of a run. No step is sent twice to the same destination.
 
         Returns:
-            None if the destination has no name, so that `replay` sends all steps
+            Name of the destination. None if it has no name: `replay` then sends all steps
         """
         return self.name
 
@@ -204,7 +204,7 @@ class Sink:
         Returns:
             Two dicts: metric name -> number, and metric name -> histogram
         """
-        # rows of refused passes (whose gradients were discarded) are skipped, because they belong to no step
+        # skip rows of refused passes (whose gradients were discarded), because they belong to no step
         rows = [r for r in without_superseded(rows) if r.get('phase')!='refused']
         self.names.learn([r for r in rows if r.get('ttype') in self.ttypes])
         found,counts,scalars,first,bad = {},{},{},{},0

@@ -34,26 +34,26 @@ def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: fold
         try: makedirs(folder)
         except FileExistsError:
             try: owner = json.loads(Path(folder, owner_file).read_text(encoding='utf-8'))
-            except (OSError, ValueError): owner = None # the folder belongs to another program
+            except (OSError, ValueError): owner = None # no owner: another program made the folder
             if owner!=id: continue
         else: Path(folder, owner_file).write_text(json.dumps(id), encoding='utf-8')
         return folder
 
-owner_file = 'torchember.json' # file in a folder of TensorBoard that names the torchember run of the folder
+owner_file = 'torchember.json' # file that identifies the torchember run of a TensorBoard folder
 
 # %% ../../nbs/56_sinks/30_tensorboard.ipynb #8b5e8906
 class TensorBoard(Sink):
     """Sends the statistics of a run to TensorBoard, through a given `SummaryWriter` or a new one.
 
     Args:
-        writer: `SummaryWriter` to use; by default a new one
-        log_dir: Folder for new writers; each run gets a folder inside
+        writer: `SummaryWriter` to use. Default: a new writer
+        log_dir: Folder for new writers. Each run gets a folder inside it
         **choice: Further arguments of `Sink`
     """
     name = 'tensorboard'
     def __init__(self,
-        writer=None, # `SummaryWriter` to use; by default a new one
-        log_dir='runs', # Folder for new writers; each run gets a folder inside
+        writer=None, # `SummaryWriter` to use. Default: a new writer
+        log_dir='runs', # Folder for new writers. Each run gets a folder inside it
         **choice # Further arguments of `Sink`
     ):
         super().__init__(**choice)
@@ -77,11 +77,11 @@ class TensorBoard(Sink):
         "Write the numbers of a step."
         new = {k: v for k,v in numbers.items() if (k, step) not in self.existing}
         file = getattr(self.writer, 'file_writer', None)
-        # all numbers of a step are one event, which takes a tenth of the time of one event per number
+        # write all numbers of a step as one event: one event per number takes 10 times as long
         if type(file).__module__=='torch.utils.tensorboard.writer':
             from tensorboard.compat.proto.summary_pb2 import Summary
             file.add_summary(Summary(value=[Summary.Value(tag=k, simple_value=v) for k,v in new.items()]), step)
-        else: # a writer of another library may have no `add_summary`
+        else: # writers of other libraries may have no `add_summary`
             for k,v in new.items(): self.writer.add_scalar(k, v, step)
 
     def histograms(self, step, counts):
@@ -89,7 +89,7 @@ class TensorBoard(Sink):
         for k,(edges,n) in counts.items():
             if (f'{k}/exponents', step) in self.existing: continue
             centers = [(a+b)/2 for a,b in zip(edges, edges[1:], strict=False)]
-            # the sum and the sum of squares are estimated from the centers of the bins
+            # estimate the sum and the sum of squares from the centers of the bins
             total = sum(c*x for c,x in zip(n, centers, strict=True))
             squares = sum(c*x*x for c,x in zip(n, centers, strict=True))
             self.writer.add_histogram_raw(f'{k}/exponents', min=edges[0], max=edges[-1], num=sum(n), sum=total,
@@ -110,4 +110,4 @@ class TensorBoard(Sink):
         if self.writer is None: return
         if not self.owns_writer: return self.writer.flush()
         self.writer.close()
-        self.writer = None # `open` creates a new writer for the next run
+        self.writer = None # so that `open` creates a new writer for the next run

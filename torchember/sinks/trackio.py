@@ -32,14 +32,14 @@ class Trackio(Sink):
     """Sends to trackio: to the trackio run that is open, or else to a new trackio run.
 
     Args:
-        run: Run of trackio; by default the open run, or else a new run
+        run: trackio run. Default: the open run, or else a new run
         project: Project of a new run
         **choice: Further arguments of `Sink`
     """
     # patience: `flush` waits at most this many seconds until trackio has stored the numbers
     name,patience = 'trackio',10.
     def __init__(self,
-        run=None, # Run of trackio; by default the open run, or else a new run
+        run=None, # trackio run. Default: the open run, or else a new run
         project:str='torchember', # Project of a new run
         **choice # Further arguments of `Sink`
     ):
@@ -77,7 +77,7 @@ class Trackio(Sink):
             url,token = self.trackio.utils.parse_trackio_server_url(server)
             token = token or os.environ.get('TRACKIO_WRITE_TOKEN')
             remote = {'server_base_url': url, 'write_token': token, 'existing_runs': [], 'initial_last_step': 0}
-            # raises an error if the server does not answer, so that the sink tries again at the next step
+            # raise an error if the server does not answer, so that the sink tries again at the next step
             remote['client'] = self.trackio.RemoteClient(url, hf_token=None, write_token=token, verbose=False)
         return self.trackio.Run(**{'url': remote.get('server_base_url'), 'client': None, **remote},
             project=self.project, name=run,

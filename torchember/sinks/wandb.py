@@ -17,7 +17,7 @@ class Wandb(Sink):
     """Sends to Weights & Biases: to the W&B run that is open, or else to a new W&B run.
 
     Args:
-        run: Run of W&B; by default the open run, or else a new run
+        run: W&B run. Default: the open run, or else a new run
         project: Project of a new run
         commit: True to commit each step to W&B, even in a run that the user has opened. This advances the step counter of the run
         **choice: Further arguments of `Sink`
@@ -25,7 +25,7 @@ class Wandb(Sink):
     name = 'wandb'
     axis = 'torchember/step'
     def __init__(self,
-        run=None, # Run of W&B; by default the open run, or else a new run
+        run=None, # W&B run. Default: the open run, or else a new run
         project:str='torchember', # Project of a new run
         commit:bool=False, # True to commit each step to W&B, even in a run that the user has opened. This advances the step counter of the run
         **choice # Further arguments of `Sink`
@@ -44,7 +44,7 @@ class Wandb(Sink):
 
     def open(self, run, about):
         "Open the W&B run, or create one."
-        # W&B is asked again, because the user may have opened a run since the sink was created
+        # ask W&B again, because the user may have opened a run since the sink was created
         self.run = self.run or self.wandb.run
         if self.run is None:
             self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about),
@@ -84,14 +84,14 @@ class Wandb(Sink):
         keys_of_axis,outdated = {},{}
         for k in data: keys_of_axis.setdefault(self.axis_of(k), set()).add(k)
         for axis,keys in keys_of_axis.items():
-            # W&B accepts a pattern only if its star is at the end
+            # make patterns that end in '*', because W&B accepts no other patterns
             for group in {f'{top}/*' if top and axis==self.axis else k for k in keys for top in [k.rpartition('/')[0]]}-self.axes:
                 self.axes.add(group)
                 if '*' not in group.removesuffix('/*'): self.run.define_metric(group, step_metric=axis)
             if axis!=self.axis and axis not in self.axes: self.axes.add(axis); self.run.define_metric(axis, hidden=True)
         if self.commit and any(s!=step for s,_ in self.open_row.values()): self.flush()
         self.detect_new_row()
-        for axis,keys in keys_of_axis.items(): # values of another step in the same row are overwritten with None
+        for axis,keys in keys_of_axis.items(): # overwrite values of another step in the same row with None
             before,present = self.open_row.get(axis, (step, set()))
             if before!=step: outdated |= dict.fromkeys(present-keys)
             self.open_row[axis] = step,present|keys

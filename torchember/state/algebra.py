@@ -164,7 +164,7 @@ class Layers(NamedValues):
         *, include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
         exclude=None # Modules to leave out
     ): # New StateDict of the selected layers
-        """Return the layers of the included modules with names that match the pattern.
+        """Return the layers with matching names that belong to included modules.
 
         Args:
             pattern: Regular expression for layer names, matched from the start
@@ -224,7 +224,7 @@ def in_place(method):
     f.__name__ += '_'
     f.__qualname__ += '_'
     first = f"Replace the values by the result of `{method.__name__}`. Return this snapshot."
-    f.__doc__ = '\n'.join([first, *method.__doc__.split('\n')[1:]]) # the section `Args:` of the docstring is kept
+    f.__doc__ = '\n'.join([first, *method.__doc__.split('\n')[1:]]) # keep the section `Args:` of the docstring
     return f
 
 class EditableLayers(Layers):
@@ -377,7 +377,7 @@ class Arithmetic(EditableLayers):
         "Apply an operation to each layer. Its right operand is a number or another StateDict."
         return apply_operation(op, self, o) if is_scalar_value(o) or isinstance(o, NamedValues) else NotImplemented
 
-    __array_ufunc__ = None # with None, `numpy_number + d` calls `__radd__` of this class instead of a function of numpy
+    __array_ufunc__ = None # None makes `numpy_number + d` call `__radd__` of this class, and not a function of numpy
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -425,7 +425,7 @@ def tensors_to_reduce(d, pattern, lw):
     if lw: return {k: torch.tensor(v, dtype=torch.float64) for k,v in selected.items()}
     return {'': results_tensor(d.like(selected))}
 
-# correct: function (results, element counts) -> corrected results, such as for a bias
+# correct: function of (results, element counts) that returns corrected results, such as without bias
 def reduce_layers(d, name, lw, pattern, correct=None, dtype=None):
     "Compute a reduction of each layer if `lw`, else of the whole model. `name`: 'sum', or a key of `reduction_stats`."
     layers = tensors_to_reduce(d, pattern, lw)
@@ -445,7 +445,7 @@ def reduction_result(d, layers, values, lw, dtype, name=''):
     return scalar_tensor(float(values), [x.dtype for x in layers.values()], name)
 
 def correction_factor(n, correction):
-    "Return the factor from an unbiased variance to a variance with the given `correction` (see `torch.var`)."
+    "Return the factor to convert an unbiased variance to a variance with the given `correction` (see `torch.var`)."
     with np.errstate(all='ignore'): return np.where(n>correction, (n-1)/(n-correction), np.nan)
 
 def correct_bias(name, value, n):
@@ -464,7 +464,7 @@ def reduce_norm(d, p, lw, pattern, dtype=None):
     return reduction_result(d, layers, norms if lw else combine_norms(norms, p), lw, dtype)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #c7b82ab3
-# Name of a reduction -> arguments of torch's reduction of this name that are accepted. Other reductions accept `dim` and `keepdim`
+# Name of a reduction -> accepted arguments of torch's reduction of the same name. Other reductions accept `dim` and `keepdim`
 torch_options = {**dict.fromkeys(('sum', 'mean', 'norm'), ('dim', 'keepdim', 'dtype')),
     **dict.fromkeys(('var', 'std'), ('dim', 'keepdim', 'correction', 'unbiased'))}
 

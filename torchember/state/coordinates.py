@@ -67,7 +67,7 @@ class Slopes:
         return self.known.get((layer, step, quantity), (math.nan,))[0]
 
     def own(self, layer, step, quantity, against, may_shrink=1.) -> float:
-        """Return the part of a slope that does not come from the slope of the input. Return 0 if this part is within the tolerance.
+        """Return the part of a slope that the slope of the input does not explain. Return 0 if this part is within the tolerance.
 
         against: name of the size of the input
         may_shrink: factor of the tolerance for sizes that shrink
@@ -80,7 +80,7 @@ class Slopes:
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #3593eb77
 def exponent_of(slope) -> float:
-    "Return the multiple of 1/2 that is nearest to a slope. If it is more than 0.15 away, return the slope, rounded."
+    "Return the multiple of 1/2 nearest to a slope. If the distance is more than 0.15, return the rounded slope."
     half = round(2*slope)/2
     return half if half and abs(half-slope)<=.15 else round(slope, 2)
 
@@ -100,10 +100,10 @@ class Fault(NamedTuple):
     "A size of one layer that depends on the width."
     rule:str # key of `remedies`
     layer:dict # row of the table of sizes
-    step:int # step at which the slope was read
-    quantity:str # name of the size
-    own:float # result of `Slopes.own`
-    text:str # the fault in words, without the name of the layer
+    step:int # step of the slope
+    quantity:str # name of the size, a column of the table
+    own:float # part of the slope due to this layer: `Slopes.own`
+    text:str # description of the fault, without the name of the layer
 
 # Name of a rule -> the number to correct, and the source of the theory
 remedies = {'initial_size': ('standard deviation of the initial weights', 'Yang et al. 2022, https://arxiv.org/abs/2203.03466'),
@@ -136,7 +136,7 @@ def initial_fault(slopes, layer, widths, fixed):
 def rate_fault(slopes, layer, widths, fixed):
     "Return the `Fault` of the learning rate of a layer, or None. `fixed`: as in `initial_fault`."
     name,step = layer['layer'],slopes.first_step(layer['layer'], 'from_weights')
-    # in muP, the output of the last layer shrinks before training, and with it the gradient of the loss
+    # the last layer may shrink more, because in muP its output before training shrinks with the width
     own = slopes.own(name, step, 'from_weights', 'input', may_shrink=2 if fixed else 1)
     if not own: return None
     why = 'The learning rate of these weights is too large in wide models.' if own>0 else 'The wider the model, the less these weights learn.'
@@ -149,7 +149,7 @@ def fault_finding(slopes, faults, widths, more='') -> dict: # more: sentence to 
     "Return the finding about faults of the same kind in one or more layers."
     f,names = faults[0],[g.layer['layer'] for g in faults]
     number,source = remedies[f.rule]
-    # an output of a module with several outputs or calls has a name of its own, but the weights belong to the module
+    # name modules, not outputs: a module may have several outputs or calls, but the weights belong to the module
     modules = list_names(list(dict.fromkeys(g.layer['path'] or 'the model' for g in faults)), 5)
     also = f" The same is true of {list_names(names[1:], 4)}, with similar numbers." if len(names)>1 else ''
     own = float(np.mean([g.own for g in faults]))
@@ -358,7 +358,7 @@ def run_one(maker, width, seed, batches, loss_fn, steps, include, exclude) -> tu
         rows,stopped = train_and_measure(model, optimizer, batches, loss_fn, steps, include, exclude)
     if stopped==0:
         raise ValueError(f"the loss is not finite before the first step, at width {width:g} with seed {seed}. Check the model and the data.")
-    if stopped is None and not any(r['change'] for r in rows if r['step']==steps): # NaN counts as a change
+    if stopped is None and not any(r['change'] for r in rows if r['step']==steps): # NaN is true: it counts as a change
         raise ValueError(f"no output changed in {steps_text(steps)}. make_optimizer(model) must pass the parameters of this model, "
             "with a learning rate above 0.")
     return [dict(width=width, seed=seed, **r) for r in rows], stopped, isinstance(optimizer, torch.optim.SGD)
@@ -370,10 +370,10 @@ def coord_check(
     data, # A batch `(x, y)`, a dict of arguments for the model, or a list of such batches. Sizes are measured on the first batch
     steps:int=4, # Number of training steps
     *,
-    loss_fn=None, # Function of the model's output and the target `y` that returns the loss. None if the model returns its loss
+    loss_fn=None, # Function that returns the loss from the model's output and the target `y`. None if the model returns its loss
     make_optimizer=None, # Function of the model that returns an optimizer; default: Adam with a learning rate of 0.001
     seeds=3, # Number of models to train at each width, or a list of seeds
-    include=None, exclude=None, # Modules to measure, to leave out, as `select` accepts them: 'blocks.*', nn.Linear, ...
+    include=None, exclude=None, # Modules to measure, and to leave out, as in `select`: 'blocks.*', nn.Linear, ...
     tolerance:float=.25 # Largest slope of log size over log width that is no fault
 ) -> CoordCheck: # Result with `table`, `slopes`, `findings` and `plot()`
     """Train models of several widths for a few steps, and name the layers whose output, or change of the output, grows or shrinks with the width.
@@ -383,10 +383,10 @@ def coord_check(
         widths: Increasing widths, at least two. Four widths with a ratio of 2 give good slopes
         data: A batch `(x, y)`, a dict of arguments for the model, or a list of such batches. Sizes are measured on the first batch
         steps: Number of training steps
-        loss_fn: Function of the model's output and the target `y` that returns the loss. None if the model returns its loss
+        loss_fn: Function that returns the loss from the model's output and the target `y`. None if the model returns its loss
         make_optimizer: Function of the model that returns an optimizer; default: Adam with a learning rate of 0.001
         seeds: Number of models to train at each width, or a list of seeds
-        include, exclude: Modules to measure, to leave out, as `select` accepts them: 'blocks.*', nn.Linear, ...
+        include, exclude: Modules to measure, and to leave out, as in `select`: 'blocks.*', nn.Linear, ...
         tolerance: Largest slope of log size over log width that is no fault
 
     Returns:

@@ -94,7 +94,7 @@ def default_name(model, what):
 def from_weight(
     model:nn.Module,
     pattern=None, # Regular expression for layer names, matched from the start
-    *, include=None, exclude=None, # Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+    *, include=None, exclude=None, # Modules to include, and modules to leave out, as in `select`: 'features.*', nn.Linear, ...
     requires_grad:bool=False, # Include only parameters that require gradients
     clone:bool=False, # True copies the tensors. False shares memory with the model
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
@@ -104,7 +104,7 @@ def from_weight(
 
     Args:
         pattern: Regular expression for layer names, matched from the start
-        include, exclude: Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        include, exclude: Modules to include, and modules to leave out, as in `select`: 'features.*', nn.Linear, ...
         requires_grad: Include only parameters that require gradients
         clone: True copies the tensors. False shares memory with the model
         device, dtype: Device and dtype of the copies, only with `clone=True`
@@ -117,7 +117,7 @@ def from_weight(
 def from_grad(
     model:nn.Module,
     pattern=None, # Regular expression for layer names, matched from the start
-    *, include=None, exclude=None, # Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+    *, include=None, exclude=None, # Modules to include, and modules to leave out, as in `select`: 'features.*', nn.Linear, ...
     clone:bool=False, # True copies the gradients. False shares the memory of `p.grad`, until `zero_grad` releases this memory
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
@@ -126,7 +126,7 @@ def from_grad(
 
     Args:
         pattern: Regular expression for layer names, matched from the start
-        include, exclude: Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        include, exclude: Modules to include, and modules to leave out, as in `select`: 'features.*', nn.Linear, ...
         clone: True copies the gradients. False shares the memory of `p.grad`, until `zero_grad` releases this memory
         device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
@@ -146,7 +146,7 @@ def from_optimizer_state(
     optimizer:torch.optim.Optimizer,
     optimizer_key=None, # Name of the optimizer state, such as 'exp_avg'. Optional if the optimizer has only one state
     pattern=None, # Regular expression for layer names, matched from the start
-    *, include=None, exclude=None, # Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+    *, include=None, exclude=None, # Modules to include, and modules to leave out, as in `select`: 'features.*', nn.Linear, ...
     clone:bool=False, # True copies the tensors. False shares memory with the optimizer
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
@@ -156,7 +156,7 @@ def from_optimizer_state(
     Args:
         optimizer_key: Name of the optimizer state, such as 'exp_avg'. Optional if the optimizer has only one state
         pattern: Regular expression for layer names, matched from the start
-        include, exclude: Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        include, exclude: Modules to include, and modules to leave out, as in `select`: 'features.*', nn.Linear, ...
         clone: True copies the tensors. False shares memory with the optimizer
         device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
@@ -176,7 +176,7 @@ def from_together(
     optimizer:torch.optim.Optimizer,
     optimizer_keys=None, # Names of optimizer states, such as 'exp_avg'. Default: all
     pattern=None, # Regular expression for layer names, matched from the start
-    *, include=None, exclude=None, # Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+    *, include=None, exclude=None, # Modules to include, and modules to leave out, as in `select`: 'features.*', nn.Linear, ...
     clone:bool=False, # True copies the tensors. False shares memory with the model and the optimizer
     device=None, dtype=None # Device and dtype of the copies, only with `clone=True`
 ) -> tuple: # Snapshot of weights, snapshot of gradients, list of snapshots of optimizer states
@@ -185,7 +185,7 @@ def from_together(
     Args:
         optimizer_keys: Names of optimizer states, such as 'exp_avg'. Default: all
         pattern: Regular expression for layer names, matched from the start
-        include, exclude: Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        include, exclude: Modules to include, and modules to leave out, as in `select`: 'features.*', nn.Linear, ...
         clone: True copies the tensors. False shares memory with the model and the optimizer
         device, dtype: Device and dtype of the copies, only with `clone=True`
 
@@ -252,7 +252,7 @@ class LatestPass:
         self.state.clear()
         self.versions.clear()
 
-    def add(self, key, x, copy): # copy: True if compiled code will reuse the memory
+    def add(self, key, x, copy): # copy: True to copy the tensor, because compiled code will reuse its memory
         "Add a tensor to the snapshot, or a copy of the tensor."
         x = x.detach()
         if self.copy: x = x.to(**self.copy)
@@ -276,8 +276,8 @@ class LatestPass:
 # %% ../../nbs/70_state/08_factories.ipynb #6f0a3c11
 class OutputListener(Listener):
     "Captures the outputs of modules, or the gradients of these outputs, in the latest forward pass. Gets the events of the hooks."
-    running = 1 # constant: only a call of the root module begins a new pass
-    lasting = 7 # number of later passes during which gradients of a pass may still arrive
+    running = 1 # constant above 0, so that only a call of the root module begins a new pass
+    lasting = 7 # gradients of a pass may still arrive during this many later passes
 
     def __init__(self, state, grads, copy):
         self.grads,self.wants = grads,always(inputs=False, output_grad=grads)
@@ -302,7 +302,7 @@ class OutputListener(Listener):
                 layer=named_layer(track)))
             if not self.grads: self.latest.add(k, x, compiled)
         if self.grads and not compiled:
-            # these gradients may come from a compiled backward pass
+            # register the names, because the gradients may come from a compiled backward pass
             state.expect('output_grad', keys, (call, (number, keys)))
             self.leaves += hook_gradients(outputs, lambda n, g: self.add(number, keys[n], g, False), key=state.key)
         return call, (number, keys)
@@ -363,7 +363,7 @@ class Activations:
 def from_activation(
     model:nn.Module,
     pattern=None, # Regular expression for module paths, matched from the start
-    *, include=None, exclude=None, # Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+    *, include=None, exclude=None, # Modules to include, and modules to leave out, as in `select`: 'features.*', nn.Linear, ...
     clone:bool=False, # True copies the tensors. False shares memory with the model
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
@@ -372,7 +372,7 @@ def from_activation(
 
     Args:
         pattern: Regular expression for module paths, matched from the start
-        include, exclude: Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        include, exclude: Modules to include, and modules to leave out, as in `select`: 'features.*', nn.Linear, ...
         clone: True copies the tensors. False shares memory with the model
         device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text
@@ -385,7 +385,7 @@ def from_activation(
 def from_activation_grad(
     model:nn.Module,
     pattern=None, # Regular expression for module paths, matched from the start
-    *, include=None, exclude=None, # Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+    *, include=None, exclude=None, # Modules to include, and modules to leave out, as in `select`: 'features.*', nn.Linear, ...
     clone:bool=False, # True copies the gradients. False shares the memory of the gradients
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
@@ -394,7 +394,7 @@ def from_activation_grad(
 
     Args:
         pattern: Regular expression for module paths, matched from the start
-        include, exclude: Modules to include, to leave out, as `select` accepts them: 'features.*', nn.Linear, ...
+        include, exclude: Modules to include, and modules to leave out, as in `select`: 'features.*', nn.Linear, ...
         clone: True copies the gradients. False shares the memory of the gradients
         device, dtype: Device and dtype of the copies, only with `clone=True`
         name: Name of the snapshot in printed text

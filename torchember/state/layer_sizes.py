@@ -27,7 +27,7 @@ from .noise import preserve_state
 
 # %% ../../nbs/70_state/30_layer_sizes.ipynb #dcfaabf3
 def rms_or_nan(x) -> float:
-    "Return the root mean square of a tensor's elements. Return NaN for None, which stands for a tensor that does not exist."
+    "Return the root mean square of a tensor's elements. Return NaN if `x` is None (there is no such tensor)."
     return math.nan if x is None else float(derive(summarize_local([x])[0], ['rms'])['rms'])
 
 def difference_or_none(x, y):

@@ -27,7 +27,7 @@ def select_layers(
     include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
     exclude=None # Modules to leave out
 ) -> dict:
-    "Return the layers of the included modules with names that match the pattern."
+    "Return the layers with matching names that belong to included modules."
     if pattern is not None and not isinstance(pattern, str|re.Pattern):
         pattern,include = None,pattern if include is None else select(pattern) & include
     try: match = re.compile(pattern or '').match
@@ -150,7 +150,7 @@ def derive_reduction(v:np.ndarray, name:str) -> np.ndarray: # name: 'sum', or on
     return np.where(n==0, 0., values) if name in ('sum', 'norm1', 'norm2') else values
 
 # %% ../../nbs/70_state/00_layers.ipynb #1d46e8a2
-# reductions that complex layers allow
+# reductions that are also defined for complex layers, by magnitude
 magnitude_reductions = ('norm1', 'norm2', 'norm1_mean', 'abs_min', 'abs_max')
 
 # %% ../../nbs/70_state/00_layers.ipynb #3fdb2bb0
@@ -201,7 +201,7 @@ def norm_per_layer(layers:dict, p:float) -> np.ndarray: # p: order of the norm; 
     reduction = {1: 'norm1', 2: 'norm2', math.inf: 'abs_max', -math.inf: 'abs_min'}.get(p)
     if reduction:
         v = summarize_layers(layers, groups_for_reductions([reduction]))
-        # a layer without elements gets the norm 0, or inf for negative p, so that it does not change the norm of the model
+        # give layers without elements the norm 0, or inf for negative p, which do not change the norm of the model
         return np.where(v[:, 0]==0, 0. if p>0 else math.inf, derive_reduction(v, reduction))
     xs = list(require_values(layers).values())
     with no_grad_no_autocast({x.device.type for x in xs}):
@@ -220,7 +220,7 @@ def share_dtype_and_device(xs):
         and x.dtype is a.dtype and x.device==a.device for x in xs)
 
 # %% ../../nbs/70_state/00_layers.ipynb #a0c403fe
-def apply_each(op:str, xs:list, *others) -> list: # others: nothing, a number, or a list of operands
+def apply_each(op:str, xs:list, *others) -> list: # others: nothing, a number, or an operand for each tensor
     "Return the results of an elementwise operation on tensors, computed for all tensors at once (torch's foreach functions) if possible."
     if not xs: return []
     listed = [o for o in others if isinstance(o, list)]

@@ -19,7 +19,7 @@ from ..ground.needs import needs
 from ..ground.messages import warn
 
 # %% ../../nbs/70_state/20_noise.ipynb #9dab8816
-def solve_two_sizes(small, big, small_sq, big_sq) -> tuple: # sizes of two batches, squared norms of their gradients
+def solve_two_sizes(small, big, small_sq, big_sq) -> tuple: # sizes of two batches, and squared norms of the gradients
     "Return the squared norm of the expected gradient, and the trace of the covariance of single samples' gradients, from two batch sizes."
     if not 0<small<big: raise ValueError(f"the second batch size must be larger than the first, got {small} and {big}.")
     return (big*big_sq-small*small_sq)/(big-small), (small_sq-big_sq)/(1/small-1/big)
@@ -75,7 +75,7 @@ class NoiseEstimate:
     @property
     def is_known(self):
         "True if the squared gradient norm is larger than two standard errors."
-        return self.grad_sq>self.two_errors() # returns False if the gradient norm could be zero within the error
+        return self.grad_sq>self.two_errors() # False if the gradient norm may be zero within the error, or is NaN
 
     @property
     def noise_scale(self):
@@ -152,7 +152,7 @@ all_watches = weakref.WeakSet() # all existing `GradWatch` objects, so that `noi
 
 class GradWatch:
     "Hooks on parameters, which measure each new gradient before autograd adds the gradient to `p.grad`."
-    def __init__(self, params): # params: parameters; those without `requires_grad` are ignored
+    def __init__(self, params): # params: parameters. Parameters without `requires_grad` are ignored
         self.params = [p for p in params if p.requires_grad]
         if not self.params:
             raise ValueError("no parameter requires a gradient, so there is no gradient noise to measure.")
@@ -378,7 +378,7 @@ class NoiseScale:
     def __repr__(self): return f'{self.estimate!r}' + (f', {self.skipped} steps left out' if self.skipped else '')
 
 # %% ../../nbs/70_state/20_noise.ipynb #43ec82ad
-def sum_over_ranks(group, total, count, inverses, like): # like: a tensor on the device of the collective operation
+def sum_over_ranks(group, total, count, inverses, like): # like: tensor on the device of the collective operation
     "Return the sums of `total`, `count` and `inverses` over all ranks, and the number of ranks. One collective operation."
     if group is None: return total, count, inverses, 1
     from torch import distributed as dist

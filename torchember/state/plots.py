@@ -21,7 +21,7 @@ max_values = 1_000_000 # maximum number of values in a plot; of more values, a r
 max_panels = 48 # largest number of panels in a figure: one panel per layer
 
 def dense_tensor(x):
-    "Return a dense, unsharded, real tensor. Complex values become magnitudes."
+    "Convert a tensor to a dense, unsharded, real tensor. Complex values become magnitudes."
     x = x.detach()
     if hasattr(x, 'full_tensor'): x = x.full_tensor()
     if x.layout is not torch.strided: x = x.to_dense()
@@ -63,7 +63,7 @@ def set_title(ax, title, *notes):
     spec = ax.get_subplotspec()
     inches = (ax.figure.get_figwidth()/spec.get_gridspec().ncols if spec
         else ax.figure.get_figwidth()*ax.get_position().width)
-    chars = max(20, int(inches*12)) # 12 letters per inch, because a letter of 9 points is 1/13 inch wide
+    chars = max(20, int(inches*12)) # 12 letters per inch, because a letter in a 9-point font is 1/13 inch wide
     ax.set_title('\n'.join(wrap_text(printable(t), chars) for t in (title, ', '.join(filter(None, notes))) if t),
         fontsize=9, parse_math='$' not in title)
 

@@ -23,7 +23,6 @@ class Place:
     name: str # Display name of the module: 'model(GPT).layers(List).0(Block).attn(Attention)'
     model: object = None # The `Model` that contains the module. None if the model is unknown
 
-#| exporti
 @cache
 def root_place(cls, model=None): return Place('', f'model({cls})', model)
 
@@ -39,7 +38,7 @@ unknown = Place('', 'model')
 
 @cache
 def replace_class(where, cls):
-    "Return a copy of a `Place` with another class name. A flax bridge such as ToNNX and the model inside it have the same path."
+    "Return a copy of a `Place` with the class name `cls`. Used for flax bridges such as ToNNX, which have the same path as the model inside."
     return Place(where.path, f"{where.name[:where.name.rindex('(')]}({cls})", where.model)
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #5ca1ab1e
@@ -62,7 +61,7 @@ def names_and_shapes(tree, name=''):
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #5ca1ab2e
 class Scope:
-    "Describes a running module: its `Place` (path in the model), the `Scope` of the calling module, and a number that compiled programs store."
+    "A running module: its `Place` (path in the model), the `Scope` of its caller, and a number that identifies the `Scope` in compiled programs."
     def __init__(self, number, where, parent): self.number,self.where,self.parent = number,where,parent
 
 scopes = [] # list of all `Scope` objects; the number of a scope is its index in this list
@@ -70,7 +69,7 @@ numbering = threading.Lock()
 
 @cache
 def scope_of_module(where, parent):
-    "Return the `Scope` (a running module and its callers) of the module with the `Place` `where`, called by the module of the `Scope` `parent`."
+    "Return the `Scope` of a running module. `where`: `Place` of the module; `parent`: `Scope` of the calling module."
     with numbering:
         scopes.append(Scope(len(scopes), where, parent))
         return scopes[-1]
@@ -84,7 +83,7 @@ def operation_scope(start, numbers):
     return start
 
 def move_scope(s, to):
-    "Return the `Scope` of the module of `s` for a call by the module of `to`: compiled code is reused where another module calls it."
+    "Return the `Scope` of the module of `s` when the module of `to` calls it. Needed because JAX reuses compiled code for a new caller."
     base,cls = s.parent and s.parent.where,s.where.name.rpartition('(')[2].rstrip(')')
     if base is None: return scope_of_module(child_place(to.where, cls, cls), to)
     if not (s.where.path+'.').startswith(base.path+'.' if base.path else '') or not s.where.name.startswith(base.name):
@@ -101,7 +100,7 @@ class ThreadState(threading.local):
 thread_state = ThreadState()
 
 def enter_module(where):
-    "Return the `Scope` of a module that begins to run, and the context manager in which the call of the module must run."
+    "Return the `Scope` of a module that begins to run, and the context manager for its call."
     scope = scope_of_module(where, thread_state.stack[-1][5] if thread_state.stack else None)
     return scope, thread_state.around[-1](scope)
 
@@ -130,7 +129,7 @@ def linen_label(cls, name):
     return name if isinstance(getattr(cls, name, None), FunctionType) else None
 
 def place_of_nested(frame, module):
-    "Return the `Place` (path and name) of a flax model that a module of another model runs. In a bridge such as ToNNX: the bridge's path."
+    "Return the `Place` (path and name) of a flax model inside another model. If a bridge such as ToNNX runs it, take the path of the bridge."
     cls = user_class_name(type(module))
     return replace_class(frame[0], cls) if is_flax_bridge(type(frame[1])) else child_place(frame[0], cls, cls)
 
@@ -147,7 +146,7 @@ def linen_place(module, path, stack):
         if at==():
             if path: break
             if user_class_name(type(other))==cls: return where
-            # two linen modules have the same path if the user called `flax.linen.share_scope` for them
+            # change only the class name: after `flax.linen.share_scope`, two linen modules have the same path
             if isinstance(module.parent, Module): return replace_class(where, cls)
             break
     if not path: return place_of_nested(stack[-1], module) if stack else root_place(cls, linen_model(module, cls))
@@ -187,7 +186,7 @@ def call_linen_method(fun, args, kwargs, context):
     label,method = linen_label(type(module), context.method_name),context.orig_method.func
     if stack:
         top = stack[-1]
-        # not recorded: a method called by super() is a part of the calling method, whose output is recorded
+        # do not record a method called by super(), because the output of its caller is recorded
         if top[1] is module and top[2]==label and top[3] is not method: return fun(*args, **kwargs)
     path = module.path
     where,n = linen_place(module, path, stack),len(stack)
@@ -244,10 +243,10 @@ def called_by_tree_map():
 
 @cache
 def container_kind(cls):
-    """Return how modules are found in an instance of a class: 'module', 'unmarked' (a module that gets no `Mark`), 'object', 'dict' or
+    """Return the kind of a class, for the search for modules: 'module', 'unmarked' (a module that gets no `Mark`), 'object', 'dict' or
     'list'.
 
-    Return '' if it contains no modules."""
+    Return '' for a class whose instances contain no modules."""
     nnx = sys.modules['flax.nnx']
     if issubclass(cls, nnx.Module):
         return 'unmarked' if issubclass(cls, Mapping) or any(is_flax_bridge(c) for c in cls.__mro__) else 'module'
@@ -256,7 +255,7 @@ def container_kind(cls):
     return 'list' if issubclass(cls, list|tuple) else ''
 
 def item_order(item):
-    "Return the sort key of a pair (key, value): keys of digits come first, as numbers, so that '10' follows '9'."
+    "Return the sort key of a pair (key, value). Numeric keys come first, in numeric order: '10' follows '9'."
     return (0, int(item[0]), '') if str(item[0]).isdigit() else (1, 0, str(item[0]))
 
 def modules_in(value, where, seen, to): # where: `Place` (path and name) of the value; seen: ids of the objects visited already
@@ -273,7 +272,7 @@ def modules_in(value, where, seen, to): # where: `Place` (path and name) of the 
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #bd88f5b7
 lock = threading.RLock()
-marked = {} # Id of a running root module -> number of threads that run it. The last of these threads removes the `Mark`s
+marked = {} # Id of a running root module -> number of threads that run the module. The last of these threads removes the `Mark`s
 
 class MarkedTree:
     "Modules of a running nnx model. While the model runs, each module has a `Mark`: an attribute with the `Place` (path) of the module."
@@ -315,7 +314,7 @@ def nnx_place(module, s):
     if not s.stack: return root_place(type(module).__name__, nnx_model(module))
     if s.trees and (where := s.trees[-1].place(module)) is not None: return where
     where,cls = s.stack[-1][0],type(module).__name__
-    # the module was added to its parent after the parent's modules had got their `Mark` attributes
+    # look for the module in its caller, because it may have been added after the `Mark` attributes were set
     with lock: own = next((k for k,v in vars(s.stack[-1][1]).items() if v is module), None)
     return place_of_nested(s.stack[-1], module) if own is None else child_place(where, own, cls)
 
@@ -325,7 +324,7 @@ forward = {'__call__', 'attend'}
 setup_calls = {'set_view', 'set_mode', 'init_cache', 'initialize_carry'}
 
 def wrap_method(method, name):
-    "Return a wrapper for a method of an nnx class. The wrapper passes the output of the method to the hooks of the thread, which record it."
+    "Return a wrapper for a method of an nnx class. It passes the output of the method to the hooks of the thread, which record this output."
     label = 'output' if name=='__call__' else name
     call = method if isinstance(method, FunctionType) else lambda self, *args, **kwargs: method.__get__(self, type(self))(*args, **kwargs)
 
@@ -337,7 +336,7 @@ def wrap_method(method, name):
         n,mark = len(stack),None
         if n:
             top = stack[-1]
-            # not recorded: a method called by super() is a part of the calling method, whose output is recorded
+            # do not record a method called by super(), because the output of its caller is recorded
             if top[1] is self and top[2]==label and top[3] is not call_and_observe: return call(self, *args, **kwargs)
             mark = vars(self).get(mark_key)
         if mark is not None: where = mark.where
@@ -357,11 +356,11 @@ def wrap_method(method, name):
     return call_and_observe
 
 def methods_to_wrap(cls):
-    "Return the methods of an nnx class whose outputs can be recorded: a dict from the name of a method to its attribute of the class."
+    "Return the methods of an nnx class whose outputs can be recorded, as a dict: name -> attribute of the class."
     ours,base = cls.__module__.split('.')[0]=='flax',sys.modules['flax.nnx'].Module
     no = setup_calls|{f.name for f in fields(cls)} if is_dataclass(cls) else setup_calls|set(vars(cls).get('__annotations__', ()))
     def is_output_method(name, m):
-        "Return True if torchember records what a method with this name returns as an output of its module."
+        "Return True if the result of a method is recorded as an output of its module. `m`: attribute of the class with this name."
         if isinstance(m, type|staticmethod|classmethod|property|cached_property) or not (callable(m) and hasattr(type(m), '__get__')): return False
         if name=='__call__' or ours: return name in forward
         return not (name.startswith('_') or name in no or hasattr(base, name))
@@ -405,7 +404,7 @@ class MethodPatches:
             self.undo = self.wrap_subclasses(nnx.Module) if nnx is not None else lambda: None
 
     def wrap_subclasses(self, base):
-        "Wrap the methods of all nnx module classes, also of classes defined from now on. Return a function that leaves new classes unwrapped again."
+        "Wrap the methods of all nnx module classes, including classes defined later. Return a function that stops wrapping new classes."
         for c in classes_to_patch(base): self.wrap_class(c)
         earlier = vars(base).get('__init_subclass__')
 

@@ -59,7 +59,7 @@ def leaves_of(tree, what:str, before=()) -> list:
             if held in ('key', 'void') or kind=='': continue
             if held is None: raise TypeError(not_an_array('.'.join(map(key_text, (*before, *at))), x, what))
             out.append((at, kind, x))
-    # an optimizer state of plain dicts has no classes, so its step counters can be recognized only by name
+    # leave out step counters. In an optimizer state of plain dicts, they can be recognized only by name
     is_counter = lambda l: l[0][:-1] in keyed and np.ndim(l[2])==0 and key_text(l[0][-1])=='count'
     return [l for l in out if not is_counter(l)] if keyed else out
 
@@ -91,7 +91,7 @@ def has_nnx_variables(tree):
     Variable = nnx_class('Variable')
     return any(isinstance(x, Variable) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Variable)))
 
-def is_train_state(tree): return hasattr(tree, 'opt_state') and hasattr(tree, 'params') # flax's TrainState has both attributes
+def is_train_state(tree): return hasattr(tree, 'opt_state') and hasattr(tree, 'params') # both attributes exist only in flax's TrainState
 
 def items_in(tree):
     "Return a pair (key, value) for each direct child of a JAX tree, such as each item of a dict."
@@ -179,7 +179,7 @@ def named_parameters(
     tree, # Variables of linen; a state, module or gradient of nnx; a module of equinox; any tree of arrays
     what:str='model_state', # Name of the tree, for the error message
     stem:str='weight', # Prefix of names in the log: 'weight', or 'grad' for gradients
-    known=() # `Named` objects found before: a parameter with the name of one of them keeps its number
+    known=() # `Named` objects found before. A parameter with the same name keeps its number
 ) -> list: # a `Named` for each array, in the order of the tree
     "Return the names of the parameters and buffers of a model. Raise TypeError if a leaf is not an array."
     out,numbers,once = [],ParameterNumbers(known),UniqueNames()
@@ -226,11 +226,11 @@ class ParameterFinder:
             for i in range(1, len(words)): self.ends.setdefault('.'.join(words[i:]), []).append((words[:i], n))
 
     def name_parts(self, keys):
-        "Split the keys of a parameter into the parts of its name, without the linen collection 'params'."
+        "Return the parts of a parameter's name from its keys, without the linen collection 'params'."
         return [w for w in split_keys(keys) if w not in self.skip]
 
     def find(self, name, before):
-        "Return the parameter whose name ends in `name`. Of several, choose that of the model with the path `before`. None if no or several match."
+        "Return the parameter whose name ends in `name`. If several match, use the path `before` of the model to choose. None if this is not unique."
         if name in self.full: return self.full[name]
         ends = self.ends.get(name, [])
         of = [n for model,n in ends if ' '.join(model) in ' '.join(before)] if before else []
@@ -259,7 +259,7 @@ def split_keys(keys):
 
 def states_in(tree, at=()): # at: keys that lead to the tree
     "Yield a pair (keys, optimizer state) for each training state in a tree. Without training states, the tree itself is an optimizer state."
-    # flax's TrainState, or nnx.Optimizer
+    # true for flax's TrainState and nnx.Optimizer
     if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields'): yield at, tree.opt_state
     elif isinstance(tree, Mapping) and 'opt_state' in tree: yield at, tree['opt_state']
     elif type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in items_in(tree)):
@@ -301,7 +301,7 @@ def named_optimizer_states(
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #6d62f10f
 class CachedNames:
-    "Names the arrays of a tree in each step. While the structure of the tree stays the same, the names of the step before are reused."
+    "Names of the arrays of a tree in each step. They are computed again only if the structure of the tree changes."
     def __init__(self, f): self.f,self.form,self.names,self.at = f,None,[],None # f: function that names the arrays
 
     def __call__(self, tree, *args) -> tuple: # args: further arguments of the function `f`, which finds the names

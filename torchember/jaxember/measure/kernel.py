@@ -21,7 +21,7 @@ from ...measure.readers.numba import FINITE, ROOM, array_at, block, call, empty_
 from ...measure.summary import length, wide, width
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3e1dbc80
-letters = 16 # XLA passes only text to a custom call, so the number of elements is encoded in 16 letters of 4 bits each
+letters = 16 # 16 letters of 4 bits each encode the number of elements, because XLA passes only text to a custom call
 
 def encode_call(n, how):
     "Encode the arguments of the compiled loops as a text, because XLA passes only text. n: number of elements; how: bits of the sums to compute."
@@ -29,7 +29,7 @@ def encode_call(n, how):
 
 @njit(nogil=True)
 def decode_number(address, first, letters):
-    "Return the number that `encode_call` has written as letters. `address`: address of the text. `first`: index of the first letter."
+    "Decode a number from the letters that `encode_call` wrote. `address`: address of the text. `first`: index of the first letter."
     text = array_at(address, first, letters, np.uint8)
     n = 0
     for i in range(letters): n |= (np.int64(text[i])-97)<<(4*i)
@@ -37,7 +37,7 @@ def decode_number(address, first, letters):
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3585eccf
 def mode_of(b):
-    """Generate machine code that reads and sets the floating-point mode of this processor.
+    """Generate machine code to read and set the floating-point mode of this processor.
 
     Return the current mode, a function to set the mode, and the bits by which the processor treats subnormal numbers as zero."""
     machine = binding.get_process_triple().split('-')[0]
@@ -53,7 +53,7 @@ def mode_of(b):
         return call(b, 'llvm.aarch64.get.fpcr', word), lambda x: call(b, 'llvm.aarch64.set.fpcr', ir.VoidType(), x), 1<<24 | 1<<19
 
 def reader(fmt):
-    "Return a numba function that measures arrays of a number format. XLA has switched off subnormal numbers; the function switches them on."
+    "Return a numba function that measures arrays of a number format. It enables subnormal numbers, which XLA has disabled."
     @intrinsic
     def call_loops(typing, x, n, how, row, desk):
         def generate_code(context, b, signature, arguments):

@@ -21,7 +21,7 @@ from ...ground.messages import warn
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #4b9d384d
 def row_length(wanted=scalars) -> int:
-    "Return how many uint32 numbers a summary row has. `wanted`: groups of sums in the row, such as 'basic'."
+    "Return the length of a summary row in uint32 numbers. `wanted`: groups of sums in the row, such as 'basic'."
     return 2*length(wanted)
 
 def row_vectors(rows:np.ndarray, wanted=scalars) -> np.ndarray: # rows: array of uint32
@@ -33,7 +33,7 @@ def row_vectors(rows:np.ndarray, wanted=scalars) -> np.ndarray: # rows: array of
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #0e23a68c
 def empty_rows(wanted=scalars, shape=()): # shape: shape of the array of rows
-    "Return summary rows of empty arrays: the result for a branch that was not taken, and the first value in a loop."
+    "Return summary rows of empty arrays. They stand for a branch that was not taken, and start the merging in a loop."
     wanted = ordered_groups(wanted)
     empty = no_elements(wanted).view(np.uint32).tolist()
     i,row = lax.iota(np.uint32, len(empty)),None
@@ -89,7 +89,7 @@ def row_by_operations(x, wanted):
     # if all elements are equal, take an element as the mean, because a computed mean is rounded
     mean = jnp.where(lo==hi, lo, jnp.where(jnp.isfinite(mean), mean, (f/n).sum()))
     d = jnp.where(ok, x-mean, 0.)
-    # mean distance from the computed mean: its rounding error, which is corrected below
+    # mean distance of the elements from the computed mean. This is the rounding error of the mean, corrected below
     rest = jnp.where(lo==hi, 0., d.sum()/n)
     d = jnp.where(ok, d-rest, 0.)
     q = d*d
@@ -102,7 +102,7 @@ def row_by_operations(x, wanted):
     return row_of_parts(v, wanted, jnp.zeros(bins, np.int64).at[jnp.where(ok & (x!=0), e, bins)].add(1, mode='drop'))
 
 def with_other_values(row, x, wanted):
-    "Return a summary row with further sums, which the compiled loops do not compute."
+    "Return a summary row with the sums added that the compiled loops do not compute."
     todo = not_in_loops(wanted)
     if not todo or not x.size: return row
     v,x = lax.bitcast_convert_type(row.reshape(-1, 2), np.float64),elements_as_float64(x)

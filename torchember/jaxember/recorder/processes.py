@@ -23,14 +23,14 @@ def key_value_store():
 def first_value(store, key, text, patience=10):
     "Return the value of a key in the key-value store of the processes. The first process to call this function sets the value to `text`."
     try: store.key_value_set(key, text)
-    except Exception as e: # another process has set the value already. If the store does not respond, the next line raises
+    except Exception as e: # another process may have set the value already. Raise all other errors
         if 'ALREADY_EXISTS' not in str(e).upper().replace(' ', '_'): raise
     return store.blocking_key_value_get(key, int(patience*1000))
 
 names = count()
 
 def agreed_name(kind:str) -> str: # kind: prefix of the run's name, such as 'jax'
-    "Return the common name of the run for all processes. The first process to ask chooses the name."
+    "Return the common name of the run in all processes. The first process to call this function chooses the name."
     name,store,n = run_name(kind),key_value_store(),next(names)
     return name if store is None else first_value(store, f'torchember/name/{n}', name)
 
@@ -38,14 +38,14 @@ def agreed_name(kind:str) -> str: # kind: prefix of the run's name, such as 'jax
 trackers = count()
 
 class Agreement:
-    """Checks that all processes which share a JAX program record the same values in it.
+    """Checks that all processes with a common JAX program record the same values of the program.
 
     Otherwise they would run different programs, and wait for each other forever."""
     patience = 20 # seconds to wait for the settings of the other processes
-    # asks: function that returns the settings of this process, a dict of what it records
+    # asks: function that returns what this process records, as a dict of settings
     def __init__(self, rank:int, world:int, asks, store=None):
         self.rank,self.asks,self.store,self.number = rank,asks,store,next(trackers)
-        # known: for each tuple of ranks, the reason why they disagree, '' if they agree
+        # known: tuple of ranks -> reason why these processes disagree, or '' if they agree
         self.spread,self.known = Spread(rank, world),{}
 
     def trouble(self, ranks:tuple) -> str:

@@ -57,7 +57,7 @@ class StepRowMaker:
         self.keep = keep # keep: function that converts the result of a user's statistic to columns
         # tensors: 'states' or 'gradients' -> `Tensor`s of the last step, for reuse
         self.placed,self.tensors = PlacedCalls(places),{}
-        # rates: the learning rates last written to the log. Only changed rates are written again
+        # rates: the latest learning rates in the log, because only changed rates are written
         self.taps,self.lines,self.rates = Taps(names, display),LineMaker(),{}
 
     def __call__(self, steps):
@@ -65,7 +65,7 @@ class StepRowMaker:
         return self.lines([*map(self.measured, steps)])
 
     def measured(self, s):
-        "Convert the measurements of a step to a `JaxMeasured`: from it, `LineMaker` makes the rows of the log."
+        "Convert the measurements of a step to a `JaxMeasured`, which `LineMaker` converts to rows of the log."
         groups = [g for g in (*self.parts(s.states), self.placed(s.found), attention_rows(s.found, self.placed.placed), *self.parts(s.gradients)) if g[0]]
         heads,summaries,custom,at = self.taps([tensors for tensors,_ in groups]),[],[],0
         for tensors,got in groups:
@@ -97,7 +97,7 @@ class StepRowMaker:
         for what,todo,found in some:
             known = self.tensors.get(what)
             if known is None or known[0] is not todo or known[1]!=found.notes:
-                # sort parameters by module, in the order in which the modules ran
+                # put parameters into the order in which their modules ran
                 place = {p: i for i,p in enumerate(self.display.known)}
                 order = sorted(range(len(todo)), key=lambda i: place.get(todo[i][0].path, len(place)))
                 made = [Tensor(p.path, ttype, p.tname, None if ttype=='buffer' else p.pname or None, 0, s.shape, s.dtype, more=dict(s.piece))
@@ -107,11 +107,11 @@ class StepRowMaker:
             yield known[2], values[known[3]] if isinstance(values, np.ndarray) else [values[i] for i in known[3]]
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #44a238bc
-# For each `TagRequest`, the paths of all modules that ran. JAX does not trace a step again for a new tracker, so excluded modules must be remembered
+# `TagRequest` -> paths of all modules that ran, also excluded modules. A new tracker needs them, because JAX does not trace a step again
 paths_by_request = defaultdict(set)
 
 def every_of(when):
-    "Return n if a schedule is `every(n)`, which records every n-th step. Return 1 for other schedules."
+    "Return n for the schedule `every(n)`, which records every n-th step. Return 1 for other schedules."
     m = re.fullmatch(r'every\((\d+)\)', str(when))
     return int(m[1]) if m else 1
 
@@ -259,7 +259,7 @@ class JaxRecorder:
         try:
             with self.recording(), set_current_trace(self.watching): out = f(*args, **kwargs)
         except BaseException:
-            # if `f` raises, its measurements are written only if the run ends now, not if the user calls `run` again in this step
+            # after an exception, the measurements are written only if the run ends. If the user calls `run` again, they are discarded
             self.current.failed,self.watching.found = self.watching.found,before
             raise
         else:
@@ -306,7 +306,7 @@ class JaxRecorder:
         found,(first,last),noted = self.watching.take_measurements(),self.states.take_measurements(),self.current.noted
         new = [s.key.where for f in found if f.notes is not self.notes for s in f.notes]
         self.places.find_paths([w.model for w in new])
-        # JAX does not run the Python code of an already traced function again, so the modules inside it are not seen in this run
+        # learn module names from notes, because JAX does not run the Python code of a function that was already traced
         for w in new: self.display.learn(self.places(w))
         if found: self.notes = found[-1].notes
         if not self.reporter.begun: self.reporter.begin(first+last)
@@ -330,7 +330,7 @@ class JaxRecorder:
     def finish(self):
         "Stop recording, and write the current, unfinished step to the log."
         unfinished,self.is_open = self.on and (self.current.ran or self.current.noted),False
-        if unfinished: # the run ends before `tracker.step`, so the rows of this step get the column `unfinished`
+        if unfinished: # mark the rows of this step as `unfinished`, because the run ends before `tracker.step`
             self.watching.found += self.current.failed
             self.close(True)
         self.watching.release()

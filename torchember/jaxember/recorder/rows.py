@@ -67,7 +67,7 @@ class ModulePlaces:
     def __init__(self, say=lambda text: None): self.say,self.at,self.done,self.by,self.own = say,{},{},{},set()
 
     def learn(self, named, arrays): # named: a `Named` (path, name, kind) for each array
-        "Store the names and shapes of the recorded parameters: by them, `known` finds which path a flax model has."
+        "Store the names and shapes of the recorded parameters, from which `known` finds the path of a flax model."
         below = defaultdict(list)
         for n,x in zip(named, arrays, strict=True):
             if n.kind!='weight': continue
@@ -79,7 +79,7 @@ class ModulePlaces:
                 self.by.setdefault(k, []).append(p)
 
     def find_paths(self, models): # models: list of `Model`, or None for unknown models
-        "Choose the paths of several models in the log. First come models whose parameters are recorded under exactly one path."
+        "Choose the paths of several models in the log. Begin with models whose parameters are recorded under exactly one path."
         new = [m for m in dict.fromkeys(models) if m is not None and m not in self.at]
         for m in new:
             at = self.known(m)
@@ -123,7 +123,7 @@ class ModulePlaces:
         return self.done[where]
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #699119c1
-def in_call_order(notes, depth:int=0): # depth: number of leading axes over which the caller iterates already
+def in_call_order(notes, depth:int=0): # depth: number of leading axes that the caller has already iterated over
     "Yield (`TagNote`, iterations, arrays) of each measured value in the order of computation: in a loop, one iteration after the other."
     for axis,some in groupby(notes, key=lambda n: n[0].axes[depth:depth+1]):
         if not axis:
@@ -135,7 +135,7 @@ def in_call_order(notes, depth:int=0): # depth: number of leading axes over whic
         for k in sorted(each): yield from in_call_order(each[k].values(), depth+1)
 
 def scan_call(s, i):
-    "Return in which loop iterations a value was measured, and its columns 'shard' and 'iteration' for the log, as a dict."
+    "Return the loop iterations in which a value was measured, and a dict of its log columns 'shard' and 'iteration'."
     pairs = [*zip(s.axes, i, strict=True)]
     shards = [f'{axis_name_in_log(a)}={(k//after)%size}' for axis,k in pairs if not isinstance(axis, Loop)
         for a,size,after in strides(axis)]
@@ -145,7 +145,7 @@ def scan_call(s, i):
 
 def axis_name_in_log(axis):
     "Return the name of a mesh axis for the log: 'device' for a `pmap` without an axis name."
-    # JAX gives the axis of a `pmap` without `axis_name` a name with an underscore
+    # for a `pmap` without `axis_name`, JAX names the axis with a leading underscore
     return 'device' if str(axis).startswith('_') else axis
 
 def strides(axes):
@@ -158,15 +158,15 @@ class CallCounts:
     def __init__(self): self.all,self.left,self.came = defaultdict(list),defaultdict(list),Counter()
 
     def add_value(self, at, order, whose):
-        "Add a value that gets `order` gradients (first, second, ... derivative). `at`: number of its tag, and loop iterations. `whose`: its call."
+        "Add a value with `order` derivatives (first, second, ...). `at`: number of its tag, and loop iterations; `whose`: call of its module."
         for o in range(1, order+1):
             self.all[at, o].append(whose)
             self.left[at, o].append(whose)
 
     def assign_gradient(self, at, order):
-        "Return which call of its module a gradient belongs to (None if unknown), and how many gradients this call had before."
+        "Return the number of the call that a gradient belongs to (None if unknown), and the number of earlier gradients of this call."
         if not self.all[at, order]: return None, 0
-        # all calls have a gradient already, so this gradient is from a further backward pass
+        # if all calls have a gradient, this gradient is from an additional backward pass
         if not self.left[at, order]: self.left[at, order] = [*self.all[at, order]]
         whose = self.left[at, order].pop()
         self.came[at, whose] += 1
@@ -211,7 +211,7 @@ class Tensor:
     more:dict=field(default_factory=dict) # Further columns of the row, such as {'shard': 'data=3'}
 
 class RowKey(tuple):
-    "Columns that identify a tensor in the log (module, ttype, tname, ...), in the order that `one_row` of the torch recorder expects."
+    "Values of the columns that identify a tensor (module, ttype, tname, ...), in the order expected by `one_row` of the torch recorder."
     more = {} # further columns of the row, by name; none by default
 
 class Tap(NamedTuple):
@@ -222,12 +222,12 @@ class Tap(NamedTuple):
 class JaxMeasured(Measured):
     "Measurements of a JAX step, from which `LineMaker` makes rows of the log. The keys of the rows also have the columns for shards."
     def columns(self, key, call):
-        "Return the further columns of a row, such as the shard."
+        "Return additional columns of a row, such as the shard."
         return getattr(key, 'more', {})
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #b7575cf5
 class Taps:
-    "Encodes name, call, dtype and shape of each tensor of a step as integers. If the tensors are those of the last step, reuses their integers."
+    "Encodes name, call, dtype and shape of each tensor of a step as integers. Reuses the integers if the last step had the same tensors."
     def __init__(self, names, display): # names: names of the statistics; display: `ModuleNames`
         self.names,self.display = names,display
         # taps: all `Tap`s; numbers: (key of a tensor, further columns) -> index of its `Tap`
@@ -261,7 +261,7 @@ class Taps:
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #c83db375
 class PlacedCalls:
-    "Numbers the calls of the modules of each step. While the programs of the steps stay the same, the order of the tensors is reused."
+    "Numbers the module calls of each step, and reuses the order of the tensors while the programs of the steps do not change."
     def __init__(self, placed=lambda where: where): self.placed,self.notes,self.tensors,self.at = placed,(),[],[]
 
     def __call__(self, found) -> tuple:
@@ -283,7 +283,7 @@ class PlacedCalls:
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #d5231470
 def has_fixed_rows(found):
-    "Return True if a JAX program measures the same number of tensors at each run: it has no conditions and no user's statistics."
+    "Return True if a JAX program measures the same number of tensors in each run, because it has no conditions and no user's statistics."
     return type(found) is ProgramMeasurements and not any(s.when or s.form is not None for s in found.notes)
 
 def without_attention(numbered):
@@ -303,12 +303,12 @@ def attention_rows(found, placed) -> tuple:
     return tensors, columns
 
 def numbers_of_rows(found, first):
-    "Return a copy of the measurements with the indices of the summary rows instead of the rows: sorting the copy gives their new order."
+    "Return a copy of the measurements with an index in place of each summary row. Sorting the copy gives the order of the rows."
     rows = np.arange(first, first+found.arrays[0].shape[0])[:, None]
     return replace(found, shapes=tuple((*shape[:-1], 1) for shape in found.shapes), arrays=[rows, *found.arrays[1:]])
 
 def tensor_of_tag(s, where, call, backward, more):
-    "Return the `Tensor`, which describes a row of the log, of a tagged value. `s`: `TagNote` of the value."
+    "Return the `Tensor` (description of a log row) for a tagged value. `s`: `TagNote` of the value."
     more = {**more, **dict(s.piece), **({'all_examples': True} if s.tag.all_examples else {})}
     ttype,tname = s.key.ttype,s.key.tname
     # the gradient of a prediction has the tensor type 'output_grad', and a name that begins with 'prediction' instead of 'loss'

@@ -42,19 +42,19 @@ def region_of_slices(x_slices, shape):
     return tuple(s.indices(n)[:2] for s,n in zip(x_slices, shape, strict=True))
 
 def shape_of_regions(regions):
-    "Return the shape of several regions of an array together; (number of elements,) if they do not form a rectangular block."
+    "Return the shape of the union of several regions of an array. If the union is not rectangular, return (number of elements,)."
     sides = [{r[a] for r in regions} for a in range(len(regions[0]))] if regions else []
     box = tuple(sum(stop-start for start,stop in side) for side in sides)
     n = sum(prod(stop-start for start,stop in r) for r in regions)
     return box if prod(box)==n and regions else (n,)
 
 class Spread:
-    "Knows how arrays are distributed: their shards in this process, and the other processes along each mesh axis."
+    "Distribution of arrays over processes: the shards in this process, and the ranks along each mesh axis."
     def __init__(self, rank:int|None=None, world:int=1): # rank: number of this process; None for a single process
         self.rank,self.world = rank,world
         # axes: name of a mesh axis in the log -> ranks along this axis
         self.axes,self.known = {},{}
-        # columns of a row in the log, for an array that only this process has
+        # log columns of an array that exists only in this process
         self.own = () if rank is None else (('part', 'world:?'),)
 
     def axis(self, name, ranks):
@@ -81,11 +81,11 @@ class Spread:
         if x.is_fully_replicated: return LocalPart(None, x.shape, columns)
         shards = [(i, region_of_slices(s.index, x.shape)) for i,s in enumerate(x.addressable_shards)
             if s.replica_id==0 or not first]
-        counts = {r: i for i,r in reversed(shards)} # of several equal replicas, measure only the first
+        counts = {r: i for i,r in reversed(shards)} # measure only the first of several equal replicas
         return LocalPart(tuple(sorted(counts.values())), x.shape if all_here else shape_of_regions([*counts]), columns)
 
     def roles(self, sharding, shape):
-        """Return how an array is distributed: a dict with 'R' (replica) or 'S0' (shard of dimension 0) for each mesh axis.
+        """Return the distribution of an array as a dict: mesh axis -> 'R' (replicated) or 'S0' (sharded in dimension 0).
 
         The second result is True if only the first of several replicas must be measured."""
         lines = ranks_by_axis(sharding.mesh, self.rank) if isinstance(sharding, NamedSharding) else None
@@ -112,7 +112,7 @@ class Spread:
         return {'rank': self.rank, 'world': self.world, 'axes': {a: list(r) for a,r in self.axes.items()}}
 
 def format_roles(roles):
-    "Return as text how an array is distributed along each mesh axis: 'data:S0 model:R' (sharded in dimension 0, replicated)."
+    "Return the distribution of an array along each mesh axis as text: 'data:S0 model:R' (sharded in dimension 0, replicated)."
     return ' '.join(f'{a}:{r}' for a,r in roles.items())
 
 def ranks_of_mesh(mesh):

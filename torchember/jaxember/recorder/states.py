@@ -29,7 +29,7 @@ class ExpectedTrees:
         self.names[what] = flat_names(what, named)
 
     def compare(self, what, named):
-        "Note a difference if a tree given to `step` has less than half of the names of the tree given to `track`."
+        "Note a difference if a tree given to `step` lacks more than half of the names of the tree given to `track`."
         if self.seen.get(what) is named: return
         self.seen[what],known,given = named,self.names.get(what),flat_names(what, named)
         if not known or what in self.reported or 2*len(known & given)>=min(len(known), len(given) or 1): return
@@ -51,7 +51,7 @@ def list_first_two(names):
 
 # %% ../../../nbs/88_jaxember/50_states.ipynb #91ab3768
 def expected_trees(model_state, optimizer_state) -> ExpectedTrees:
-    "Return an `ExpectedTrees`, which knows the names of all arrays given to `track`. Raise TypeError if a leaf is not an array."
+    "Return an `ExpectedTrees` with the names of all arrays given to `track`. Raise TypeError if a leaf is not an array."
     agreed = ExpectedTrees()
     known = [] if model_state is None else named_parameters(model_state)
     states = [] if optimizer_state is None else named_optimizer_states(optimizer_state, known)
@@ -72,7 +72,7 @@ class StateRows:
     def __init__(self, measure, tracked, asks, places, agreed=None, spread=None):
         self.measure,self.asks,self.spread = measure,asks,spread
         self.tracked = tracked # the kinds of trees to record: some of 'model_state', 'optimizer_state' and 'gradients'
-        self.places = places # a `ModulePlaces`: from the names and shapes of the parameters, it finds the paths of models
+        self.places = places # a `ModulePlaces`, which finds the paths of models from the names and shapes of the parameters
         self.agreed = agreed or ExpectedTrees()
         namers = dict(model_state=named_parameters, optimizer_state=named_optimizer_states, gradients=named_parameters)
         self.named = {k: CachedNames(f) for k,f in namers.items()}
@@ -122,7 +122,7 @@ class StateRows:
             for n,i in self.rates_of[1].items()}
         return {n: jnp.copy(x) if isinstance(x, jax.Array) else x for n,x in here.items() if np.size(x)==1}
 
-    def measured(self, what, *some): # some: tuples (names, arrays, function: kind of an array -> tensor type or None)
+    def measured(self, what, *some): # some: tuples (names, arrays, function from array kind to tensor type or None)
         "Measure the selected arrays. Return a list with one tuple (`what`, names of the selected arrays, measurements)."
         lists = [names for names,_,_ in some]
         if what not in self.chosen or self.chosen[what][0]!=lists:

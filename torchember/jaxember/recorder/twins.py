@@ -88,14 +88,14 @@ class Loop:
     "Describes a `lax.scan` in a JAX program: which of its iterations are measured."
     number:int # Number of the loop, unique in this process
     every:int=1 # k, if only every k-th iteration of the loop is measured
-    # True to write the iteration into the log as a column: if the loop is a whole training, or if only some iterations are measured
+    # True to write the column `iteration` into the log, for a loop that is a whole training or is measured only in some iterations
     steps:bool=False
 
 loops = count()
 
 @dataclass(frozen=True)
 class TagNote:
-    "Describes a tagged value of a JAX program, and which further outputs of the program contain the measurements of the value."
+    "A tagged value of a JAX program, and the indices of the added program outputs with the measurements of the value."
     tag:Tag # `Tag` of the value: its name, and whether the value is a gradient
     shape:tuple # Shape of the tagged value
     dtype:str # Dtype of the tagged value
@@ -104,7 +104,7 @@ class TagNote:
     form:object=None
     # Meaning of the leading axes of the measurement arrays, outermost first: a `Loop`, or tuples (name, size) of mesh axes
     axes:tuple=()
-    # Pairs (index of an array of counts, n): the value was measured if the count is n. If n is None: if the count is above 0
+    # Pairs (index of an array of counts, n): the value was measured if the count equals n, or is above 0 if n is None
     when:tuple=()
     scopes:tuple=() # Numbers of the `Scope`s (running modules) around the tag in the program, outermost first
     piece:tuple=() # Pairs (column, value) for the log: the shards of the value in this process
@@ -114,16 +114,16 @@ class TagNote:
     number = property(lambda self: self.tag.number)
 
     def within(self, start):
-        "Return a copy of this note for a call of the program by the module of the `Scope` `start` (None: by no module), with its paths."
+        "Return a copy of this note with the module paths for a call by the module of the `Scope` `start` (None: no module calls)."
         key = self.key
         if key.ttype in of_losses: return self
         if key.ttype in ('probe', 'attention'): where = scope.where if (scope := operation_scope(start, self.scopes)) else unknown
         elif self.scopes and scopes[self.scopes[-1]].where==key.where: where = operation_scope(start, self.scopes).where
-        else: return self # the module of the value is unknown in this call, so the path of the first trace stays
+        else: return self # keep the path of the first trace, because the module of the value in this call is unknown
         return self if where==key.where else replace(self, tag=self.tag._replace(key=key._replace(where=where)))
 
     def later(self, n):
-        "Return a copy of this note with all indices increased by `n`, because `n` arrays were put before its measurement arrays."
+        "Return a copy of this note with all indices increased by `n`, because `n` arrays were inserted before its measurement arrays."
         return replace(self, at=tuple(i+n for i in self.at), when=tuple((i+n, v) for i,v in self.when))
 
     def add_axis(self, axis):
@@ -134,7 +134,7 @@ class TagNote:
 scope_name = 'torchember.'
 
 def named_scope(scope):
-    "Return a context manager: JAX operations inside it store the number of the `Scope` (running module), also in compiled programs."
+    "Return a context manager in which JAX operations store the number of the `Scope` (running module), also in compiled programs."
     return jax.named_scope(f'{scope_name}{scope.number}')
 
 def scope_numbers(names):
@@ -154,7 +154,7 @@ class Evaluation:
     "Evaluates JAX programs operation by operation, and measures their tagged values."
     def __init__(self, measure, every:int=1):
         self.measure,self.lost,self.warnings = measure,set(),{}
-        self.every = every # if a whole training is one `scan`, one of this many iterations is measured
+        self.every = every # for a training in a single `scan`: n, to measure every n-th iteration
 
     def run(self, closed, args): # closed: `ClosedJaxpr`
         "Evaluate a JAX program. Return its outputs, arrays with measurements, and a `TagNote` for each tagged value, which describes its arrays."
@@ -190,7 +190,7 @@ class Evaluation:
         return pieces, [TagNote(tag, x.shape, str(x.dtype), tuple(range(len(pieces))), form)]
 
     def empty(self, aval):
-        "Return the measurement array for a value that is not computed, because a program with branches needs equal outputs in each branch."
+        "Return an empty measurement array, for a value that a branch does not compute. JAX requires outputs of equal shapes in all branches."
         return self.measure.empty_measurement(aval) if aval.dtype==jnp.uint32 else jnp.zeros(aval.shape, aval.dtype)
 
     def instrument(self, closed):
@@ -206,7 +206,7 @@ class Evaluation:
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #4675f785
 @cache
 def unspecified():
-    "Return the two constants by which JAX's `jit` marks an output without a sharding and layout specified by the user."
+    "Return the two constants that JAX's `jit` uses for an output without a user-specified sharding or layout."
     e, = jax.make_jaxpr(jax.jit(lambda x: x))(0.).eqns
     return e.params['out_shardings'][0], e.params['out_layouts'][0]
 
@@ -251,9 +251,9 @@ def measure_scan(self, e, vals):
     return out[:n], out[n:], [s.add_axis(loop) for s in notes]
 
 def constants_and_carried(params):
-    "Return how many constants and how many carried values a `scan` has."
+    "Return the number of constants and the number of carried values of a `scan`."
     if 'num_carry' in params: return params['num_consts'], params['num_carry']
-    return tuple(map(len, params['ft_in'].unpack()[:2])) # newer versions of JAX store trees instead of two numbers
+    return tuple(map(len, params['ft_in'].unpack()[:2])) # newer versions of JAX store trees in place of the numbers
 
 def scan_with_more(params, twin):
     "Return the parameters of a `scan` with the body `twin`: the original body with measurements as further outputs."
@@ -262,7 +262,7 @@ def scan_with_more(params, twin):
 
 @cache
 def form_of_outputs(carried, stacked) -> dict: # number of carried values, and number of stacked outputs
-    "Return the parameters of a `scan` operation that describe its outputs, copied from a small example `scan` with as many outputs."
+    "Return the parameters that describe the outputs of a `scan` operation, copied from a small example `scan` with the same number of outputs."
     def example_body(carry, x): return [c+1 for c in carry], [x+i for i in range(stacked)]
     e, = jax.make_jaxpr(lambda carry, xs: lax.scan(example_body, carry, xs))([0]*carried, np.arange(2)).eqns
     return {k: v for k,v in e.params.items() if k=='ft_out'}
@@ -271,7 +271,7 @@ def form_of_outputs(carried, stacked) -> dict: # number of carried values, and n
 most = 1<<26 # maximum device memory, in bytes, for the measurements of one loop
 
 def scan_stride(self, params, pieces):
-    "Return k: every k-th iteration of a loop is measured. k is `every` for a training, else 1, and larger if memory requires it."
+    "Return k, to measure every k-th iteration of a loop: `every` for a training, else 1, or a larger k if memory is short."
     length,size = params['length'],sum(int(np.prod(a.shape, dtype=int))*a.dtype.itemsize for a in pieces)
     asked = self.every if self.every>1 and trains(params['jaxpr'].jaxpr) else 1
     k = max(asked, -(-length//max(most//max(size, 1), 1)))
@@ -291,11 +291,11 @@ def scan_every_kth(self, params, vals, twin, k):
     plain = retagged(closed, lambda tag: tag._replace(again=True))
     pieces,size = twin.out_avals[len(closed.out_avals):],-(-length//k)
     def measuring_body(carry, x):
-        "Run one iteration of the loop, the iteration number `i`. Measure tagged values if k divides `i`."
+        "Run iteration `i` of the loop. Measure tagged values if `i` is a multiple of k."
         state,kept,(i,*x) = *carry,x
         def run_unmeasured(*args): return [*jaxpr_as_fun(plain)(*args), *map(self.empty, pieces)]
         out = lax.cond(i%k==0, lambda *args: [*jaxpr_as_fun(twin)(*args)], run_unmeasured, *vals[:c], *state, *x)
-        # iterations without measurements write into an extra last element, which is dropped
+        # iterations without measurements write to an additional last element, which is dropped later
         at = jnp.where(i%k==0, i//k, size)
         kept = [lax.dynamic_update_index_in_dim(all_, new, at, 0)
             for all_,new in zip(kept, out[len(closed.out_avals):], strict=True)]
@@ -352,7 +352,7 @@ def measure_while(self, e, vals):
             counts[k] += ran.astype(jnp.int32)
         return out[:n], kept, counts
     def shape_of_condition(s):
-        "Return the shape of the counter of a value measured only under a condition. () if the value is measured in each iteration."
+        "Return the shape of the counter for a value measured only under a condition. Return () for a value measured in each iteration."
         return next((twin.out_avals[n+i].shape for i,_ in s.when), ())
     first = list(start),[self.empty(a) for a in twin.out_avals[n:]],[jnp.zeros(shape_of_condition(s), jnp.int32)
         for s in notes]
@@ -372,7 +372,7 @@ def measure_shard_map(self, e, vals):
         "Run the program of the `shard_map` on one shard, and measure the values tagged in the program."
         out,pieces,seen = local.run(jaxpr, args)
         notes[:],along[:] = seen,[tuple(a for a in axes if not prm['check_vma'] or a in varying(p)) for p in pieces]
-        # all arrays of a tag get the same mesh axes; with conditions, all arrays of the program
+        # merge mesh axes: all arrays of a tag must have the same axes, and with conditions all arrays of the program
         for s in seen:
             some = range(len(pieces)) if any(s.when for s in seen) else s.at
             both = tuple(a for a in axes if any(a in along[i] for i in some))
@@ -397,7 +397,7 @@ def varying(x):
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #1d857688
 def measure_own_derivative(self, e, vals):
-    "Run a function with a custom derivative, and measure the values tagged in it."
+    "Run a call of a function, such as a function with a custom derivative, and measure the values tagged in the function."
     return self.run(as_closed_jaxpr(e.params.get('call_jaxpr') or e.params['fun_jaxpr']), vals)
 
 handlers = {'jit': measure_jit, 'pjit': measure_jit, 'remat2': measure_checkpoint, 'checkpoint': measure_checkpoint,
@@ -405,7 +405,7 @@ handlers = {'jit': measure_jit, 'pjit': measure_jit, 'remat2': measure_checkpoin
     'while': measure_while, 'shard_map': measure_shard_map, 'core_closed_call': measure_own_derivative,
     'custom_jvp_call': measure_own_derivative,
     'custom_vjp_call': measure_own_derivative, 'custom_vjp_call_jaxpr': measure_own_derivative,
-    # these operations have different names in different versions of JAX, so their names are read from JAX
+    # read these names from JAX, because operations have other names in other versions of JAX
     **{p.name: measure_own_derivative for p in (primitives.call_p, primitives.closed_call_p)}}
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #f44d80dd
@@ -448,7 +448,7 @@ class ProgramMeasurements:
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #14dbd9a4
 def count_in(counts, i):
-    "Return how often a value was measured in one iteration. `i`: number of the iteration in each of the nested loops."
+    "Return the number of measurements of a value in one iteration. `i`: number of the iteration in each of the nested loops."
     return counts[i[:counts.ndim]]
 
 def pack_measurements(pieces, rows): # rows: indices of the measurement arrays that are summary rows
@@ -469,7 +469,7 @@ class MeasuredJit:
     def __init__(self, params, measure, mesh=None, every:int=1, piece:tuple=()): # piece: pairs (column, value) that describe the shards, as in `TagNote`
         closed,self.n,self.every,self.piece = params['jaxpr'],len(params['jaxpr'].out_avals),every,piece
         twin,evaluation = self.evaluated(closed, measure)
-        # the user's statistic uses a tracer stored in an earlier call, which JAX forbids: its rows contain an error instead
+        # the user's statistic uses a tracer from an earlier call, which JAX forbids: record the error in its rows
         if any(isinstance(c, jax.core.Tracer) for c in twin.consts):
             error = measure.failed(TypeError(in_jit))
             twin,evaluation = self.evaluated(closed, UserStatistic(lambda x: error))
@@ -486,7 +486,7 @@ class MeasuredJit:
         return self.within[start]
 
     def evaluated(self, closed, measure):
-        "Add measurements to the outputs of a program. Return the new program, and the `Evaluation` that has made it."
+        "Add measurements to the outputs of a program. Return the new program, and the `Evaluation` that created this program."
         evaluation = Evaluation(measure, self.every)
         def run_and_pack(*args):
             out,pieces,seen = evaluation.run(closed, args)

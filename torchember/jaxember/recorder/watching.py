@@ -30,7 +30,7 @@ def current_trace():
 
 @cache
 def trace_of_jax():
-    "Return the JAX trace that computes operations immediately. A new thread begins with this trace, so the trace is read in a new thread."
+    "Return the JAX trace that computes operations immediately. It is read in a new thread, because each new thread begins with this trace."
     with ThreadPoolExecutor(1) as one: return one.submit(current_trace).result()
 
 def devices_of(arrays) -> tuple:
@@ -84,7 +84,7 @@ class EagerRows:
         self.parts = [] # Tuples (indices of values, matrix of their summary rows, indices of the shards to merge or None)
 
     def add(self, x, tag, got=None, start=None, held=None): # start: `Scope` (module) that tagged the value; held: `LocalPart` of the array
-        "Add a tagged value. `got`: its summary row, or the result of a user's statistic. None if `measure` is called for this value later."
+        "Add a tagged value. `got`: its summary row, or the result of a user's statistic, or None if `measure` will measure the value later."
         shape,piece = (held.shape, held.columns) if held else (x.shape, ())
         self.notes.append(TagNote(tag, shape, dtype_name(x.dtype), (), 'given' if isinstance(got, dict) else None, piece=piece).within(start))
         self.got.append(got)
@@ -155,7 +155,7 @@ def measure_all(named, measure, spread=None) -> EagerRows:
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #a9d68e78
 # JAX program -> {(measurement, devices, ...): `MeasuredJit`}, so that later calls reuse compiled code. False for a program without tags
 twins = weakref.WeakKeyDictionary()
-# Loop or branch outside of `jit` -> parameters of a `jit` operation that runs it. At most 64, because each keeps its program in memory
+# Loop or branch outside of `jit` -> parameters of a `jit` operation that runs it. At most 64 entries, because each entry holds a program
 loops = OrderedDict()
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #7f5dba72
@@ -171,17 +171,17 @@ def mesh_of(args, params, known):
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #89d68e78
 class Watching(Trace):
     "JAX trace that runs the user's function of one step, and measures the values tagged in it."
-    ever = [] # all instances: they are never deleted, because flax needs the trace in which an nnx variable was created
+    ever = [] # all instances. They are kept forever, because flax needs the trace in which an nnx variable was created
     def __init__(self, measure, every:int=1, say=lambda text: None, spread=None, trouble=None):
         super().__init__()
-        self.measure,self.every = measure,every # every: if a whole training is one `scan`, one of this many iterations is measured
+        self.measure,self.every = measure,every # every: for a training in a single `scan`: n, to measure every n-th iteration
         self.say,self.found,self.lost = say,[],set() # say: function that shows a warning
         self.spread = spread or Spread()
         self.trouble = trouble # function that returns why values in a program of several processes cannot be recorded, or ''
         self.below = trace_of_jax()
         self.ever.append(self)
 
-    # equal to JAX's own trace, because nnx refuses to change a variable created in a different trace
+    # compare equal to JAX's own trace, because nnx refuses to change a variable created in a different trace
     def __eq__(self, other): return isinstance(other, Watching) or other is self.below
     def __hash__(self): return hash(self.below)
 
@@ -204,7 +204,7 @@ class Watching(Trace):
         if not inside: return self.below.process_primitive(primitive, args, params)
         if primitive is primitives.remat_p:
             with set_current_trace(self): return eval_jaxpr(params['jaxpr'], (), *args)
-        if primitive is primitives.closed_call_p: # some versions of JAX call `process_call` for this operation instead
+        if primitive is primitives.closed_call_p: # other versions of JAX call `process_call` for this operation
             with set_current_trace(self): return jaxpr_as_fun(params['call_jaxpr'])(*args)
         return self.compiled(inside[0], lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params)), args, primitive.multiple_results)
 
@@ -213,7 +213,7 @@ class Watching(Trace):
         return self.below.stage_value(x)
 
     def process_call(self, primitive, f, args, params, /):
-        "Run a function that JAX has wrapped into one operation, and measure the values tagged in it."
+        "Run a function that JAX has wrapped into one operation, and measure the values tagged in this function."
         with set_current_trace(self): return f.call_wrapped(*args)
 
     def process_custom_jvp_call(self, primitive, fun, jvp, args, /, **params):
@@ -273,7 +273,7 @@ class Watching(Trace):
         for text in twin.warnings: self.say(text)
         self.lost |= twin.lost
         out,found = twin(*args, trace=self.below, start=current_scope())
-        if found.notes: self.found.append(found) # without notes, no tag of the program can be measured
+        if found.notes: self.found.append(found) # a program without notes has no tag that can be measured
         return out
 
     def why_not(self, args, mesh):

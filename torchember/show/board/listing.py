@@ -20,7 +20,7 @@ from ...store.anywhere import is_url
 from ...store.base import folder
 
 # %% ../../../nbs/62_board/10_listing.ipynb #01b825e9
-until_silent = 300. # after this many seconds without a new row, a run on another machine is called silent
+until_silent = 300. # seconds without a new row after which a run on another machine is called silent
 
 def run_state(about:dict, base:dict, written:float=0.) -> str:
     "Return the state of a run: 'running', 'ended', 'died' (did not record its end), or 'silent' (wrote nothing for 5 minutes)."
@@ -31,7 +31,7 @@ def run_state(about:dict, base:dict, written:float=0.) -> str:
 
 # %% ../../../nbs/62_board/10_listing.ipynb #de82b0ce
 def recover_rows(place):
-    "Recover rows from the black boxes (files of recent steps) of dead processes. A new process does this, because the board must not import torch."
+    "Recover rows from the black boxes (files of recent steps) of dead processes, in a new process, because the board imports no torch."
     if is_url(place) or not has_orphan_box(place/'box'): return
     program = 'import sys; from torchember.recorder.recovery import take_in; take_in(sys.argv[1])'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
@@ -43,7 +43,7 @@ class Listing:
     "Table of the runs in a folder of logs. `rows`: a dict for each run. The method `look` reads the files, and updates these dicts."
     def __init__(self, home=None, names=()): # names: names or globs of the runs to list; default all runs
         self.place,self.wanted,self.logs,self.version,self.rows = folder('torchember', home),tuple(names),{},0,[]
-        # random text in each version number, so that the version numbers of two listings are never equal
+        # random text that begins each version number, so that two listings never have equal version numbers
         self.born = token_hex(4)
 
     def matches(self, name):

@@ -71,7 +71,7 @@ class Pages:
         return data, self.made[name][0]
 
 # %% ../../../nbs/62_board/20_server.ipynb #df4ad9d5
-# Example rows. The server makes a page of these rows when it starts, so that all Python modules are imported
+# Example rows. At the start, the server makes a page of them, in order to import all Python modules
 a_page = {'step': [0, 1], 'path': ['a', 'a'], 'ttype': ['output']*2, 'tname': ['output_0']*2, 'call': [0, 0],
     'mean': [0., 1.]}
 of_localhost = 'localhost',
@@ -143,7 +143,7 @@ class Board:
         "Read new rows from the log files, unless they were read less than a second ago."
         async with self.reading:
             if time.monotonic()-self.seen<self.every or self.one.locked() and self.listing.version:
-                return # the answer is sent at once, without waiting for a page that is being made
+                return # answer at once from the last reading, because a page is being made
             await asyncio.to_thread(self.listing.look)
             self.seen = time.monotonic()
 
@@ -151,7 +151,7 @@ class Board:
         "Answer a request for the page of a run. The answer is empty if the browser has this version already."
         await self.look()
         name,have = (request.query_params.get(k, '') for k in ('name', 'have'))
-        # one page at a time, because making a page uses a whole CPU core
+        # make only one page at a time, because this uses a whole CPU core
         async with self.one: data,version = await asyncio.to_thread(self.pages.of, name)
         if data is None: return respond('{"problem": "There is no such run any more."}', 404)
         return respond(data, **{'Content-Encoding': 'gzip'}) if have!=str(version) else respond(b'', 204)
@@ -170,7 +170,7 @@ class Board:
                     yield f'event: runs\ndata: {json.dumps(self.listing.rows, allow_nan=False)}\n\n'
                 elif (quiet := quiet+1)%15==0: yield ': still here\n\n'
                 try: await asyncio.wait_for(self.ends.wait(), self.every)
-                except TimeoutError: pass # after this timeout, the files are read again
+                except TimeoutError: pass # the server goes on running: read the files again
         return StreamingResponse(stream(), headers={'Cache-Control': 'no-store', 'X-Accel-Buffering': 'no'},
             media_type='text/event-stream')
 
@@ -183,7 +183,7 @@ class Board:
         async def life(app):
             "Start the background work of the board, and end it when the server stops."
             self.ends,self.one,self.reading = asyncio.Event(),asyncio.Lock(),asyncio.Lock()
-            # a small page is made in the background, which imports all Python modules, so that the first real page comes faster
+            # make a small page in the background: this imports all Python modules, so that the first real page comes faster
             warm = asyncio.create_task(asyncio.to_thread(page_of, pd.DataFrame(a_page)))
             yield
             await warm
@@ -201,7 +201,7 @@ def make_server(b):
         "Server that ends the open event streams when it stops."
         async def shutdown(self, sockets=None):
             "End the event streams, then stop the server."
-            b.ends.set() # ends the open event streams, because uvicorn waits until they are closed
+            b.ends.set() # end the open event streams, because uvicorn would wait for them
             await super().shutdown(sockets)
     return Server(uvicorn.Config(b.app(), log_level='warning', timeout_graceful_shutdown=2, proxy_headers=False,
         server_header=False))

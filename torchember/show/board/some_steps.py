@@ -30,7 +30,7 @@ def find_next_step(f, at, end):
     return end, None
 
 def find_step_start(f, step, low, high):
-    "Return a position in bytes shortly before the first line of a step. Bisection finds it, because steps ascend in the file."
+    "Return a position in bytes shortly before the first line of a step, found by bisection, because steps ascend in the file."
     end = high
     while high-low>1<<13:
         _,found = find_next_step(f, (low+high)//2, end)

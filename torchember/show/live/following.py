@@ -29,7 +29,7 @@ class Tail:
     def __init__(self, path):
         # at: number of bytes read from the log file; size: size of the log file at the last read
         self.path,self.file,self.at,self.size = path,None,0,0
-        # removed: bytes of lines that were moved to Parquet parts; given: bytes of these that were read; rows: number of rows read
+        # removed: bytes of lines moved to Parquet parts; given: bytes of these lines that were read before; rows: number of rows read
         self.removed = self.given = self.rows = 0
         self.earlier = None # iterator over the blocks of rows in Parquet parts; None before the first read
 
@@ -40,7 +40,7 @@ class Tail:
         try: block = self.next_block(most)
         except FileNotFoundError:
             if not self.was_compacted(): raise
-            # the log file was converted to Parquet, so reading continues in the Parquet parts, which now have the unread lines
+            # the log file was converted to Parquet: continue in the Parquet parts, which now have the unread lines
             self.skip(self.removed+self.at, self.rows)
             return self.more(most)
         self.rows += block.count(b'\n{')+block.startswith(b'{') if isinstance(block, bytes) else block.rows-block.first
@@ -63,9 +63,9 @@ class Tail:
         data = self.file.read(min(most, self.size-self.at))
         while (cut := data.rfind(b'\n')+1)==0 and len(data)<=longest_line and (next := self.file.read(most)):
             data += next
-        self.at += cut or (len(data) if len(data)>longest_line else 0) # a line that is too long is skipped
+        self.at += cut or (len(data) if len(data)>longest_line else 0) # skip a line that is too long
         if not put_aside or cut: return data[:cut]
-        # a new log file has replaced this file, which was read to its end, so reading continues in the new file
+        # this file was read to its end and then replaced: continue in the new log file
         self.removed,self.given,self.at = self.removed+s.st_size,self.given+s.st_size,0
         self.close()
         return self.next_block(most)
@@ -73,7 +73,7 @@ class Tail:
     def skip(self, done, rows):
         "Continue reading after the first `done` bytes and `rows` rows of the log. `rows`: None to count them."
         parts = None
-        # repeated if lines were moved to Parquet parts while the file was being opened
+        # open the file again if lines were moved to Parquet parts in the meantime
         while parts!=(parts := summarize_parts(self.path)):
             self.close()
             self.file = open(self.path, 'rb', buffering=0, opener=open_regular)
@@ -82,7 +82,7 @@ class Tail:
         self.earlier = blocks_of_run(self.path, end=0, after=(done, self.rows)) if done<parts['lines'] else iter(())
 
     def skip_to_end(self, most):
-        "Skip the log file except about its last `most` bytes. Return True if the file was so short that nothing was skipped."
+        "Skip all but about the last `most` bytes of the log file. Return True if the file was so short that nothing was skipped."
         if (size := os.path.getsize(self.path))<=most: return True
         with open(self.path, 'rb') as f:
             f.seek(size-most)
@@ -118,7 +118,7 @@ def count_lines_until(path, end):
 
 # %% ../../../nbs/60_show/91_following.ipynb #8f27a657
 of_interest = re.compile(rb'"ttype":\s?"(?:scalar|finding)"')
-# matches a line about a pass that does not train, such as an evaluation
+# matches the lines of passes that do not train, such as evaluations
 of_evaluation = re.compile(rb'"phase":\s?"(?:%s)"' % '|'.join(beside_training).encode())
 or_not_finite = re.compile(of_interest.pattern+rb'|"(?:nan|posinf|neginf)":\s?[1-9]')
 
@@ -128,7 +128,7 @@ def rows_of_interest(block, all_finite:bool=True) -> list:
     out = []
     for line in lines_of_interest(block, all_finite):
         try: row = load_row(line)
-        except ValueError: continue # an incomplete line is no valid JSON
+        except ValueError: continue # skip an incomplete line, which is not valid JSON
         if is_step(row.get('step')) and isinstance(row.get('ttype'), str): out.append(row)
     return out
 
@@ -163,7 +163,7 @@ def part_rows_at(part, at):
 # %% ../../../nbs/60_show/91_following.ipynb #6d9e8e06
 class Spark:
     "Curve of at most 127 points for any number of values. Each point is the mean of equally many values."
-    most = 64 # with twice this number of points, neighbors are merged, so that this number is left
+    most = 64 # at 128 points, merge neighbors, so that 64 points are left
     def __init__(self):
         # points: lists [sum, count]; each: number of values in a point; last: latest value
         self.points,self.each,self.last = [],1,None
@@ -207,7 +207,7 @@ class KeptLines:
         if len(self.numbers)<=self.most: return
         last = max(step for step,_,_ in self.numbers)
         while len(kept := extreme_lines(self.numbers, self.width))>self.most*.6 and self.width<=last: self.width *= 2
-        # many lines can be left if thousands of names were logged; then only the latest are kept
+        # if thousands of names were logged, too many lines can be left: then keep only the latest
         self.numbers = kept if len(kept)<=self.most*.6 else kept[-self.most//2:]
 
     @property
@@ -218,7 +218,7 @@ class KeptLines:
 
 # %% ../../../nbs/60_show/91_following.ipynb #d94feb09
 def may_have_grown(before, now): # before, now: (inode, size, modification time) of a file, or None without a file
-    "Return True if a file may only have grown between two states, `before` and `now`. Return False if it was replaced or shortened."
+    "Return False if a file was replaced or shortened between two states, `before` and `now`. Return True if it has only grown, or not changed."
     return before==now or bool(before and now and before[0]==now[0] and before[1]<=now[1])
 
 class FollowedLog:
@@ -226,7 +226,7 @@ class FollowedLog:
     most = 1<<26 # maximum number of bytes that one call of `look` reads
     def __init__(self, name, place): # place: folder of logs
         self.name,self.place,self.path = name,place,place/'log'/name
-        # files: state of the log files at the last call of `look`; about: metadata of the run, as `runs` returns them
+        # files: state of the log files at the last call of `look`; about: metadata of the run, as returned by `runs`
         self.files = self.about = self.tail = None
         self.version = 0 # version: increases with each change of the log, so that readers notice changes
         self.restart()

@@ -28,7 +28,7 @@ class Speed:
     def __init__(self): self.looks = deque(maxlen=16) # pairs (seconds, step) of the last observations
 
     def add(self, seconds, step):
-        "Add an observation: the step at a time in seconds."
+        "Add an observation: the number of the step at a time in seconds."
         self.looks.append((seconds, step))
 
     def text(self):
@@ -52,7 +52,7 @@ def line_about(row, speed=''): # row: row of a `Listing` (table of runs); speed:
 # %% ../../../nbs/62_board/40_live_view.ipynb #c6c77fee
 class Viewer:
     "Makes the line of text and the picture of a live view, from the growing log files of a run."
-    most = 15_000 # approximate number of tensor rows that a picture reads
+    most = 15_000 # approximate number of tensor rows to read for a picture
 
     def __init__(self, home, picture:bool, look:dict): # picture: False to make only the line of text; look: matplotlib settings
         self.home,self.picture,self.name = home,picture,None
@@ -84,7 +84,7 @@ class Viewer:
         from torchember.show.first_look import overview
         run,steps = self.listing.source(self.row, self.most)
         try: fig = overview(run).figure
-        except ValueError: return None # the first step is not complete yet, so there is nothing to draw
+        except ValueError: return None # nothing to draw until the first step is complete
         finally: plt.close('all')
         notes = [] if over else [f"{self.row['steps']:,} until now{self.speed.text()}"]
         if steps is not None:
@@ -99,11 +99,11 @@ class Viewer:
 def answer_questions():
     "Main function of the process that draws live views: answer pickled questions from standard input until it is closed."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # lower priority, because the training comes first; with a higher value, a busy machine would not draw for minutes
+    # lower the priority, because the training comes first. With more than 3, a busy machine would not draw for minutes
     if hasattr(os, 'nice'): os.nice(3)
     questions,answers = sys.stdin.buffer,os.fdopen(os.dup(1), 'wb')
     nothing = os.open(os.devnull, os.O_WRONLY)
-    for fd in (1, 2): os.dup2(nothing, fd) # printed texts are discarded, because the pipe may contain only answers
+    for fd in (1, 2): os.dup2(nothing, fd) # discard printed texts, because the pipe must contain only answers
     try: viewer = Viewer(**pickle.load(questions))
     except Exception as e: viewer = e
     while True:
@@ -244,7 +244,7 @@ def screen_for(name):
 # %% ../../../nbs/62_board/40_live_view.ipynb #341c1dea
 class Live:
     "Live view of a run, updated by a thread. `close()` ends the view. `seconds`: CPU time that the view has used."
-    share,credit = .05,1. # limits of the CPU time for drawing: 5% of a CPU core, and 1 s without limit at the start
+    share,credit = .05,1. # limit of the CPU time for drawing: 5% of a CPU core. The first second does not count
 
     def __init__(self, home, name, screen, every:float, is_wanted=lambda: True): # every: shortest pause between updates in seconds
         self.home,self.name,self.screen,self.every,self.is_wanted = home,name,screen,every,is_wanted
@@ -272,7 +272,7 @@ class Live:
             try:
                 if self.reader: self.process_seconds = self.reader.end() or self.process_seconds
                 self.screen.end()
-            except Exception: pass # an error while showing is ignored, for example because the terminal was closed
+            except Exception: pass # ignore an error while showing: for example, the terminal was closed
             self.thread_seconds = time.thread_time()
 
     def follow(self):
@@ -289,7 +289,7 @@ class Live:
             self.thread_seconds = time.thread_time()
             if 'behind' in got: continue
             if over: return
-            # after the end of the run, one more question gets the last picture
+            # the run has ended: ask once more, for the last picture
             if got.get('state') in ('ended', 'died'): self.closing = True
             else: self.pause(max(self.every, (drawing-self.credit)/self.share-(time.monotonic()-began)))
 
@@ -308,11 +308,11 @@ class Live:
         "Warn the user that the live view has stopped. The training continues."
         if self.dropped: return
         try: warn(f"torchember: {what}. Training and recording continue.")
-        except EmberWarning as e: print(e, file=sys.stderr) # printed, because warnings are errors here
+        except EmberWarning as e: print(e, file=sys.stderr) # warnings are errors: print instead
 
     def close(self, last:bool=True, patience:float=60.): # last: True to draw the newest rows; patience: seconds to wait
         "End the live view. By default, show a last picture first."
-        # a forked process has a copy of this object, but not its thread
+        # do nothing in a forked process, which has a copy of this object, but not its thread
         if not self.thread.is_alive() or threading.current_thread() is self.thread: return
         self.closing,self.dropped = True,self.dropped or not last
         self.calls.put(1)

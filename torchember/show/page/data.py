@@ -37,18 +37,18 @@ def pack_array(values, exact:bool=False) -> dict: # exact: True to keep all 24 b
     """Compress an array for an HTML page: float32, all first bytes together, all second bytes, ...; gzip; base64.
 
     Return a dict with `shape` and `zip`."""
-    # without a warning of numpy, because a float64 above 3.4e38 may become infinity on the page
+    # suppress numpy's warning, because a float64 above 3.4e38 may become infinity on the page
     with np.errstate(over='ignore'): v = np.ascontiguousarray(values, '<f4')
     bits = v.view('<u4')
     up = bits+np.uint32(1<<10)
     if not exact:
-        # the numbers are rounded to 12 bits, because gzip compresses rounded numbers better. Infinities stay infinite
+        # round the numbers to 12 bits, because gzip compresses rounded numbers better. Do not round to infinity
         bits = np.where(np.isfinite(v) & np.isfinite(up.view('<f4')), up, bits) & np.uint32(0xfffff800)
     bits = np.where(np.isnan(v), np.uint32(0x7fc00000), bits)
     return {'shape': list(v.shape), 'zip': b64encode(gzip.compress(bits.astype('<u4').view('u1').reshape(-1, 4).T.tobytes(), 6, mtime=0)).decode()}
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #89371515
-deepest = 100 # maximum depth of nested modules on a page. The rest of a deeper path becomes one name
+deepest = 100 # maximum depth of nested modules on a page. In a deeper path, the rest becomes a single name
 
 def structure_of_paths(paths, root):
     "Build the tree of modules from their paths alone. Return nested dicts in the form of `torchEmber.mod_tree`."
@@ -76,7 +76,7 @@ def list_modules(structure, paths:list, root:str='model') -> list: # structure: 
 # %% ../../../nbs/60_show/96_page_data.ipynb #096c71ed
 most_values = 3_000_000 # maximum number of statistics in a page; they take about 8 MB
 most_steps = 24 # maximum number of steps whose exponent counts are in a page
-most_counts = 100_000 # maximum of: number of tensors with exponent counts, times number of their steps
+most_counts = 100_000 # maximum of (number of tensors with exponent counts) * (number of their steps)
 favourites = ('std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_mean', 'l2', 'ratio', 'kurtosis',
     'entropy', 'logit_max', 'first_token', 'top_share')
 
@@ -163,7 +163,7 @@ def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: key of a tensor
 # limits of a page: number of findings, number of consequences of one finding, characters of a text
 most_findings,most_followers,most_letters = 100,20,400
 
-def check_health(run, table=None, rows=None) -> dict: # table: rows, if `run` is a table; rows: all rows of the log, if already read
+def check_health(run, table=None, rows=None) -> dict: # table: the rows if `run` is a table; rows: all rows of the log if they were read before
     "Run the default health rules, and return their findings for a page."
     failed = []
     try:
@@ -202,7 +202,7 @@ def nest_findings(found):
             continue
         one = {k: short_text(f[k]) for k in ('severity', 'rule', 'text', *(('advice', 'look') if cause is None else ()))
             if f.get(k)}
-        # these values are not shortened, because they identify the tensor
+        # do not shorten these values, because they identify the tensor
         one |= {k: str(f[k]) for k in ('path', 'ttype', 'pname') if f.get(k)}
         one |= {'first': int(f['first_step']), 'last': int(f['last_step'])}
         into.append(one if cause is not None else by.setdefault(i, {**one, 'below': []}))
@@ -235,7 +235,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
     columns = int(np.clip(most_values//lines, 20, 1000))
     out,keys,ps = [],{},parameters_of_run(run)
     for k,rows in progress(list(of.items()), f'laying out {name_of_run(table)}'):
-        if not wanted[k]: continue # columns that contain only texts or booleans are skipped
+        if not wanted[k]: continue # skip columns of only texts or booleans
         why = untrained_reasons(rows, k, ps, path)
         out.append({'ttype': k, 'name': words.get(k, k),
             **pack_tensor_type(rows, placed[k], wanted[k], columns, why, ps)})

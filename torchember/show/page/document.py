@@ -29,7 +29,7 @@ def checksum(text):
     "Return the hash of a script in the form for a Content-Security-Policy."
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
-def read_page_files(*more): # more: further scripts with a style sheet of the same name, as file names without ending
+def read_page_files(*more): # more: names of additional scripts, without ending. Each has a style sheet of the same name
     "Return the texts of all style sheets and scripts of an HTML page."
     plot = f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}"
     names = 'report',*more
@@ -83,12 +83,12 @@ def report(
     page = page_of(run, path, ttype, stats)
     try: page['run']['version'] = version('torchember')
     except PackageNotFoundError: pass # torchember runs from a source folder, without an installed version
-    # if the user named a link, the file that the link points to is replaced
+    # if the user gave a link, replace the file that the link points to
     if target is not None and not target.is_dir(): target = target.resolve()
-    else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # a link with this name is itself replaced
+    else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # if this name is a link, replace the link
     if os.path.lexists(target) and not (target.is_file() or target.is_symlink()):
         raise FileExistsError(f"{printable(target)} exists and is not a file, so that no report can replace it. Give another path.")
-    replace(target, render_page(page).encode()) # atomically, so that a browser never loads an incomplete file
+    replace(target, render_page(page).encode()) # atomic, so that a browser never loads an incomplete file
     return target
 
 def is_file(path):
