@@ -6,7 +6,7 @@
 __all__ = ['pd', 'pa', 'pq', 'pc', 'needs', 'LazyLibrary']
 
 # %% ../../nbs/05_ground/00_needs.ipynb #c64057f0
-from functools import partial
+from functools import cached_property
 from importlib import import_module
 
 # %% ../../nbs/05_ground/00_needs.ipynb #a59a5486
@@ -24,8 +24,9 @@ def needs(name:str, for_:str, package:str|None=None):
 # %% ../../nbs/05_ground/00_needs.ipynb #5e0b7a12
 class LazyLibrary:
     "Stands for a library, which is imported when one of its attributes is used. Arguments: as in `needs`."
-    def __init__(self, name, for_, package=None): self._import = partial(needs, name, for_, package)
-    def __getattr__(self, name): return getattr(self._import(), name)
+    def __init__(self, name, for_, package=None): self._arguments = name,for_,package
+    _library = cached_property(lambda self: needs(*self._arguments))
+    def __getattr__(self, name): return getattr(self._library, name)
 
 pd,pa = LazyLibrary('pandas', 'A table of rows'),LazyLibrary('pyarrow', 'A run in Parquet')
 pq,pc = (LazyLibrary(f'pyarrow.{m}', 'A run in Parquet', 'pyarrow') for m in ('parquet', 'compute'))
