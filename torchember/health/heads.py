@@ -81,7 +81,8 @@ def future_attention(h, least=1e-6, keys=8):
             f"queries of {list_names(heads)} see later tokens, but {np.count_nonzero(~group)} of {len(group)} heads in layers of this kind do not"
         yield finding(l.path, f"The mask of {l.title} does not hide later tokens: {how}. Later tokens get up to {fmt(weight)} of the weight.",
             int(l.steps[at]), int(l.steps[-1]), ttype='attention', weight=weight, heads=heads, look="attention_map(run, stat='future')",
-            advice="Mask with torch.ones(n, n).triu(1), where True hides a key, or pass is_causal=True to scaled_dot_product_attention. "
+            advice="Mask with torch.ones(n, n).triu(1), where True hides a key (in flax with jnp.tril(jnp.ones((n, n))), where 1 shows a key), "
+                "or pass is_causal=True to scaled_dot_product_attention or jax.nn.dot_product_attention. "
                 "A model that sees the tokens that it has to predict has a low loss in training, but generates bad text.")
         return
 
