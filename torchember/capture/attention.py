@@ -21,7 +21,7 @@ from .private_torch import (copy_for_dynamo, fill_function_table, inside_transfo
     modules_of_compilers, report_softmax, running_frames, script_table)
 
 # %% ../../nbs/10_capture/50_attention.ipynb #a8048116
-# attributes of modules that contain the number of attention heads
+# names of attributes in which common attention modules store their number of heads
 names_of_heads = 'num_heads', 'n_heads', 'n_head', 'num_attention_heads', 'nhead', 'heads'
 
 def heads_of(module) -> int|None:
@@ -84,7 +84,7 @@ def with_report(function, report):
     def run(*args, **kwargs):
         "Report the arguments, then call torch's function."
         if torch.compiler.is_compiling():
-            # `is_dynamo_compiling` is False if torch calls this function to find the shape of a result
+            # `is_dynamo_compiling` is False if torch runs this function only to find the shape of its result: then report nothing
             if torch.compiler.is_dynamo_compiling() and AttentionWatch.wants.attention and not is_exporting(): report(in_graph, *args, **kwargs)
             return function(*args, **kwargs)
         if not (found := listeners_now()): return function(*args, **kwargs)
@@ -114,11 +114,11 @@ products_in_graph = define_operator('attention_products', ', bool causal, float?
 logits_in_graph = define_operator('attention_logits', '', report_from_graph)
 
 def is_plain(x) -> bool:
-    "Return True if a custom operator accepts a tensor: not for a `DTensor`, nested tensors, and tensors of other classes."
+    "Return True if custom operators accept the tensor `x`: not nested, and of the class `Tensor` or `Parameter`, not a subclass such as `DTensor`."
     return (type(x) is torch.Tensor or type(x) is nn.Parameter) and not x.is_nested
 
 class InGraph:
-    "A listener for torch.compile: while it traces a model, the methods add operators to the graph, which report attention when the graph runs."
+    "Listener used while torch.compile traces a model. Its methods add operators to the graph, which report attention when the graph runs."
     def __init__(self): self.key = new_key(self)
 
     def memory_reused(self): "Do nothing, because rows of attention use no cached summaries."
@@ -140,7 +140,7 @@ def report_method(input, dim=None, *args, **more):
 
 # %% ../../nbs/10_capture/50_attention.ipynb #70de1df0
 def places_of(functions) -> list:
-    "Return a list of (Python module, name, function): the global variables of imported Python modules that are one of these functions."
+    "Find the given functions in all imported Python modules. Return a list of (Python module, name of the global variable, function)."
     wanted,found = {id(f) for f in functions},[]
     for name,m in list(sys.modules.items()):
         if not isinstance(m, types.ModuleType) or name.startswith((*modules_of_compilers, 'torchember', '__mp_main__')): continue
@@ -174,7 +174,7 @@ class Replacements:
 class AttentionWatch:
     "Reports each call of attention in this process to a listener."
     attached = weakref.WeakSet() # instances that report now: `attach` adds an instance, and `detach` removes it
-    replacements = Replacements() # made while an instance is attached
+    replacements = Replacements() # torch's functions are replaced while any instance is attached
     wants = union_of_wants(frozenset()) # `wants.attention` is True if compiled code reports attention to any attached instance
 
     def __init__(self, listener):
@@ -200,7 +200,7 @@ class AttentionWatch:
 
     @classmethod
     def renew_wants(cls):
-        "Compute again whether compiled code reports attention, because a watch was attached or detached."
+        "Update `wants.attention` (True if compiled code reports attention), after a watch was attached or detached."
         cls.wants = union_of_wants(frozenset(w.listener.wants for w in cls.attached))
 
     def detach(self):

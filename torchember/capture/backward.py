@@ -35,7 +35,7 @@ def gradient_hook(report, n, key, ttype):
     "Return a tensor hook that calls `report` with the tensor's name `n` and its gradient. `key`, `ttype`: as in `hook_gradients`."
     def hook(g):
         "Report the gradient `g` of the tensor. Return `g` unchanged."
-        # torch passes None if an operation has several outputs and this output is unused, or if an autograd `Function` returned None
+        # the gradient is None if this output of an operation with several outputs is unused, or if an autograd `Function` returned None
         if g is None: return None
         if key is not None and torch.compiler.is_compiling(): grads_arrived([g], key, ttype, [n])
         else: report(n, g.detach())

@@ -14,7 +14,7 @@ from torch.nn import utils
 from .private_torch import norm_clipper
 
 # %% ../../nbs/10_capture/42_clipping.ipynb #d9115daf
-places = utils,utils.clip_grad # both Python modules of torch contain each clipping function
+places = utils,utils.clip_grad # Python modules of torch with the clipping functions; each clipping function is in both of them
 clippers = 'clip_grad_norm_','clip_grad_value_','clip_grads_with_norm_',*([norm_clipper] if norm_clipper else [])
 # `running.clips`: True while a clipping function runs in this thread. Then clipping functions that it calls are not reported
 running = threading.local()
@@ -50,7 +50,7 @@ class ClippingWatch:
         "Start reporting clipped parameters. The first attached `ClippingWatch` replaces the clipping functions of torch."
         if not self.attached:
             found = [(p, n, clip) for p in places for n in clippers if (clip := getattr(p, n, None)) is not None]
-            # torch has each function in two Python modules, and both get the same replacement
+            # each clipping function is in two Python modules of torch, and both get the same replacement
             ours = {clip: with_clipping_report(clip) for *_,clip in found}
             self.replaced[:] = [(*f, ours[f[-1]]) for f in found]
             for p,n,_,run in self.replaced: setattr(p, n, run)

@@ -92,7 +92,7 @@ def call_holder(method):
     While a checkpoint recomputes a forward, the function does nothing.
     """
     def f(holder, xs, names, *hooked):
-        "Call the method of the object `holder`. Do nothing while a checkpoint recomputes a forward, reported before."
+        "Call the method of the object `holder`. Do nothing while a checkpoint recomputes a forward, because its first run was reported."
         if not recomputing(): getattr(holder, method)(list(zip(names, xs, strict=True)), *hooked)
     return f
 
@@ -111,7 +111,7 @@ exited = define_operator('exited', ', str[] names, str[] hooked', call_holder('e
 grads_arrived = define_operator('grads_arrived', ', str ttype, str[] names', report_gradients, False, 'Tensor?[]')
 probed = define_operator('probed', ', str[] names', call_holder('probed'))
 missed = define_operator('missed', ', str ttype, str[] names', lambda holder, xs, ttype, names: recomputing() or holder.missed(ttype, names))
-# the tensor list of `began` has no other use than its length: 1 if the pass has gradients, else 0
+# only the length of `began`'s tensor list matters: 1 if the pass has gradients, else 0
 began = define_operator('began', '', lambda holder, xs: recomputing() or holder.began(*[True]*len(xs)), merges=False)
 ended = define_operator('ended', '', lambda holder, xs: recomputing() or holder.ended())
 

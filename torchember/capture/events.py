@@ -24,7 +24,7 @@ class Wants:
         self.unions = weakref.WeakSet() # all `WantsUnion` objects that contain this object; `switch` updates them
 
     def switch(self, compiled):
-        "Switch the reports of compiled code on or off, from the next pass on. The first switch makes torch.compile compile one more graph."
+        "Switch reports of tensors by compiled code on or off, from the next pass on. The first switch makes torch.compile compile one more graph."
         if compiled==self.compiled: return
         self.compiled = compiled
         for u in list(self.unions): u.update()
@@ -97,7 +97,7 @@ class Listener(Protocol):
         "Return True if module calls in this pass are to be reported to this listener."
         return True
 
-    # `call_begins` returns what later calls of `gradient` get: (number of the call in its pass, phase). None if no gradients are wanted
+    # returns (number of the call in its pass, phase), which is passed to `gradient` later; None if no gradients are wanted
     def call_begins(self, state, inputs:list, compiled:bool=False):
         "Called when a module is called with `inputs`. If `compiled` is True, read the tensors at once, because compiled code reuses their memory."
         return 0, None
@@ -169,7 +169,7 @@ class Listener(Protocol):
 in_calls = 'inside', 'records', 'returned', 'recomputed', 'memory_reused', 'calls_pending'
 
 def skip_compiler(listener):
-    "Make torch.compile skip the listener methods called during passes, because compiling them takes time and brings nothing."
+    "Make torch.compile skip the listener methods called during passes because compiling these methods takes time without any benefit."
     for n,f in vars(listener).items():
         if hasattr(f, '__code__') and (n in in_calls or n.startswith(('pass_', 'call_', 'probe'))): never_compile(f)
 

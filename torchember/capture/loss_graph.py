@@ -32,7 +32,7 @@ class Link(NamedTuple):
     shape:tuple|None = None # Shape of the operation's result
 
 def only_child(node):
-    "Return (autograd node, number) of the argument with a gradient, if an operation has exactly one such argument. Else return None, None."
+    "Return the autograd node and the index of an operation's only argument with a gradient. Return None, None for no or several such arguments."
     found = [(below, i) for i,(below,_) in enumerate(node.next_functions) if below is not None]
     return found[0] if len(found)==1 else (None, None)
 
@@ -68,7 +68,7 @@ class Way(NamedTuple):
 value_links = 'clamp', 'log', 'shift', 'one_minus', 'normalize'
 
 def way_down(node, raw=None, most=12) -> Way:
-    "Follow the autograd graph from a node to the last layer of the model. `raw`: result of the node, if known. `most`: largest number of nodes."
+    "Follow the autograd graph from a node to the model's last layer. `raw`: result of the node, if known. `most`: maximum number of nodes to visit."
     links,anchor,found = [],None,raw
     for _ in range(most):
         link,below = link_of(node)
@@ -81,7 +81,7 @@ def way_down(node, raw=None, most=12) -> Way:
     return Way(tuple(links), node, anchor or node, found)
 
 def before_link(node, link, known):
-    "Return saved values of a node: the input of a clamp, log or division by a sum, or the result of an activation. Else return `known`."
+    "Return a tensor saved by a node: the input of a clamp, log or division by a sum, or an activation's result. Return `known` for other nodes."
     if link.name in ('clamp', 'log', 'normalize') and isinstance(x := saved(node, 'self'), torch.Tensor): return x
     if link.name in ('select', 'shift', 'one_minus') or known is not None: return known
     return x if isinstance(x := saved(node, 'result'), torch.Tensor) else known
@@ -99,7 +99,7 @@ class LossTerm(NamedTuple):
     target_shape:tuple|None = None # Shape of the target, None if it is unknown
     links:tuple = () # `Link`s between the model and the loss, the last operation first
     broadcast:bool = False # True if prediction and target have different shapes, and one was expanded
-    ignore_index:int|None = None # Label that the loss ignores, as in `nn.CrossEntropyLoss`
+    ignore_index:int|None = None # `ignore_index` of the loss, as in `nn.CrossEntropyLoss`: samples with this label do not count
     class_weights:bool = False # True if the loss weights classes or elements, as with `weight=`
     weighted:bool = False # True if the term is multiplied by a tensor, as in a policy gradient
     result_shape:tuple|None = None # Shape of the element-wise loss before `mean` or `sum`, after a broadcast
@@ -129,7 +129,7 @@ node_kinds = {'NllLoss': ('nll', 'log_probabilities'), 'NllLoss2D': ('nll', 'log
     'SmoothL1Loss': ('smooth_l1', 'values'), 'MultiMarginLoss': ('margin', 'values'), 'SoftMarginLoss': ('soft_margin', 'values')}
 
 def end_of(way) -> str:
-    "Return the operation at the end of the search for the model's last layer."
+    "Return the name of the last autograd operation found on the way from the loss to the model, usually the model's last layer."
     return '' if way.end is None else node_word(way.end)
 
 def torch_term(node, word):
@@ -156,7 +156,7 @@ def residual_term(node, word):
     difference = node.next_functions[0][0] if node.next_functions else None
     if difference is None or node_word(difference) not in ('Sub', 'Rsub'): return None
     below,slot = only_child(difference)
-    # a difference of two predictions, or of parameters, has no target
+    # no target: both terms of the difference need gradients, or the prediction is a parameter
     if below is None or hasattr(below, 'variable'): return None
     way,residual = way_down(below),saved(node, 'self')
     shape,whole = node_shape(below),node_shape(difference)
@@ -194,7 +194,7 @@ def product_term(node, divergence=False):
     target,below = constant_of(node)
     if not isinstance(target, torch.Tensor) or not target.ndim or tuple(target.shape)!=node_shape(below): return None
     way = way_down(below)
-    # only some elements are used, as in a policy gradient, so the product is no cross-entropy
+    # not a cross-entropy: the loss uses only some elements of the log-probabilities, as a policy gradient does
     if 'select' in way.names: return None
     shape,top = node_shape(below),way.names[:1]
     if top in (('log_softmax',), ('log',)):

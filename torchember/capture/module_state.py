@@ -24,7 +24,7 @@ class PendingCalls:
 
     def expect(self, call, phase, step=0):
         "Add a call whose gradient is expected. `phase`, `step`: phase and step of the call."
-        if self.done and not self.waiting: self.done,self.backward = [],0 # all gradients have arrived, so a new pass begins
+        if self.done and not self.waiting: self.done,self.backward = [],0 # all earlier gradients have arrived, so this call belongs to a new pass
         self.waiting.append((call, phase, step))
 
     def next_call(self):
@@ -79,7 +79,7 @@ class CompiledPasses:
         # ids of threads in which a call began the pass, because the compiled graph does not report passes
         self.by_call = set()
         self.calls = Counter() # thread id -> number of running calls of the module
-        # shapes_known: 1 if the `moduleTrack` has the current shapes of the inputs, of the outputs. Compiled loops read both numbers by address
+        # shapes_known: two numbers, for inputs and outputs: 1 if the `moduleTrack` has their current shapes. Compiled loops read them by address
         self.shapes_known = array('q', (0, 0))
 
 def remove_thread(threads):
@@ -156,7 +156,7 @@ class ModuleState:
         if get_ident() in self.passes.begun:
             self.listener.pass_fails(self)
             self.ended()
-        if not self.root and self.listener.inside(): return # a call inside a running pass that is not compiled begins no pass of its own
+        if not self.root and self.listener.inside(): return # inside a running pass of code that is not compiled, a call begins no new pass
         if self.listener.pass_begins(self, grad): self.passes.begun.add(get_ident())
 
     def ended(self):
@@ -174,11 +174,11 @@ class ModuleState:
 
     def entered(self, named, hooked):
         "Report that compiled code has called the module with these (name, tensor) pairs."
-        # returns if the operator is in the graph only because another listener wants inputs
+        # this listener wants no inputs: the operator is in the graph because of another listener
         if not (self.wants.inputs and self.watched and self.wants.compiled): return
         self.passes.calls[get_ident()] += 1
         if not self.root and not self.listener.inside():
-            # changes a guarded attribute of `Patch`, so that torch.compile makes a graph that reports the begin of a pass
+            # this changes an attribute checked by a guard of torch.compile, which then makes a graph that reports the begin of a pass
             self.passes.outermost = True
             self.passes.by_call.add(get_ident())
             self.began(self.track.module.training and (torch.is_grad_enabled() or in_training_function()))
@@ -202,7 +202,7 @@ class ModuleState:
         if call is not None and getattr(self.wants, ttype): self.pending.expect(ttype, names, call, self.listener)
 
     def grads_arrived(self, ttype, named):
-        "Report gradients computed by compiled code or a recomputation to the listener."
+        "Report gradients to the listener. Compiled code or the recomputation of a checkpoint has computed them."
         for n,g in named: self.listener.gradient(self, ttype, n, g, *self.pending.next_call(ttype, n, self.calls))
 
     def probed(self, named):

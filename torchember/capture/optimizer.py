@@ -90,7 +90,7 @@ def evenly_spaced(xs, n=16):
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #63555850
 class ReplacedStep:
-    "Replacement of the method `step` of one optimizer or scaler. If other code has wrapped this method, it stays, and calls the original."
+    "Replacement of the method `step` of one optimizer or scaler. If other code has wrapped the replacement, `remove` makes it call the original."
     def __init__(self, o, former, step):
         self.o,self.former,self.step,self.removed = o,former,step,False
         step.__func__._torchember = self
@@ -114,7 +114,7 @@ def replace_step(o, run) -> ReplacedStep:
             "Call the original `step` of the object."
             return type(self).step(self, *args, **kwargs) if former is None else former(*args, **kwargs)
         return run(self, go, args, kwargs) if self is o else go(*args, **kwargs)
-    # learning-rate schedulers set attributes of the `step` that they wrap; they are copied
+    # copies the attributes of the former `step`, because learning-rate schedulers set attributes of the `step` that they wrap
     like_former = functools.wraps(type(o).step if former is None else former)
     return ReplacedStep(o, former, types.MethodType(never_compile(like_former(step)), o))
 
@@ -153,7 +153,7 @@ class OpenSteps:
     def begin(self, o):
         "Count a step of optimizer `o` that begins. Return True if no other step of `o` is running."
         n = self.depth.get(id(o), 0)
-        if n and not is_stepping(o): n = 0 # the earlier step has raised an exception, so its end was not reported
+        if n and not is_stepping(o): n = 0 # an earlier step has raised an exception, so torch did not call the hook at its end
         self.depth[id(o)] = n+1
         return not n
 
@@ -163,7 +163,7 @@ class OpenSteps:
         return not n
 
     def fail(self, o):
-        "Count a step of optimizer `o` that has raised an exception."
+        "Note that a step of the optimizer `o` has raised an exception: no step of `o` is running any more."
         self.depth[id(o)] = 0
 
     def any(self):
@@ -172,7 +172,7 @@ class OpenSteps:
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #33637749
 def add_hooks(o, begin, end):
-    "Add torch's step hooks, to call `begin(optimizer, args, kwargs)` and `end(optimizer)`. Return the handles of the hooks."
+    "Register hooks on an optimizer to call `begin(optimizer, args, kwargs)` before each step, and `end(optimizer)` after it. Return their handles."
     return [o.register_step_pre_hook(never_compile(lambda o, args, kwargs: begin(o, args, kwargs))),
         o.register_step_post_hook(never_compile(lambda o, args, kwargs: end(o)))]
 
@@ -192,7 +192,7 @@ class OptimizerWatch:
         self.ready,self.stepped = set(),set()
 
     def attach(self):
-        "Add hooks to the optimizers. Where there are no step hooks (wrappers, scaler, some optimizers), replace `step`."
+        "Register step hooks on the optimizers. Replace the method `step` of objects without step hooks: wrappers, scalers and some optimizers."
         self.attached = True
         for o in self.optimizers:
             self.handles += add_hooks(o, self.begin, self.end) if has_step_hooks(o) else [replace_step(o, self.run_plain)]
@@ -232,7 +232,7 @@ class OptimizerWatch:
         self.listener.gradients_ready(o, gradient_scale(self.scaler, o), unchanged)
 
     def note_end(self, o):
-        "Report that optimizer `o` has made or skipped a step; inside the step of a wrapper, wait with the report until the wrapper's step ends."
+        "Report that the optimizer `o` has made or skipped a step. During the step of a wrapper, postpone the report until the wrapper's step ends."
         if self.wrappers: self.in_wrapper[id(o)] = o; return
         self.stepped.add(id(o))
         self.listener.step_skipped(o) if has_skipped(o) else self.listener.step_ends(o)

@@ -16,7 +16,7 @@ from .tensors import outputs
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #865cffed
 def partial_sums(named):
-    "Return the `DTensor` objects with a `Partial` placement in (name, tensor) pairs. Each rank has one summand of such a tensor."
+    "Return the `DTensor` objects in (name, tensor) pairs that have a `Partial` placement: each rank has one summand of the tensor."
     return [x for _,x in named if type(x) is not torch.Tensor and any(p.is_partial() for p in getattr(x, 'placements', ()))]
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #7e1d0a02
@@ -45,7 +45,7 @@ def add_last_hook(state, frames, report):
         handle.remove()
         if state.hooks.get(thread) is handle: del state.hooks[thread]
         report(state.named_tensors('output', outputs, result))
-    # remove a hook that remained from a call that ended with an exception
+    # an earlier call has raised an exception, so that its hook was not removed
     if thread in state.hooks: state.hooks.pop(thread).remove()
     # always_call: the hook must run and remove itself even if another hook has raised an exception
     state.hooks[thread] = handle = state.track.module.register_forward_hook(never_compile(hook), always_call=True)

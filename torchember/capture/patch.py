@@ -29,7 +29,7 @@ def traced_forward(self, patch, args, kwargs):
     former,wants,reports_passes = patch.former,patch.wants,patch.passes
     if is_exporting(): wants,reports_passes = no_wants,False
     if reports_passes: compiled.began([patch.key] if torch.is_grad_enabled() else [], patch.key)
-    # `attention` is read for torch.compile, which then compiles again when it changes
+    # reads `wants.attention`, so that torch.compile adds a guard, and compiles again when this attribute changes
     if wants.attention or wants.inputs: report_compiled(compiled.entered, 'input', inputs(args, kwargs, patch.names, patch.rest), patch.key, wants.input_grad)
     result = (patch.function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
     if wants.outputs:
@@ -41,7 +41,7 @@ def traced_forward(self, patch, args, kwargs):
 no_wants = union_of_wants(frozenset()) # `WantsUnion` of a module whose listeners want no tensors
 
 def report_compiled(op, ttype, named, key, wants_gradients):
-    "Put the operator `op`, to report tensors, into the graph being compiled, and install hooks to report their gradients."
+    "Add the operator `op`, which reports tensors, to the graph being compiled, and register hooks to report their gradients."
     named = without_dtensors(ttype, named, key)
     hooked = with_gradient(named, wants_gradients)
     op([x.detach() for _,x in named], key, [n for n,_ in named], [n for n,_ in hooked])
@@ -64,11 +64,11 @@ def hook_compiled(named, key, ttype):
     for n,x in named: x.register_hook(compiled_hook_once(key, ttype, n, x) if x.is_leaf else compiled_hook(key, ttype, n))
 
 def compiled_hook(key, ttype, n):
-    "Return a hook to have compiled code report the gradient of a tensor that is not a leaf."
-    def hook(g): # g is None for an unused tensor; this is not tested, because torch.compile traces this hook with a tensor
+    "Return a hook with which compiled code reports the gradient of a tensor that is not a leaf."
+    def hook(g): # no test for None (gradient of an unused tensor), because torch.compile traces this hook with a tensor
         "Report the gradient of the tensor, and return it unchanged."
         compiled.grads_arrived([g], key, ttype, [n])
-        return g # returns the gradient, because compiled autograd does not accept None here
+        return g # returns the gradient, because hooks in compiled autograd may not return None
     return hook
 
 def compiled_hook_once(key, ttype, n, x):
@@ -101,7 +101,7 @@ def patched(former=None, function=None, inner=None):
         "Notify the listener, and call the module's own forward."
         if inner is None:
             patch = getattr(self, KEY, None) # uses `getattr`, because torch.compile can trace `getattr`
-            # true if other code still calls this forward after torchember has removed it from the module
+            # torchember has removed this forward from the module, but other code still calls it
             if patch is None or patch.place is not place:
                 return (function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
             if torch.compiler.is_compiling(): return traced_forward(self, patch, args, kwargs)
@@ -117,7 +117,7 @@ def patched(former=None, function=None, inner=None):
             st,call = patch.first
         else: st,call,patch = inner
         listener = st.listener
-        if not listener.on and listener.running and not st.root or is_exporting() or is_tracing(): # no event of this call is reported
+        if not listener.on and listener.running and not st.root or is_exporting() or is_tracing(): # not recorded now: call only the original
             return type(self).forward(self, *args, **kwargs) if call is None else call(*args, **kwargs)
         if recomputing():
             wants = listener.on and st.watched and st.wants

@@ -149,9 +149,9 @@ def in_training_function():
     if running_backward()!=-1: return True
     for frame in running_frames():
         ctx = function_context_in(frame)
-        # gradients were off outside the Function if `next_functions` is empty
+        # `next_functions` is empty if gradients were already switched off when the Function was called
         if getattr(type(ctx), '_forward_cls', None) is not None: return len(ctx.next_functions)>0
-        # an autograd Function whose forward has no context argument, so that `ctx` was not found
+        # the forward of this autograd Function has no argument `ctx`, so `function_context_in` found none
         if frame.f_code is apply_code: return True
     return False
 
@@ -200,7 +200,7 @@ def call_after_backward(f) -> bool: # returns False if this version of torch can
 will_execute = private('torch._C._will_engine_execute_node', None, 'a pass that only torch.autograd.grad uses is merged with the other passes of its step')
 
 def leaves_below(node, most=16):
-    "Yield up to `most` autograd nodes that accumulate gradients of leaf tensors, found below `node` in the autograd graph."
+    "Yield up to `most` `AccumulateGrad` nodes (nodes of leaf tensors) that `node` leads to in the autograd graph."
     found,todo,seen = 0,[node],set()
     while todo and found<most and len(seen)<1000:
         if (n := todo.pop()) is None or n in seen: continue
@@ -216,7 +216,7 @@ def writes_gradients() -> bool:
     for n in leaves_below(running_node()) if will_execute is not None else ():
         any_leaf = True
         try:
-            if will_execute(n): return True # in most backwards the first leaf, so that the other leaves are not searched
+            if will_execute(n): return True # usually true for the first leaf, so no other leaf is searched
         except RuntimeError: return False # torch raises RuntimeError for nodes of the inputs of `torch.autograd.grad`
     return not any_leaf
 
@@ -230,7 +230,7 @@ def node_number(node):
     return node._sequence_nr() if hasattr(node, '_sequence_nr') else -1
 
 def is_engine_code(code):
-    "Return True if a code object belongs to torch's function for a backward."
+    "Return True if a code object belongs to the function with which torch starts the autograd engine for a backward pass."
     return engine is not None and code is engine.__code__
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #d2d017bf
@@ -242,7 +242,7 @@ def saved(node, name):
     """Return a value that an autograd node has saved under a name, such as 'target'. Tensors have no graph. None if the value is missing or freed.
 
     A tensor is not unpacked if it was packed by hooks, because then unpacking may compute a forward again, as in checkpoints."""
-    # exists in torch 1.9 and later, its `unpack_hook` in torch 2.8 and later
+    # `_raw_saved_*` attributes exist in torch 1.9 and later, and have `unpack_hook` in torch 2.8 and later
     raw = getattr(node, f'_raw_saved_{name}', None)
     if getattr(raw, 'unpack_hook', None) is not None: return None
     try: value = getattr(node, f'_saved_{name}', None)
@@ -295,7 +295,7 @@ def is_dynamo_frame(frame) -> bool:
     "Return True if `frame` runs the wrapper of `torch.compile` around a function or module. Works in all versions of torch."
     dynamo = sys.modules.get('torch._dynamo.eval_frame')
     if dynamo is None or frame.f_code.co_filename!=dynamo.__file__: return False
-    # the same file of torch contains wrappers around functions that are never compiled
+    # the class is tested, too, because other wrappers in this file of torch run functions without compiling them
     return type(frame.f_locals.get('self')).__name__ in ('OptimizeContext', 'OptimizedModule')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch20
@@ -361,11 +361,11 @@ def keep_in_order(op, token:bool):
     lowering = sys.modules.get('torch._inductor.lowering')
     if lowering is None: return
     utils = sys.modules.get('torch._inductor.utils')
-    # excluded, because CUDA graphs cannot contain operators that run Python
+    # excludes the operator from CUDA graphs, whose replay would not run its Python code
     if hasattr(utils, 'FORBIDDEN_CUDAGRAPH_OPS'): utils.FORBIDDEN_CUDAGRAPH_OPS |= {'with_effects'}
     with noting_failure('torch._inductor.lowering', unordered):
         if op in lowering.lowerings: return
-        plain = lowering.fallback_handler(op, False) # Inductor's code for unknown operators
+        plain = lowering.fallback_handler(op, False) # the function with which Inductor generates code for operators that it does not know
         def lower(*args):
             "Lower a call of the operator as Inductor does, and keep its order among effects."
             place = lowering_state(lowering)
@@ -493,7 +493,7 @@ def pipeline_stages(model):
     Works in torch 2.5 and later."""
     stages,schedules = (sys.modules.get(f'torch.distributed.pipelining.{n}') for n in ('stage', 'schedules'))
     if stages is None or not hasattr(stages, '_PipelineStageBase'): return []
-    # `type`, because `isinstance` raises an exception for a dead weak proxy
+    # `all_of` compares `type(o)`, because `isinstance` raises an exception for a dead weak proxy
     def all_of(kind):
         "Return all objects of a class in this process."
         return [o for o in gc.get_objects() if issubclass(type(o), kind)]
@@ -522,7 +522,7 @@ def hook_callers(module, ours):
         inside,frame = inside or frame.f_code.co_varnames==ours,frame.f_back
     known = frame is not None and frame.f_code.co_filename==torch.nn.Module.register_forward_hook.__code__.co_filename
     if not known or frame.f_locals.get('self') is not module: return ()
-    # both frames are needed, because the outer frame calls hooks with `always_call` after an exception
+    # returns both frames of torch, because after an exception the outer frame calls the hooks with `always_call`
     return id(frame), id(frame.f_back)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #a77e0002
@@ -549,7 +549,7 @@ def report_softmax(report):
         if report is None:
             if 'method_softmax' in vars(cls): del cls.method_softmax
             return
-        def method_softmax(self, tx, *args, **kwargs): # Dynamo adds the softmax to the graph, because the result is None
-            "Trace the call of `report`."
+        def method_softmax(self, tx, *args, **kwargs): # returns None, so Dynamo still adds the softmax to the graph itself
+            "Trace a call of `report` with the arguments of `Tensor.softmax`."
             function(report).call_function(tx, [self, *args], kwargs)
         cls.method_softmax = method_softmax

@@ -113,7 +113,7 @@ scaled_types = 'input_grad', 'output_grad'
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #5842246e
 class Ranks:
-    """Computes the columns `part` and `gscale` of each row of one model on one rank.
+    """Computes two columns of each row on one rank: `part` (role of the tensor along each axis) and `gscale` (scale of its gradient).
 
     `part`: distribution of the tensor along each parallel axis. `gscale`: factor from a gradient on this rank to the gradient of the whole batch. The model may
     have a wrapper, such as DDP. `report` is called with the metadata of this rank whenever the metadata has changed."""
@@ -124,7 +124,7 @@ class Ranks:
         self.model,self.rank,self.world,self.report,self.reported = model,rank,world,report,None
         # batches: module -> `DataParallel`, which says how the module's batch is spread over ranks
         self.axes,self.batches,self.pipeline = Axes(),WeakKeyDictionary(),Pipeline({})
-        self.cached,self.searched = {},0 # cached: results of `columns`; searched: number of searches for wrappers
+        self.cached,self.searched = {},0 # cached: results of earlier calls of `columns`; searched: how often wrappers were searched
         self.sharded = False # True if any parameter is a `DTensor`, because only then outputs can be partial sums
 
     @property
@@ -176,7 +176,7 @@ class Ranks:
         return out
 
     def columns(self, module, ttype, x, pname=None) -> dict:
-        "Return the columns `part` and (unless 1) `gscale` for the row of the tensor `x`. `pname`: name of the parameter of `x`, or None."
+        "Return the columns `part` (roles) and `gscale` (scale of a gradient, unless 1) for the tensor `x`. `pname`: name of its parameter, or None."
         if not self.searched: self.pass_begins()
         placed = (x.device_mesh, tuple(x.placements)) if hasattr(x, 'placements') else None
         key = id(module),ttype,placed,pname
@@ -187,6 +187,6 @@ class Ranks:
         return self.cached[key]
 
     def meta(self):
-        "Return the metadata of this rank, with which readers merge the logs of all ranks."
+        "Return the metadata of this rank: readers of the run need them to merge the logs of all ranks."
         stages = {'stages': self.pipeline.stages.copy()} if self.pipeline.stages else {}
         return {'rank': self.rank, 'world': self.world, 'axes': {a: list(r) for a,r in self.axes.items()}, **stages}

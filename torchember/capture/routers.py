@@ -21,7 +21,7 @@ def is_list_of_experts(module, n:int) -> bool:
     return isinstance(module, nn.ModuleList|nn.ModuleDict) and len(module)==n and len({type(m) for m in module.children()})==1
 
 def experts_in(modules, n:int) -> list:
-    "Return the `n` experts that are modules of their own, from these modules or their children. Empty if the experts are no modules."
+    "Return the `n` experts if `modules` or their children contain a list of experts, else an empty list (experts may be slices of one weight)."
     near = [c for m in modules for c in (m, *m.children())]
     return next(([*c.children()] for c in near if is_list_of_experts(c, n)), [])
 
@@ -81,7 +81,7 @@ def with_result_reported(function, report):
 class RouterWatch:
     "Reports each choice of experts in this process to a listener, except choices in compiled code."
     attached = weakref.WeakSet() # instances that report now: `attach` adds an instance, and `detach` removes it
-    replacements = Replacements() # made while an instance is attached
+    replacements = Replacements() # torch's functions are replaced while any instance is attached
 
     def __init__(self, listener):
         """Create a watch that calls two methods of `listener`.

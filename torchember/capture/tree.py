@@ -50,7 +50,7 @@ class moduleTrack:
         self.module,self.name,self.root_module,self.path = module,name or type(module).__name__,root_module,path
         self.short = short or self.name
         self.id,self.children,self.parent,self.aliases = id(module),[],None,[]
-        # the module's own dicts are stored now, because an integration may replace them temporarily while the tree is built
+        # keeps the present dicts of the module, because an integration may replace them only while the tree is built
         self.parameters,self.buffers,self.activation = module._parameters,module._buffers,module.__dict__.get(ACTIVATION)
         self.input_dt,self.output_dt = {},{} # name of a tensor -> its shape in the last recorded call
 

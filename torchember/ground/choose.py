@@ -45,7 +45,7 @@ def no_match_message(what, pairs):
 
 # %% ../../nbs/05_ground/30_choose.ipynb #21b86c02
 class NamedLayer:
-    "Path and class names of a layer. Replaces the module if only a log or a snapshot is available, and not the model."
+    "Path and class names of a layer. Selections use this object instead of the module if only a log or a snapshot is available."
     def __init__(self, path:str, kinds=()):
         self.path,self.kinds = path,kinds
 
@@ -103,7 +103,7 @@ def select(
 
 # %% ../../nbs/05_ground/30_choose.ipynb #e319d466
 def chosen(pairs, include=None, exclude=None) -> set:
-    """Return the `id` of each module that `include` selects and `exclude` does not select. Raise ValueError if there is none.
+    """Return the `id` of each module that `include` selects and `exclude` does not. Raise ValueError if no module is left.
 
     include, exclude: what `select` accepts. Without `include`, all modules are included"""
     pairs = list(pairs)
@@ -157,12 +157,12 @@ class TimeSchedule:
 
     seconds: least time between two recorded steps
     clock: function that returns the time in seconds"""
-    # Number of recent steps whose answer is stored, because the recorder asks several times about one step
+    # number of recent steps for which the result is stored, because the recorder calls the schedule several times in each step
     most_answers = 100
 
     def __init__(self, seconds:float, clock=time.monotonic):
         self.seconds,self.clock = seconds,clock
-        # last: time of the last recorded step; answers: step -> True if the step is recorded
+        # last: time of the last recorded step; answers: number of a recent step -> True if the step is recorded
         self.last,self.answers = -math.inf,{}
 
     def __call__(self, step):
@@ -258,7 +258,7 @@ def log_spaced(
     """
     check_whole('log_spaced', 'n', n, 1)
     def keep(s):
-        "Return True if the step `s` is recorded: one of the rounded points on the logarithmic axis."
+        "Return True if the step `s` is recorded: `s` is one of the evenly spaced points on the logarithmic axis, rounded to whole numbers."
         if s<1: return s==0
         k = math.floor(math.log10(s)*n + 1e-9)
         return any(round(10**(j/n))==s for j in (k-1, k, k+1))

@@ -48,7 +48,7 @@ longest = 200
 # %% ../../nbs/05_ground/10_messages.ipynb #03652837
 alike = ('stat stats statistic statistics metric metrics scalar_metric', 'tt ttype ttypes tensor_type tensor_types',
     'step steps',
-    # groups of names of arguments with the same meaning
+    # groups of argument names with the same meaning in different libraries, for suggestions in messages
     'layer layers path paths module modules include', 'optimizer optimizers optimiser optim opt')
 
 def unknown_argument(what:str, got:str, known) -> str:
@@ -68,7 +68,7 @@ def says_arguments(f:F) -> F:
     "Wrap a function so that its TypeError for an unknown argument lists the known arguments."
     @functools.wraps(f)
     def g(*args, **kwargs):
-        "Call the function. If it has no such argument, raise a TypeError that lists the known arguments."
+        "Call the function. If a keyword argument is unknown, raise a TypeError that lists the arguments of the function."
         try: return f(*args, **kwargs)
         except TypeError:
             message = misnamed_argument_message(f, args, kwargs)
@@ -86,7 +86,7 @@ def misnamed_argument_message(f, args, kwargs):
 
 # %% ../../nbs/05_ground/10_messages.ipynb #8d320c90
 def article(name):
-    "Return the article for a name, 'a' or 'an'. A name beginning with two capitals is spelled letter by letter: an SGD."
+    "Return the article 'a' or 'an' for a name. A name that begins with two capitals, such as SGD, is read letter by letter: an SGD."
     spelt = len(name)>1 and name[:2].isupper()
     return 'an' if name.startswith(tuple('AEFHILMNORSX')) and spelt or not spelt and name.lower().startswith((*'aeio', 'nd')) else 'a'
 
@@ -105,7 +105,7 @@ class EmberWarning(UserWarning):
 # %% ../../nbs/05_ground/10_messages.ipynb #9f0856d3
 ours,pythons = (os.path.dirname(f)+os.sep for f in (os.path.dirname(__file__), os.__file__))
 installed = tuple(os.sep+d+os.sep for d in ('site-packages', 'dist-packages'))
-# the frames of these libraries are recognized by module name, because libraries may be in any folder, and may generate code
+# libraries whose stack frames are recognized by module name, because their files may be in any folder, or their code is generated
 frameworks = {'torch', 'jax', 'flax'}
 
 def is_users(frame):

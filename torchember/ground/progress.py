@@ -21,7 +21,7 @@ def in_notebook() -> bool:
 def in_terminal() -> bool:
     "Return True if stderr is a terminal."
     try: return sys.stderr.isatty()
-    except (AttributeError, ValueError): return False # stderr is missing or closed
+    except (AttributeError, ValueError): return False # `sys.stderr` is None or closed
 
 # %% ../../nbs/05_ground/40_progress.ipynb #e42b731b
 def new_bar(what, total, done, form=None):
@@ -30,7 +30,7 @@ def new_bar(what, total, done, form=None):
     if in_notebook() and find_spec('ipywidgets'): from tqdm.notebook import tqdm
     else:
         from tqdm import tqdm
-        # The size is given, because tqdm finds 0 columns in some terminals
+        # sets the size of the terminal, because tqdm finds 0 columns in some terminals
         how['ncols'],how['nrows'] = get_terminal_size()
     return tqdm(**how)
 
@@ -88,7 +88,7 @@ def waiting(what:str):
     over = threading.Event()
     thread = threading.Thread(target=show_time, args=(what, over), name='torchember waits', daemon=True)
     try: thread.start()
-    except RuntimeError: thread = None # if the system has no more threads, no time is shown
+    except RuntimeError: thread = None # without a free thread in the system, the block runs without showing the time
     try: yield
     finally:
         over.set()

@@ -19,7 +19,7 @@ from .messages import an, unknown
 # %% ../../nbs/05_ground/20_record.ipynb #30b5f42b
 SCHEMA = 1 # version of the row format; code for version n reads all versions up to n
 
-# type of a tensor in a module's call -> class in the package `recorder` that measures such tensors
+# type of a tensor in a module's call -> name of the class in the package `recorder` that measures tensors of this type
 flowing = dict(input='flows.Flows', output='flows.Flows')
 ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer',
     'update', 'buffer', 'probe', 'prediction', 'target', # prediction and target of a loss that the user logs
@@ -45,8 +45,8 @@ clipped_norm = 'recorded_grad_norm','grad_norm'
 computed = ('grad_norm', 'lr') # `tname` of the rows of scalars that torchember computes
 
 def place_of(key, call): # key: key of a row, as described in `recorder.row.one_row`
-    "Return a tuple that identifies a tensor in a step. It contains parts of the key of the tensor's row, and the number of the call of the module."
-    # for speed a tuple, not an object of a class, because this function runs for each row
+    "Return a tuple that identifies a tensor in a step: parts of the key of the tensor's row, and the number of the module's call."
+    # returns a tuple, not a NamedTuple, because a tuple is faster, and this function runs for each row
     return *key[:3], *key[4:6], call
 
 def computed_in(name:str) -> str|None:
@@ -142,14 +142,14 @@ except ImportError: orjson = None
 
 # %% ../../nbs/05_ground/20_record.ipynb #bb09a960
 def is_final(text):
-    "Return True if JSON from orjson is correct as it is: it has no null, which may be a lost NaN, and no Unicode line separator."
+    "Return True if JSON from orjson needs no correction: it contains neither null, which may be a lost NaN, nor a Unicode line separator."
     return b'null' not in text and (text.isascii() or b'\xe2\x80' not in text)
 
 # %% ../../nbs/05_ground/20_record.ipynb #d19c2d60
 def careful_line(row):
     "Return the JSON line of any row: convert values that JSON does not have, and list NaN and infinities in the column `nonfinite`."
     lost = {}
-    # `lost` keeps the known kinds of values that the row already contains as None
+    # keep the names (such as 'NaN') of values that were already replaced by None in this row
     if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite'])
     row = {k if is_json(k) and type(k) is str else json_scalar(str(k)): v if is_json(v) else plain(v, json_pointer_part(k), lost) for k,v in row.items()}
     if lost: row['nonfinite'] = lost
@@ -205,7 +205,7 @@ def loads(line):
         except orjson.JSONDecodeError: pass
     text = line if isinstance(line, str) else line.decode()
     value = json.loads(text)
-    if '\\u' in text or not text.isascii(): check_text_encodable(value) # raises UnicodeEncodeError for a lone surrogate
+    if '\\u' in text or not text.isascii(): check_text_encodable(value) # this raises UnicodeEncodeError if the text contains a lone surrogate
     return value
 
 def check_text_encodable(value):

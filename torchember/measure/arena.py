@@ -59,7 +59,7 @@ class Cursors:
 class RowFormat:
     "The sums (count, mean, ...) in the rows of a tap, and the length of these rows."
     wanted:tuple # Names of the groups of sums
-    groups:frozenset # The same names as a set, for fast comparisons
+    groups:frozenset # names of the groups of sums as a set, for fast comparisons
     length:int # Number of entries in the summary vector
     share:int # Memory of a row, in units of the memory of a row without exponent counts
 
@@ -110,7 +110,7 @@ class ParkedRows(NamedTuple):
     "Unused rows of a tap, because the tap's tensors have moved to a different stream or device."
     rows:RowRange
     next:int # Index of the next free row in these rows
-    turn:int # Number of calls of `Arena.take` when the rows were last used. If there were further calls, the rows are free again
+    turn:int # number of calls of `Arena.take` when the rows were last used. After a further call, the rows are free again
 
 class Tap:
     """A place where tensors are measured: module, tensor type and tensor name. `Arena.tap` makes taps.
@@ -137,7 +137,7 @@ class Tap:
         if rows.block.out is not None: c[[ROWS, HEADS, LAID]] = *rows.block.addresses(rows.first),rows.size
 
     def park_rows(self, turn):
-        "Set the current rows of the tap aside. They are used again when its tensors return to this stream and device."
+        "Store the current rows of the tap for later use. They are used again when the tap's tensors return to this stream and device."
         self.elsewhere[self.place] = ParkedRows(self.rows, int(self.cursor.array[NEXT]), turn)
 
     def switch_rows(self, key, turn):
@@ -174,7 +174,7 @@ class Tap:
         if one_run and fmt and x.numel()<=short and not list_kernels(x, self.format.wanted) and not not_in_loops(self.format.wanted):
             put = compiled_row_writer(self.cursor.array, fmt, self.format.wanted)
             if put is None: return None
-        else: self.cursor.array[CODE] = 0 # a 0 in column CODE keeps compiled code from reading these tensors
+        else: self.cursor.array[CODE] = 0 # with 0 in the column CODE of the cursor, compiled code leaves these tensors to Python code
         self.cpu = CpuReadPlan(x.dtype, x.shape, x.stride(), x.numel(), put)
         write_dtype_and_shape(x, self.cursor.array[LIKE:])
         return self.cpu
@@ -199,7 +199,7 @@ def with_empty_rows(which, heads, vectors, taps):
 
 # %% ../../nbs/20_measure/48_arena.ipynb #c0171afd
 def copy_rows(rows, which):
-    "Return a copy of some rows of an array. `which`: ascending numbers of rows. The first rows are copied as one piece of memory, which is faster."
+    "Return a copy of some rows of an array. `which`: ascending numbers of rows. If they are 0, 1, 2, ..., a slice is copied, which is faster."
     return rows[:len(which)].copy() if which[-1]+1==len(which) else rows[which]
 
 def rows_to_host(block, used):
@@ -227,7 +227,7 @@ def queue_of(arena, again):
         try:
             if p is None or p.reading is None or p.made is not None or type(x) not in ordinary or not p.fits(x) or x.is_neg(): return False
             if p.count and not x.data_ptr(): return False
-            # raised for a tensor without strides or address, such as a sparse gradient: it cannot be queued
+            # torch raises RuntimeError for a tensor without strides or address, such as a sparse gradient
         except RuntimeError: return False
         if p.device not in streams: streams[p.device] = None if being_captured(p.device.type) else p.reading.stream()
         block = tap.rows.block
@@ -255,7 +255,7 @@ class Arena:
         self.filled,self.shared,self.turn = 0,0,0
         # black box (`recorder.black_box.BlackBox`) that provides memory for rows and is notified of each new tap. None if the run has no black box
         self.box = None
-        # (device, dtype, groups of sums) of tensors that kernels have read before. The first read of each cannot happen inside a CUDA graph
+        # triples (device, dtype, groups of sums) that kernels have read before. The first read of a triple is impossible inside a CUDA graph
         self.was_read = set()
 
     @contextmanager
@@ -304,7 +304,7 @@ class Arena:
         "Begin micro-batch `micro` of the step. The calls of each module are numbered from 0 again."
         with self.lock:
             self.read_pending()
-            # in most steps, all taps have the number of the first micro-batch already
+            # the column with the micro-batch is set only if it changes, because in most steps there is only one micro-batch
             self.cursors.set(*(((CALLS,), (0,)) if micro==self.micro else ((CALLS, LIKE+MICRO), (0, micro))))
             self.micro = micro
             self.seen.clear()

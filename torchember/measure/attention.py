@@ -11,7 +11,7 @@ __all__ = ['most_sequences', 'most_queries', 'most_logits', 'hidden_below', 'spa
 import torch
 
 # %% ../../nbs/20_measure/57_attention.ipynb #7878df32
-# Largest number of sampled sequences; largest number of queries at equal distances, and also of queries with the largest norms
+# maximum number of sampled sequences; maximum number of queries at equal distances, and of queries with the largest norms
 most_sequences,most_queries = 8,32
 most_logits = 1<<23 # largest number of logits that are computed for one call of attention: 32 MB of float32
 
@@ -76,7 +76,7 @@ def weights_and_entropy(logits, visible):
     return weights, -(weights*log_weights.masked_fill(~visible, 0.)).sum(-1)
 
 def beyond_the_diagonal(weights, visible, rows, chosen):
-    "Return the columns `future` and `reach`, about keys behind the query's own position. `chosen`: True for each query that counts."
+    "Return the columns `future` and `reach`, about keys at later positions than the query. `chosen`: True for each query that counts."
     distance = torch.arange(weights.shape[-1], device=rows.device)-rows[..., None]
     reach = torch.where(visible, distance, 0).amax((0, 2, 3))
     n = chosen.shape[2]

@@ -65,7 +65,7 @@ class Block:
         return self.used-n
 
     def unshare_rows(self, first, n):
-        "Before `n` rows are overwritten, copy their summary vectors into the other rows that refer to them."
+        "Copy the summary vectors of `n` rows into all other rows that refer to these vectors, before the `n` rows are overwritten."
         if self.source is None: return
         others = np.flatnonzero((self.source>=first) & (self.source<first+n) & (self.head[:, EVENT]!=0))
         others = others[(others<first) | (others>=first+n)]

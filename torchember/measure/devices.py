@@ -75,7 +75,7 @@ def after(stream, device):
 
 @cache
 def capture_of(kind):
-    """Return torch's function to detect a running capture of a CUDA graph, for a kind of device such as 'cuda'.
+    """Return the function of torch that detects the capture of a CUDA graph, for a kind of device such as 'cuda'.
 
     None for devices without CUDA graphs.
     """
@@ -121,7 +121,7 @@ class Pinned:
         return host
 
     def release(self, host, done=None):
-        "Return pinned memory to the pool. Later copies may use it as soon as the event `done` has happened."
+        "Return pinned memory to the pool. Later copies may use this memory as soon as the event `done` has happened."
         self.free.setdefault(len(host), deque()).append((host, done))
 
 pinned = Pinned()
@@ -142,7 +142,7 @@ class Pending:
         self.shape,self.numbers,self.lock = tuple(host.shape),None,threading.Lock()
 
     def spread(self, which):
-        "Rearrange the rows of the copy when it is read: result row `i` will be row `which[i]` of the copy."
+        "Choose and order rows of the result: when the copy is read, row `i` of the result will be row `which[i]` of the copy."
         self.which,self.shape = which,(len(which), *self.host.shape[1:])
         return self
 
@@ -155,7 +155,7 @@ class Pending:
                 out = (self.host.double() if self.host.dtype in unknown_to_numpy else self.host).numpy()
                 self.numbers = out.copy() if self.which is None else out[self.which]
                 self.release()
-            return self.numbers.copy() # a copy, because the caller may write into the array
+            return self.numbers.copy() # returns a copy, because the caller may write into the array
 
     def release(self, done=None):
         "Return the pinned memory of this copy to the pool."

@@ -16,7 +16,7 @@ class Unmeasurable(TypeError):
     "Raised for a tensor whose values cannot be read. The message says why."
 
 def flat(x) -> tuple:
-    "Return the elements of a strided tensor in memory order, and how often each occurs (more than once in an expanded tensor). Copy only if necessary."
+    "Return the elements of a strided tensor in memory order, and how often each element occurs: more than once if the tensor was expanded."
     times = 1
     if x.is_contiguous(): return x.view(-1), times
     for d in range(x.dim()):
@@ -88,7 +88,7 @@ piece = 1<<18 # number of elements that are converted to float64 at a time: 2 MB
 
 # %% ../../nbs/20_measure/05_elements.ipynb #d10a000a
 float8_dtypes = tuple(getattr(torch, d) for d in dir(torch) if d.startswith('float8') and isinstance(getattr(torch, d), torch.dtype))
-# dtypes with only values that float32 represents exactly
+# dtypes for which float32 represents each value exactly
 narrow = (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16, *float8_dtypes)
 
 formats = {getattr(torch, f): f for f in ('float32', 'float64', 'bfloat16', 'float16')}

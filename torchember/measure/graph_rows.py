@@ -34,7 +34,7 @@ class OtherStatistics(Unmeasurable):
 class GraphTensor:
     "A tensor inside a CUDA graph: its shape, and the row for its summary, written by each replay."
     is_leaf = requires_grad = False
-    # groups of sums, block, and number of the row. All are None if the tensor is not measured
+    # names of the groups of sums, block of the row, and number of the row in the block. All are None if the tensor is not measured
     def __init__(self, x, groups=frozenset(), block=None, row=0):
         self.shape = x.shape
         self.groups,self.block,self.row = groups,block,row
@@ -93,7 +93,7 @@ class GraphRows:
 
     def row_of(self, x, wanted, scale, block, row):
         "Return the number of the row with the summary of a tensor. If there is none, add a kernel launch to the graph that writes it into `row`."
-        # an inference tensor has no version counter, so changes of it are not noticed
+        # an inference tensor has no version counter, so a change of its values is not noticed
         was = None if x.is_inference() else (x._version, address(x))
         same,then,groups,where,its = self.seen.get(id(x), (lambda: None, None, (), None, 0))
         if was is not None and same() is x and then==was and where is block and groups>=set(wanted): return its
@@ -127,7 +127,7 @@ def move_used_rows(arena, b):
             other = Block(len(b.head), b.device, b.length, for_taps=False)
             other.reserve(len(b.head))
             arena.blocks.append(other)
-        # no wait for the previous replay: the caller has waited
+        # needs no wait for the previous replay, because the caller has waited
         with after(other.stream, b.device): other.rows.data.copy_(b.rows.data)
     other.head[:],other.source[:] = b.head,b.source
     b.head[:, EVENT] = 0

@@ -75,7 +75,7 @@ def read(x, wanted=('basic',)):
     return merge(np.stack([v, zero_vector(zeros, wanted)])) if zeros else v
 
 def add_expressions(v, x, wanted):
-    "Compute the sums without a compiled reader from their Python expressions. Write them into `v`, the summary vector of the CPU tensor `x`."
+    "Compute the sums that no compiled reader computes, by their Python expressions. Write them into `v`, the summary vector of the CPU tensor `x`."
     todo = not_in_loops(wanted)
     if not todo: return
     x,times = flat(x)
@@ -146,7 +146,7 @@ def read_by_operations(x, wanted):
 def operations_are_right(device, dtype, wanted):
     "Return True if torch operations compute correct sums on a device. The first call tests them; later calls return the same answer."
     def read_there(x, wanted):
-        "Measure the tensor `x` by torch operations on its device, and return the result on the CPU."
+        "Measure the tensor `x` by torch operations on the tested device. Return the summary vector on the CPU."
         with on(device): return read_device(flat(x.to(device))[0], wanted).cpu()
     why = run_checks(lambda: first_wrong(read_there, dtype, wanted, rel=1e-9 if has_float64(device.type) else 1e-3))
     if why: warn(f"Operations of torch on {device} give wrong numbers: {why}. Tensors of {str(dtype)[6:]} are copied to the CPU to be measured, "

@@ -116,7 +116,7 @@ class Loader:
                     self.module = load_numba()
                     if self.module is not None: self.module.load(fmt)
                     if self.module is not None and (why := check_loops(self.module, fmt)): raise ArithmeticError(why)
-                # the import fails, for example, if numba does not support this version of numpy
+                # the import of numba fails, for example, if numba does not support this version of numpy
             except Exception as e: self.module,self.error = None,f'{type(e).__name__}: {e!s:.200}'
             if self.module is None: self.failed = True
             else: self.loaded.add(fmt)
@@ -182,9 +182,9 @@ def loading_seconds() -> float:
 
 # %% ../../nbs/20_measure/07_loading.ipynb #1df7bc9e
 def seconds_beside() -> float:
-    "Return how many seconds background threads have spent on loading the loops, while no caller waited."
+    "Return for how many seconds background threads have loaded the loops while no caller had to wait."
     return loader.times.in_thread
 
-def seconds_waited() -> tuple: # (seconds at the start of recording, seconds at other times)
+def seconds_waited() -> tuple: # (seconds waited at the start of recording, seconds waited later)
     "Return how many seconds callers have waited until the loops were loaded."
     return loader.times.arming, loader.times.total-loader.times.in_thread-loader.times.arming

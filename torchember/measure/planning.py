@@ -31,7 +31,7 @@ def loaded_objects():
         if objects.why_unavailable(): return None
         objects.entries()
         return objects
-    except Exception as e: # any exception, because a new version of numba may raise other ones
+    except Exception as e: # catches any exception, because a new version of numba may raise other exceptions
         warn(f"Calls of modules are recorded by Python code, which is slower, because the compiled code fails: {type(e).__name__}: {e!s:.200}")
         return None
 
@@ -68,7 +68,7 @@ class SameDicts:
         # False for a ScriptModule, whose attributes are not ordinary dicts
         self.is_possible = self.kinds is not None and all(type(d) is dict for d in dicts)
         self.dicts = dicts if self.is_possible else []
-        # values are not kept alive, and a new value may get the address of a freed one; so `freed` gets a reference to each freed value.
+        # Values are compared by address, and a new value may get the address of a freed value. So `freed` gets an entry when a value is freed.
         # A tensor gets no reference, because torch refuses to swap parameters that have one; a new parameter at the place of an old one is no change
         self.freed = []
         values = [v for d in self.dicts for v in d.values() if type(v).__weakrefoffset__ and not isinstance(v, torch.Tensor)]

@@ -44,7 +44,7 @@ def difference(v, x, wanted, rel):
     want,ok = read_array(x, tuple(wanted)),x[np.isfinite(x)]
     d = abs(ok-ok.mean()) if len(ok) else ok
     size = dict(zip(parts, abs(want), strict=False)) | {'mean': abs(ok).max(initial=0), 'm3': (d**3).sum()} | dict.fromkeys(exact, 0.)
-    for p in fast: # only these sums are compared, because no reader computes the others
+    for p in fast: # compares only the sums in `fast`, because all other sums are computed from their Python expressions
         got,true = float(v[index[p]]),float(want[index[p]])
         if got!=true and not (math.isnan(got) and math.isnan(true)) and not abs(got-true)<=rel*size[p]: return f"{p} is {got} instead of {true}"
     bins = np.flatnonzero(np.asarray(v[width:])!=want[width:]) if 'exponents' in wanted else ()

@@ -65,7 +65,7 @@ def merge_passes(rows, taps) -> Rows:
     `taps`: all taps of the arena, in the order of their numbers."""
     head,vectors,owner,again = rows
     if not again.any() and not head[:, MICRO].any(): return rows
-    # equal rows are numbered, because rows of one call in the same micro-batch must not be merged
+    # numbers the rows of one tap, call and micro-batch, because rows of the same micro-batch must not be merged
     turn = count_before(np.column_stack([owner, head[:, [TAP, CALL, MICRO]]]))
     turn[[not taps[i].repeats for i in head[:, TAP]]] = 0
     _,group = np.unique(np.column_stack([owner, head[:, [TAP, CALL]], turn]), axis=0, return_inverse=True)
@@ -131,7 +131,7 @@ class Snapshot:
     """Rows of a step, returned by `Arena.take`: pairs of two arrays: heads (integer columns of the rows), and summary vectors.
 
     `taps`: all taps of the arena. `earlier`: `Snapshot`s of the same step from earlier calls of `Arena.take`."""
-    # number: number of the black box's copy of these rows
+    # number: number of the copy of these rows in the black box
     def __init__(self, parts, taps, earlier): self.parts,self.taps,self.earlier,self.number = parts,taps,earlier,0
 
     def __len__(self): return sum(len(h) for h,_ in self.parts)

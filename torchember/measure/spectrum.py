@@ -223,7 +223,7 @@ def covariance(
     axis=None, # Dimension of the features. None: dimension 1 of 4 or more dimensions, else the last dimension
     exact=None # True: compute all eigenvalues; False: estimate them; None: estimate them for 8192 features and samples or more
 ) -> Covariance: # Its `spectrum` is computed on first access
-    """Return the covariance of the features of a tensor, small enough to keep many of them.
+    """Return the `Covariance` of the features of a tensor. It needs little memory, so many covariances can be kept.
 
     It is unbiased, as in `torch.cov` and `numpy.cov` (the divisor is samples - 1), and summed in float64. It keeps the smaller of two matrices with the same
     eigenvalues: products of features, and of samples. If the smaller has more than 1024 rows, the spectrum is computed at once, and no matrix is kept.
@@ -255,7 +255,7 @@ def covariance(
 # %% ../../nbs/20_measure/30_spectrum.ipynb #b7ad14d7
 def centred_product(x, at, n, C):
     """Return a function to multiply the covariance matrix, or the smaller matrix of samples, by vectors without storing the
-    matrix. Further results: the trace of the matrix, and the mean."""
+    matrix. Also return the trace of the matrix, and the mean of each feature."""
     y = x.movedim(at, -1)
     shift = rough_mean(y)
     off,square = torch.zeros_like(shift),torch.zeros_like(shift)
@@ -269,7 +269,7 @@ def centred_product(x, at, n, C):
     unit = math.sqrt(trace/C) or 1.
     single = x.dtype.is_floating_point and x.dtype.itemsize<8 and 1e-30<unit<1e37/math.sqrt(n*C)
     of = torch.float32 if single else torch.float64
-    # a small mean is subtracted from products, not from elements: this is faster, and loses only one digit
+    # a small mean is subtracted from the matrix product, not from each element: this is faster, and loses only one digit
     if shift.abs().max()<=8*unit: shift,off,centre = shift+off,shift+off,None
     else: shift,centre = shift+off,shift.to(of)
     left = (off/unit).to(of)
@@ -321,7 +321,7 @@ def lanczos(multiply, size, device, steps=96, probes=16):
         # rounding errors grow, so `w` is made orthogonal to all earlier vectors again
         for p in range(probes): w[p] -= (basis[p, :k+1]@w[p])@basis[p, :k+1]
         norm = w.norm(dim=1)
-        # the norm is 0 if the vector is in an invariant subspace; then the quadrature is complete
+        # the norm is 0 if the vectors span an invariant subspace; then the estimate is complete
         beta[:, k] = norm = torch.where(norm>1e-6*alpha[:, :k+1].amax(1), norm, 0.)
         v = torch.where(norm[:, None]>0, w/norm.clamp_min(1e-300)[:, None], 0.)
     t = torch.diag_embed(alpha)+torch.diag_embed(beta[:, :-1], 1)+torch.diag_embed(beta[:, :-1], -1)

@@ -44,7 +44,7 @@ def largest_of(x) -> dict:
     return {'largest': flat[at].abs().float(), 'channel': at%x.shape[-1], 'token': token%x.shape[-2] if x.dim()>2 else token}
 
 def block_numbers(x, sample, size) -> dict:
-    """Return the numbers of a block: name of the column -> tensor with one number, on the device.
+    """Return the residual stream columns of a block: name of a column -> tensor with one number, on the device of `x`.
 
     `x`: output of the block, with channels last; `sample`: result of `sample_tokens` for the input; `size`: rms of the input.
     """

@@ -32,7 +32,7 @@ class Sum(NamedTuple):
 
 # %% ../../nbs/20_measure/00_summary.ipynb #f44ed90d
 sums = dict(
-    # numbers of elements, finite or not
+    # number of all elements, including NaN and infinity
     count=Sum('basic', degree=0), nan=Sum('basic', degree=0), posinf=Sum('basic', degree=0), neginf=Sum('basic', degree=0),
     # mean of the finite elements, and sum of their squared distances from the mean
     mean=Sum('basic', merge='moments', degree=1), m2=Sum('basic', merge='moments', degree=2),
@@ -117,7 +117,7 @@ def finite(v):
 moments = ('mean', 'm2', 'm3', 'm4')
 
 def merged_moments(n, mean, m2, m3, m4, xp=np) -> tuple:
-    """Merge the means and centred moments (m2, m3, m4) of several tensors along the last axis. Return the of all their elements.
+    """Merge the means and centred moments (m2, m3, m4) of several tensors along the last axis. Return the mean and moments of all their elements.
 
     `n`: number of finite elements of each tensor. `xp`: numpy, torch or jax.numpy, also inside `jax.jit`."""
     total = n.sum(-1)
@@ -165,9 +165,9 @@ class Parts:
     def added(self, x):
         "Put infinity into a sum of tensors with infinite elements, and NaN into a sum of tensors with NaN."
         return np.where(self.bad, np.nan, np.where(self.pos|self.neg, np.inf, x))
-    # for magnitudes such as the rms: as `added`, but NaN for an empty tensor
+    # for magnitudes such as the rms, which are NaN for an empty tensor
     def sized(self, x):
-        "Do the same as `added`, but put NaN into a statistic of empty tensors, for magnitudes such as the rms."
+        "Put NaN and infinity into a magnitude, such as the rms: as `added` does, but with NaN for empty tensors."
         return np.where(self.count==0, np.nan, self.added(x))
     def signed(self, x):
         "Put infinity with the sign of the infinite elements into a statistic, for means."
@@ -190,7 +190,7 @@ def squares(p):
 def sums_of_squares(vectors) -> np.ndarray:
     "Return the sum of squares of the elements of each tensor: NaN if an element is NaN, infinite if an element is infinite."
     count,mean,m2,*bad = (vectors[..., index[p]] for p in ('count', 'mean', 'm2', 'nan', 'posinf', 'neginf'))
-    # three times as fast as the general formula
+    # without NaN and infinity, this formula suffices, which is three times as fast as the general formula
     if not any(b.any() for b in bad): return np.where(count>0, m2+count*mean**2, 0.)
     p = Parts(vectors)
     with np.errstate(invalid='ignore'): known = np.where(p.has_finite, squares(p), 0.)

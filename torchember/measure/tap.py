@@ -36,7 +36,7 @@ def divides_out(wanted):
     return all(sums[p].degree is not None for p in parts_in(wanted))
 
 def remove_transforms(x):
-    "Return the whole tensor behind `x`, with all samples, inside `vmap`, `grad` and similar transforms of torch."
+    "Return the tensor with all samples, of which `x` represents one sample inside `vmap`, `grad` or a similar transform of torch."
     while is_wrapped(x): x = unwrap(x)
     return x
 
@@ -88,7 +88,7 @@ def find_row(known, x, version, at, tap, scale):
     return row
 
 def cache_row(x, version, at, tap, row, scale):
-    "Note in `Arena.seen` the number of the row with the summary of `x`. Rows of weights are left out, because they may be replaced."
+    "Store in `Arena.seen` which row has the summary of `x`. Rows of weights are not stored, because a later measurement may replace them."
     if not tap.once: tap.arena.seen[id(x)] = weakref.ref(x),version,at,tap.format.groups,row,tap,tap.turn,(tap.rows.block, scale)
 
 def write_device_row(x, tap, call, later):
@@ -99,7 +99,7 @@ def write_device_row(x, tap, call, later):
     arena,plan,cursor,at = tap.arena,tap.device,tap.cursor.cells,x.data_ptr()
     stream = plan.reading.stream()
     if stream is None or being_captured(plan.device.type) or (plan.count and not at): return False
-    # an active dispatch mode would see a conversion of the dtype, so none is possible now
+    # the plan converts the dtype, which an active dispatch mode of the user would intercept, so the plan cannot be used now
     if plan.made is not None and (later or count_dispatch_modes()): return False
     if plan.block is None or plan.block is not tap.rows.block or plan.stream!=stream:
         if tap.place!=(plan.device, stream_of(plan.device)): arena.add_rows(tap, plan.device)
@@ -112,7 +112,7 @@ def write_device_row(x, tap, call, later):
     block,first,_ = tap.rows
     row,known = first+i,None
     if later and not may_free_parameters():
-        if count_dispatch_modes(): return False # an active dispatch mode would see `detach`, so it is impossible now
+        if count_dispatch_modes(): return False # an active dispatch mode of the user would intercept `detach`
         arena.unread.by_row[block, row] = x.detach(),tap.format.wanted,None
     elif x.is_inference(): plan.read(x, block.rows, row, stream)
     else:
@@ -166,7 +166,7 @@ def observe_any(x, tap, call, scale, later):
 def write_row(x, tap, call=None, scale=None, later=False):
     "Measure any tensor into the next row of `tap`, while no mode or transform is active. The arguments are those of `observe`."
     y,scale = divide_early(x, tap.format.wanted, scale)
-    # `y` is a copy of `x`: copies are not queued, because copies of all gradients would need as much memory as the model
+    # if `y` is a copy of `x`, it is not queued: queued copies of all gradients would need as much memory as the model
     waits = later and y is x and not may_free_parameters() and list_kernels(y, tap.format.wanted)
     v = read_vector(y, tap) if y.is_cpu and not waits else None
     arena,cursor = tap.arena,tap.cursor.array
@@ -205,5 +205,5 @@ def observe(x, tap, call=None, scale=None, later=False):
                     p = tap.device
                     if p is None or not p.fits(x): p = tap.plan_device_read(x)
                     if p.reading is not None and not x.is_neg() and write_device_row(x, tap, call, later): return
-        except RuntimeError: pass # a tensor without an address, for example, is measured by `observe_any`
+        except RuntimeError: pass # raised, for example, for a tensor without an address; `observe_any` measures such a tensor
     observe_any(x, tap, call, scale, later)

@@ -159,7 +159,7 @@ def mean_gap(means, running_mean, running_var) -> float:
 
 @torch.no_grad()
 def std_gap(stds, running_var) -> float:
-    """Return how far the standard deviations of batches are from the running deviation of a norm layer, relative to its size.
+    """Return how far the standard deviations of batches are from the running standard deviation of a norm layer, divided by its norm.
 
     Arguments: as in `mean_gap`."""
     return mean_gap(stds, running_var.detach().to(widest(running_var.device)).sqrt(), running_var)
@@ -206,7 +206,7 @@ class Sketch:
 
     def on_cpu(self, x, to):
         "Return the projection, computed on the CPU."
-        # each row is added at its rotated position in `out`, or 2n further if its sign is negative. The last line combines the four parts
+        # rows with a positive sign are added in the first half of `out`, other rows in the second half. The last line combines the parts
         n = self.size
         out = np.zeros(4*n, np.float64 if to==torch.float64 else np.float32)
         starts = (self.turns+self.negative*(2*n)).tolist()

@@ -72,7 +72,7 @@ class UnreadTensors:
     def __bool__(self): return bool(self.by_row or self.lists)
 
     def add(self, block, row, tensor): # tensor: (tensor, names of the groups of sums to compute, scale factor)
-        "Queue a tensor whose summary will be written into this row of a block."
+        "Queue a tensor, and the row of a block into which the summary of the tensor will be written."
         self.by_row[block, row] = tensor
         if block.source is not None: block.source[row] = row
 

@@ -97,9 +97,9 @@ def list_folder(folder):
 def open_regular(path, flags):
     "Open a regular file: an `opener` for Python's `open`. Raise OSError for a pipe, a device or a folder, because reading these could block."
     try: refuse_irregular(os.stat(path).st_mode, path)
-    except FileNotFoundError: pass # a missing file is no error, because `open` may create it
+    except FileNotFoundError: pass # the file may be missing, because `open` may create it
     fd = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0), 0o666)
-    # the file is checked again after opening, because another process may have replaced the file
+    # check the open file again, because another process may have replaced it after the first check
     try: refuse_irregular(os.fstat(fd).st_mode, path)
     except OSError: os.close(fd); raise
     return fd
@@ -136,7 +136,7 @@ class RangedFile(io.RawIOBase):
     def readinto(self, b):
         "Fill the buffer `b` from the current position. Return the number of bytes read."
         n,done = max(min(len(b), self.size-self.at), 0),0
-        while done<n: # the whole buffer is filled, because readers of Parquet expect this
+        while done<n: # fill the whole buffer, because readers of Parquet do not call `readinto` again for the rest
             if not self.start<=self.at<self.start+len(self.data): self.fetch(n-done)
             got = self.data[self.at-self.start:self.at-self.start+n-done]
             b[done:done+len(got)] = got

@@ -19,11 +19,11 @@ from ..ground.record import plain
 from .anywhere import is_url, located, open_file, write_whole, open_regular
 
 # %% ../../nbs/30_store/00_base.ipynb #3bae564e
-texts_of_now = {} # format of a time -> second of the last call of `now` with this format, and the text that it returned
+texts_of_now = {} # time format -> second of the last call of `now` with this format, and the text for this second
 
 def now(form='%Y-%m-%d %H:%M:%S'): # form: format of whole seconds, as for `strftime`
     "Return the local time as text, in the format of the column `ts`."
-    # each text is used for a whole second, because `strftime` took 0.1 ms of each training step
+    # reuse the text for a whole second, because calls of `strftime` took 0.1 ms of each training step
     second,known = int(time.time()),texts_of_now.get(form)
     if known is None or known[0]!=second: known = texts_of_now[form] = second,datetime.fromtimestamp(second).strftime(form)
     return known[1]
@@ -129,7 +129,7 @@ def local_only(url):
 def user():
     """Return the name of the current user, or "unknown"."""
     try: return getpass.getuser()
-    except (KeyError, OSError, ImportError): return 'unknown' # the user id has no name
+    except (KeyError, OSError, ImportError): return 'unknown' # the system knows no name for the id of this user, as in some containers
 
 # %% ../../nbs/30_store/00_base.ipynb #b1d453a2
 def open_without_links(path, flags):

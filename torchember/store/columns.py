@@ -55,7 +55,7 @@ class ColumnBlock:
         known = {c: lost_value(k, *c) for c in set(counts)}
         return [known[c] if v is None else v for v,c in zip(values, counts, strict=True)]
 
-    # this method returns None if the caller must inspect each value
+    # returns None if the caller must inspect each value
     def convert(self, k, column):
         "Convert the values of the key `k` to the form that `Column` collects for a table."
         return column.convert_known_type(self[k], self.sure.get(k))
@@ -92,7 +92,7 @@ def msgspec():
     try: return import_module('msgspec')
     except ImportError: return None
 
-# a column with at most this number of distinct texts is declared to msgspec as a `Literal`, which is parsed faster
+# maximum number of distinct texts of a column that msgspec parses as a `Literal`, which is faster than as a string
 few = 100
 
 class Expected:
@@ -198,11 +198,11 @@ class Column:
         self.pieces.append((kind, values))
 
     def convert_known_type(self, values, sure):
-        "Convert the values of a column that all have the type `sure`, without inspecting each value. Return None if each value must be inspected."
+        "Convert a column whose values all have the type `sure`, without inspecting each value. Return None if each value must be inspected."
         if sure is str and (codes := self.to_codes(values)).max(initial=-1)>=0: return 'texts', codes
         if sure is float: return self.convert_floats(values)
         try: return ('numbers', np.fromiter(values, np.int64, len(values))) if sure is int else None
-        except (TypeError, ValueError, OverflowError): return None # null, a missing number, or an integer of more than 64 bits
+        except (TypeError, ValueError, OverflowError): return None # the column contains null, a missing value, or an integer of more than 64 bits
 
     def convert_floats(self, values):
         "Convert a column of floats and missing values. Return None if a value is null, NaN, infinite or so large that it may be an integer."
@@ -238,7 +238,7 @@ class Column:
         return objects_of([tuple(v) if type(v) is list else v for v in values] if self.is_name else values)
 
     def kinds(self):
-        "Return the kinds of the collected values, such as 'numbers', except blocks without values."
+        "Return the kinds of the blocks collected so far, such as 'numbers'. Blocks without values are left out."
         return {kind for kind,_ in self.pieces}-{'nothing'}
 
     def concatenated(self, nothing):
@@ -302,7 +302,7 @@ def collect(blocks, file, names, keep, only, as_it_is, expected):
     """
     columns,n,each = {},0,[]
     collects = gc.isenabled()
-    gc.disable() # garbage collection is off, because it would repeatedly scan these many lists
+    gc.disable() # switch garbage collection off, because it would scan the many new lists again and again
     try:
         with reading_bar(file) as bar:
             for data in blocks():

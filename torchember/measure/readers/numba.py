@@ -29,7 +29,7 @@ ABSOLUTE,HIGHER,POWERS,EXPONENTS = flags = 1,2,4,8
 LO,HI,D1,D2,D3,D4,SIZE,LEAST,P4,P8,BASE = range(11)
 block = 65536 # number of elements read at once: 256 KB of float32, which fit the L2 cache
 ahead = 32768 # the loop asks the processor to load memory this many bytes ahead of the current element
-# 31 adjacent exponents are counted separately, in bits 0 to 30. Bit 31 counts all other elements, including zeros
+# number of adjacent exponents that are counted separately, in bits 0 to 30. Bit 31 counts all other elements, including zeros
 window = 31
 byte,integer,word,single,double = ir.IntType(8),ir.IntType(32),ir.IntType(64),ir.FloatType(),ir.DoubleType()
 
@@ -128,7 +128,7 @@ def one_pass(element, how):
             return call(b, f'llvm.fabs.v{lanes}f{64 if x.type==doubles else 32}', x.type, x)
 
         def step(i, now):
-            "Generate the code of one iteration. `now`: values of the sums before it. Return their new values."
+            "Generate the code of one iteration. `now`: values of the sums before the iteration. Return the values after it."
             def plus(k, x):
                 "Generate code to add `x` to the sum `k`."
                 now[k] = b.fadd(now[k], x, flags=('contract',))
@@ -193,7 +193,7 @@ def block_reader(element):
 
     @njit(nogil=True)
     def find(v, end, base, how, found, first, planes):
-        """Write the sums of the block `v` into `found`, with sums of powers of the distances from `base`.
+        """Compute the sums of the block `v`, such as sums of powers of the distances from `base`. Write them into `found`.
 
         Count the exponents of as many elements as possible, and return their number."""
         address,to,planes_to = np.uint64(v.ctypes.data),np.uint64(found.ctypes.data),np.uint64(planes.ctypes.data)
@@ -283,7 +283,7 @@ def outside(typing, address, first):
 def count(e, n, tables, recent):
     "Count how often each of the 256 byte values occurs among the first `n` bytes of `e`. Write the counts into `recent`; `tables` is work memory."
     recent[:] = 0
-    # 8 tables at once are faster; but for fewer than 512 bytes, clearing the tables would take longer
+    # counting into 8 tables is faster than into one, but for fewer than 512 bytes, clearing 8 tables would take longer
     whole = n//8 if n>=512 else 0
     if whole:
         tables[:] = 0
@@ -457,7 +457,7 @@ def on_blocks(of, infinity, find, counters):
         if found[LO]==found[HI]:
             found[BASE] = found[LO]
             found[D1] = found[D2] = found[D3] = found[D4] = 0.
-            # if the base is far from the mean, 4 or more of 16 digits cancel. Then read the block again with a better base
+            # if the base is far from the mean, cancellation loses 4 or more of 16 digits. Then read the block again with a better base
         elif not q-e*e/v.size>=q*1e-4:
             found[BASE] += e/v.size
             if not math.isfinite(found[BASE]): found[BASE] = mean_by_parts(v)
@@ -611,8 +611,8 @@ def source_checksum(*names):
     return zlib.crc32(' '.join(map(source, names)).encode())
 
 # Numba's cache notices changes of a function's file, but not of other files whose functions and constants its machine code contains.
-# Old code could write to wrong addresses. So the names of cached functions contain a checksum of the sums, because extensions may add sums.
-# They also contain a checksum of the sources, computed at import, because a file may change between its import and the compilation
+# Outdated machine code could write to wrong addresses. So names of cached functions contain a checksum of the sums: extensions may add sums.
+# These names also contain a checksum of the sources, computed at import, because a file may change between its import and the compilation
 layout_checksum = zlib.crc32(' '.join(parts).encode()) ^ source_checksum(*(f.__module__ for f in (address_of, no_elements)), __name__)
 
 def name_in_cache(function, more=0):
@@ -749,7 +749,7 @@ def load(fmt):
 # %% ../../../nbs/20_measure/03_numba.ipynb #287559bf
 @cache
 def pool(threads):
-    "Return the pool of this number of threads, made at the first call."
+    "Return a pool of threads. The first call for a number of threads makes the pool; later calls return the same pool."
     return ThreadPoolExecutor(threads, 'torchember')
 
 # a forked child process has no threads, so it makes a new pool

@@ -37,7 +37,7 @@ class ObjectModel(models.PrimitiveModel):
 
 @unbox(ObjectType)
 def unbox_object(kind, o, c):
-    "Convert a Python object, when it is passed to compiled code, to its address."
+    "Convert a Python object to its address, when the object is passed to compiled code."
     return NativeValue(c.builder.ptrtoint(o, word))
 
 @intrinsic
@@ -149,10 +149,10 @@ def call_table(typing, at, x, to):
  THREAD, BUSY, # thread of the pass; address of a counter that is not 0 while `Arena.take` collects rows
  OUTERMOST, PASS, STACK, LOG, CALLS, HERE, # state of the outermost module; number of the pass; Python objects that note the running calls
  CLOCK, SEEN, MEASURED, # iterator of event numbers; `Arena.seen`; set of the parameters measured in this step (0: none, -1: Python measures them)
- MORE_INPUTS, MORE_OUTPUTS, # 1 if Python code needs the inputs, or the outputs, of each call, too, for example for hooks of gradients
+ MORE_INPUTS, MORE_OUTPUTS, # 1 if Python code also needs the inputs (or the outputs) of each call, for example to register gradient hooks
  FILLED, SHARED, SPENT, # number of written rows; number of rows copied from another row; time spent in compiled code, in nanoseconds
  BOX, ENTRY, DEEPEST, ALIVE, # address of the black box, or 0; index and length of this thread's entry in it; index of the time of the last event
- TENSOR, PARAMETER, NONE, FALSE, FROM_PYTHON, DTYPES, TIMER, NOW, # from here on: addresses that are equal in all runs
+ TENSOR, PARAMETER, NONE, FALSE, FROM_PYTHON, DTYPES, TIMER, NOW, # from TENSOR on: addresses of objects and functions that are the same for all runs
  COMPILER, EXPORTING, BACKWARD, TRACING, MODES, TRANSFORM,
  VERSION, IS_NEG, TURN, PASS_, NUMBERS, PENDING, COUNTS, CURRENT, CALL, TRUE, REQUIRES, LEAF, GRADIENT,
  CPU_PLAN, NO_PLAN, SIZES, INPUT_SHAPES, OUTPUT_SHAPES, CHANGED, run_words) = range(55) # CHANGED: 1 if a tensor had another shape than the last one of its tap
@@ -177,14 +177,14 @@ def dlpack_codes():
 
 @cache
 def shared_words():
-    "Return a dict with the words equal in all runs: index of a word to its value. The objects at these addresses are never freed."
+    "Return the 64-bit words that are the same for all runs, as a dict: index of a word -> value. Objects whose address is a value are never freed."
     codes = dlpack_codes()
     kept.append(codes)
     objects = {TENSOR: torch.Tensor, PARAMETER: torch.nn.Parameter, NONE: None, FALSE: False, TRUE: True, COMPILER: torch.compiler,
         NO_PLAN: no_plan}
     return {k: id(o) for k,o in (objects | names | functions).items()} | {FROM_PYTHON: exchange_function(), DTYPES: address_of(codes)}
 
-kept = [] # references that keep the objects alive whose addresses are in `shared_words`
+kept = [] # objects whose addresses are in `shared_words`; this list keeps the objects alive
 
 def exchange_function():
     "Return the address of torch's C function that describes a tensor as a `DLTensor` (a struct of DLPack, with address, dtype and shape)."
@@ -198,7 +198,7 @@ def exchange_function():
 # %% ../../../nbs/20_measure/52_objects.ipynb #e9dff353
 @njit
 def describe(run, x, cursor, to):
-    """Return the number of elements of the tensor `x`. Write the address of its data to `to`, and the address of its sizes three words behind.
+    """Return the number of elements of the tensor `x`. Write the address of its data to `to`, and the address of its sizes to `to+24`.
 
     Return -1 if its dtype differs from that of the tap's last tensor, or if it has gaps in memory."""
     kind = load(x+8)
@@ -221,7 +221,7 @@ def describe(run, x, cursor, to):
 
 @njit
 def is_negated(run, x):
-    "Return True if the tensor `x` is a negative view (its memory has the opposite signs), or if torch raises."
+    "Return True if the tensor `x` is a negative view (its memory has the opposite signs), or if torch raises an exception."
     f = get_attribute(x, load(run+8*IS_NEG))
     if f==0:
         clear_error()
@@ -263,7 +263,7 @@ def known_row(run, entry, x, tap, version, at):
 
 @njit
 def remember(run, key, x, tap, version, at, row):
-    "Note in the dict `Arena.seen`: the row at the address `row` contains the summary of the tensor `x`."
+    "Store in the dict `Arena.seen` that the row at the address `row` contains the summary of the tensor `x`."
     entry,ref = new_tuple(8),new_reference(x, 0)
     if entry==0 or ref==0:
         clear_error()
@@ -290,7 +290,7 @@ def use_shape(run, tap, to):
     same = dims==load(cursor+8*(LIKE+DIMS))
     for i in range(dims): same = same and load(shape+8*i)==load(cursor+8*(LIKE+SHAPE+i))
     if same: return
-    # Python code must not use the tap's `CpuReadPlan` any more, which is valid for the former shape
+    # remove the tap's `CpuReadPlan`, which is valid only for the former shape
     if set_attribute(load(tap+8*TAPPED), load(run+8*CPU_PLAN), load(run+8*NO_PLAN))!=0: clear_error()
     store(cursor+8*(LIKE+DIMS), dims)
     for i in range(dims): store(cursor+8*(LIKE+SHAPE+i), load(shape+8*i))
@@ -392,7 +392,7 @@ def find_tensors(run, p, o, frames, out, n):
  ARGS, KWARGS, INPUTS, INPUT_NAMES, # addresses of the structures of args and kwargs (0: unknown), of the words of the input taps, of a tuple of names
  RESULT, OUTPUTS, OUTPUT_NAMES, # addresses of the structure of the result (0: unknown), of the words of the output taps, of a tuple of names
  PARAMETERS, WEIGHTS, N_WEIGHTS, plan_words) = range(18) # the module's dict of parameters; words for each parameter; number of parameters, -1 if unknown
-# words of a parameter in a plan: address of its name; 0 if the parameter is None; key in `Parameters.seen`; words of its tap
+# 64-bit words that describe a parameter: address of its name; 0 if the parameter is None; key in `Parameters.seen`; words of its tap
 NAME,IS_SET,PAIR,WEIGHT_TAP,weight_words = 0,1,2,3,3+tap_words
 
 # results of `enter_call` and `leave_call`. UNPLANNED: nothing was done. OTHER, OTHER_PARAMETERS: Python code must write the rows. MORE: the rows are
@@ -428,7 +428,7 @@ def is_plain(run):
 
 @njit
 def is_executed(run):
-    "Return True if the forward computes new values. It does not while it is traced, exported, or computed again in a backward."
+    "Return True if the forward computes new values. Return False while the forward is traced, exported, or recomputed in a backward pass."
     flag = get_attribute(load(run+8*COMPILER), load(run+8*EXPORTING))
     if flag==0:
         clear_error()
@@ -558,7 +558,7 @@ def write_all(run, plan, side, out, n, start, call, to):
     store(run+8*CHANGED, 0)
     hold(out, n)
     done = write_rows(run, load(plan+8*first), out, n, start, call, to)
-    if done!=DONE or start>0: store(known, 0) # Python code notes the shapes
+    if done!=DONE or start>0: store(known, 0) # Python code will store the shapes of these tensors
     elif load(known)==0 or load(run+8*CHANGED)==1:
         note_shapes(run, load(plan+8*TRACK), load(run+8*attribute), load(plan+8*(first+1)), out, n)
         store(known, 1)
@@ -576,7 +576,7 @@ def enter_call(plan, args, kwargs, start):
         set_attribute(load(run+8*CALLS), load(run+8*CURRENT), load(plan+8*TRACK))
         start = 0
     else:
-        if not is_plain(run): return OTHER # while Python measured a tensor, another thread may have begun a pass, or ended the recording
+        if not is_plain(run): return OTHER # another thread may have begun a pass, or ended the recording, while Python measured a tensor
         call = number_in(state, load(run+8*NUMBERS))-1
     if load(plan+8*ARGS)==0: n = -1
     if n==0: n = find_tensors(run, load(plan+8*ARGS), address(args), frames, out, n)
@@ -652,7 +652,7 @@ def leave_call(plan, result, start):
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #94d7e3f2
 def check_dicts(words, n):
-    """Return 1 if `n` dicts have the same keys and values as before, in the same order, else 0.
+    """Return 1 if `n` dicts still have the remembered keys and values in the same order, else 0.
 
     `words`: for each dict, its address, length, keys and values."""
     to,p = room(),words
@@ -667,7 +667,7 @@ def check_dicts(words, n):
     return 1
 
 def check_lists(words, n):
-    """Return 1 if `n` lists contain the same objects as before, in the same order, else 0. The objects themselves are not read.
+    """Return 1 if `n` lists still contain the remembered objects in the same order, else 0. Only addresses are compared.
 
     `words`: for each list, its address, length and the addresses of its items."""
     p = words
@@ -695,7 +695,7 @@ def is_true(run, o, name):
 
 @njit
 def write_own_gradient(run, x, p, to):
-    "Write the row of the gradient of the parameter `x`. Return False if Python code must write it. `p`: address of the words of the parameter."
+    "Write the row of the gradient of the parameter `x`. Return False if Python code must write the row. `p`: address of the words of the parameter."
     tap = p+8*GRADIENT_TAP
     if load(load(tap+8*CURSOR)+8*NEXT)!=0 or not is_true(run, x, load(run+8*REQUIRES)) or not is_true(run, x, load(run+8*LEAF)): return False
     gradient = get_attribute(x, load(run+8*GRADIENT))
@@ -710,7 +710,7 @@ def write_own_gradient(run, x, p, to):
 
 @njit
 def write_gradient(run, p, to):
-    "Call `write_own_gradient` for the parameter with the words `p`. Return False if the module has another parameter of this name now."
+    "Call `write_own_gradient` for a parameter. `p`: address of its 64-bit words. Return False if the module has another parameter of this name now."
     x = load(p)
     # the plan does not keep the parameter alive, so its memory may be read only while its dict has it
     if dict_item(load(p+8*OWNER), load(p+8*OWN_NAME))!=x or load(x+8)!=load(run+8*PARAMETER): return False
@@ -747,7 +747,7 @@ def entries():
 
 def are_cached() -> bool:
     "Return True if numba's cache on disk has the compiled functions of these sources, so that `entries` takes less than 0.1 s."
-    last = check_lists # the function that `entries` compiles last
+    last = check_lists # function that `entries` compiles last: if the cache has this function, it has all functions
     last.__qualname__ = name_in_cache(last, own_checksum)
     try: folder = njit(cache=True)(last).stats.cache_path
     except RuntimeError: return False # numba found no writable folder for its cache

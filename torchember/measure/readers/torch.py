@@ -27,10 +27,10 @@ def read_float64(x, wanted) -> np.ndarray:
     m = len(x)
     # all elements are equal, so take one of them as mean, because a computed mean is rounded
     mean = lo if lo==hi else np.add.reduce(x)/m if m else 0.
-    # the sum has overflowed, so add the elements divided by their number
+    # the sum of the elements has overflowed, so divide each element by their number, and then add
     if not math.isfinite(mean): mean = np.add.reduce(x/m)
     d = x-mean
-    # mean distance from the computed mean; it is the rounding error by which mean and m2 are corrected
+    # mean distance from the computed mean: the rounding error of this mean, by which mean and m2 are corrected
     rest = np.add.reduce(d)/m if m else 0.
     v = basic_vector(n, mean+rest, max(d.dot(d)-m*rest*rest, 0.), lo, hi, *bad)
     if 'absolute' in wanted:
@@ -71,7 +71,7 @@ def read_float32(x, centred=False):
     rows,rest = x[:filled].reshape(-1, row),x[filled:].astype(np.float64)
     lo,hi = float32_min_and_max(x)
     if lo==hi and math.isfinite(lo): return basic_vector(n, lo, 0., lo, hi)
-    # squares and sums of other magnitudes would underflow or overflow float32
+    # with smaller or larger numbers, squares and sums would underflow or overflow float32
     if not 1e-15<max(-lo, hi)<1e15: return None
     s = np.add.reduce(rowdot(rows, ones), dtype=np.float64)+np.add.reduce(rest)
     q = np.add.reduce(rowdot(rows, rows), dtype=np.float64)+rest.dot(rest)

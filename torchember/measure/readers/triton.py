@@ -22,7 +22,7 @@ try:
     import triton
     from triton import language as tl
     jit = triton.jit
-    # by default, Triton compiles further versions of a kernel for arguments that are 1 or multiples of 16. These arguments are excluded
+    # arguments without special versions of the kernel. By default, Triton compiles special versions for the value 1 and for multiples of 16
     unspecialized = 'n', 'step', 'apart', 'tensors', 'span', 'per', 'between'
     def kernel(f):
         "Compile a function as a Triton kernel, without special versions for values of the arguments in `unspecialized`."
@@ -460,7 +460,7 @@ def _kernel(x, out, jobs, n, between, tensors, rows, step, part, apart, counters
     _read(x, n, j, rows+rows0, step, part+part0, apart, counters+first, counters+which, bins+256*which, out+to*between, span, per, wanted, B, W, T)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #c2552029
-programs = 2048 # number of programs (thread blocks) in a launch that keep a large GPU busy
+programs = 2048 # number of programs (thread blocks) that suffices to keep a large GPU busy
 
 def span_of(blocks):
     "Return how many blocks one program reads, given the total number of blocks."
@@ -486,7 +486,7 @@ def available(device) -> bool:
     if interpreted: return device.type=='cpu'
     if device.type in ('cpu', 'meta'): return False
     try: return device_type(triton.runtime.driver.active)==device.type
-    except Exception as e: # there are no kernels without a driver, so torch operations measure the tensors
+    except Exception as e: # without a driver, Triton cannot run kernels, so torch operations measure the tensors
         if device.type=='cuda' and torch.cuda.is_available():
             warn(f"The kernels of torchember fail on {device}: {type(e).__name__}: {e!s:.200}. "
                 f"Tensors on {device} are measured by torch operations, which is slower.")
@@ -494,7 +494,7 @@ def available(device) -> bool:
 
 def device_type(driver):
     "Return the device type of a Triton driver, such as 'cuda'."
-    # Triton before 3.2 lacks this
+    # drivers of Triton before 3.2 lack `get_active_torch_device`
     return driver.get_active_torch_device().type if hasattr(driver, 'get_active_torch_device') else 'cuda'
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #8d8d6ca4
@@ -547,7 +547,7 @@ class StreamMemory:
         return x
 
     def arguments(self, dtype, wanted, blocks, groups, tensors=1) -> tuple:
-        "Return the kernel arguments `rows` to `bins`: work memory for a launch with the given numbers of blocks, groups and tensors."
+        "Return the kernel arguments from `rows` to `bins`: work memory for a launch with these numbers of blocks, groups and tensors."
         kind = torch.float64 if dtype is torch.float64 else torch.float32
         rows = self.get(('rows', kind), width_of(wanted)*blocks, kind)
         part = self.get('groups', len(fast)*groups, torch.float64)
@@ -564,7 +564,7 @@ def memory_of(device, stream):
     return memories.get((device, stream)) or memories.setdefault((device, stream), StreamMemory(device))
 
 def exchange(own):
-    "Use the dict `own` as `memories`, and return the previous dict. A CUDA graph has its own dict, because it may be replayed on any stream."
+    "Replace the dict of all work memory by `own`, and return the former dict. Each CUDA graph has its own dict: it may be replayed on any stream."
     global memories
     memories,former = own,memories
     memory_version.advance()
@@ -614,7 +614,7 @@ def handle_of(compiled, const, *args):
         h = Handle(compiled, const)
         h(*args[:2], *map(launch_argument, args[2]))
         return h
-    except (AttributeError, TypeError): return None # this version of Triton has other attributes or arguments
+    except (AttributeError, TypeError): return None # in this version of Triton, a compiled kernel has other attributes or arguments
 
 def kernel_key(dtype, device, wanted, n, aligned):
     "Return a key for compiled kernels: all values for which Triton compiles a separate kernel."
@@ -744,7 +744,7 @@ def single_reader(device, per=None):
     return read
 
 def list_reader(device):
-    "Return a function that measures one of two tensors in one launch, to be tested by `first_mistake`."
+    "Return a function that measures two tensors in one launch, and returns the result for one of them, for `first_mistake` to test."
     def read(x, wanted):
         "Measure a tensor together with a second one, and return its summary vector on the CPU."
         out = torch.full((3, length(wanted)), -1., dtype=torch.float64, device=device)
@@ -755,7 +755,7 @@ def list_reader(device):
 def first_mistake(device, dtype, wanted):
     "Test the kernels for a dtype on a device. Return the first mistake, '' if there is none."
     def check(way):
-        "Return the first mistake of the reader made by `way`."
+        "Test the reader returned by `way(device)`. Return its first mistake, '' if there is none."
         with on(device): return first_wrong(way(device), dtype, wanted, blocks[dtype], 1e-6)
     return run_checks(lambda: check(single_reader), lambda: check(lambda device: single_reader(device, 1)), lambda: check(list_reader), patience=patience)
 
