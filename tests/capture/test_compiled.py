@@ -192,6 +192,7 @@ def test_one_operator_reports_all_tensors_of_a_graph(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.release # the page of merged calls checks the limit of memory
 def test_large_tensors_are_not_kept_for_a_merged_call():
     "In an evaluation, a merged call keeps at most 1 MB that the graph needs no more"
     layers = [nn.Linear(512, 512) for _ in range(4)]
