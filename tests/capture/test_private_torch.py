@@ -68,7 +68,8 @@ def test_private_names_are_in_one_python_module():
     rooms = 'private_torch.py', 'private_trackers.py', 'private_trainers.py' # sinks and integrations have one for their libraries
     sources = {str(p.relative_to(package)): p.read_text() for p in package.rglob('*.py') if p.name not in ('_modidx.py', *rooms)}
     assert 'import torch' not in sources.pop('frames/files.py') # it reads pickles of other programs, without torch
-    of_jax = {('jaxember/recorder/processes.py', '_src')} # the key-value store of the processes; without it there is a message
+    # the key-value store of the processes, and the function that computes attention; without one of them, there is a message
+    of_jax = {('jaxember/recorder/processes.py', '_src'), ('jaxember/capture/attention.py', '_dot_product_attention_xla')}
     assert len(sources)>30 and {(k, n) for k,_,n in foreign_names(sources)}==of_jax
 
 

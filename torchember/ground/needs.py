@@ -25,8 +25,8 @@ def needs(name:str, for_:str, package:str|None=None):
 class LazyLibrary:
     "Stands for a library, which is imported when one of its attributes is used. Arguments: as in `needs`."
     def __init__(self, name, for_, package=None): self._arguments = name,for_,package
-    _library = cached_property(lambda self: needs(*self._arguments))
-    def __getattr__(self, name): return getattr(self._library, name)
+    imported = cached_property(lambda self: needs(*self._arguments))
+    def __getattr__(self, name): return getattr(self.imported, name)
 
 pd,pa = LazyLibrary('pandas', 'A table of rows'),LazyLibrary('pyarrow', 'A run in Parquet')
 pq,pc = (LazyLibrary(f'pyarrow.{m}', 'A run in Parquet', 'pyarrow') for m in ('parquet', 'compute'))
