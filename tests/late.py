@@ -86,7 +86,7 @@ def failing():
 
 
 # torchember may wait at the end, and before a capture, where torch waits too
-def may_wait(): return any(f.name in ('disarm', 'graph_to_come') for f in traceback.extract_stack())
+def may_wait(): return any(f.name in ('disarm', 'before_capture') for f in traceback.extract_stack())
 
 
 class Chosen:

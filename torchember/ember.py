@@ -25,14 +25,14 @@ from .measure.stats import get_stats
 from .recorder.plan import Plan, plan_of
 from .capture.private_torch import warn_missing
 from .capture.ranks import Ranks
-from .ground.messages import an, printable, says_arguments, warn
+from .ground.messages import an, printable, with_argument_names, warn
 from .ground.record import SCHEMA, check_ttypes, of_passes
 from .processes.module_names import paths_in
 from .processes.whole_steps import WholeSteps
 from .recorder.process import release_run, open_recorders, rank_and_size, shared_name, store_for, weak_source
 from .recorder.parameters import every_parameter
 from .recorder.recorder import Recorder, Settings, numbers_of_passes, recorded
-from .recorder.recovery import take_in
+from .recorder.recovery import recover_all
 from .recorder.row import watch_first_bad
 from .health.diagnose import choose_rules
 from .health.locate import Located, locate
@@ -401,7 +401,7 @@ def run_of_rank(kind, name, resume, home, store='jsonl'):
     if resume:
         release_run(name)
         # Rows that a dead process has left in its black box (file of recent steps) are added to the log
-        take_in(folder('torchember', home))
+        recover_all(folder('torchember', home))
     return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
 
 def number_of_first(t, resume, first_step):
@@ -481,7 +481,7 @@ class torchEmber(ArmedModel):
         first_step: Number of the first step, to continue from a checkpoint. Default: 0, or the step after the last step of a resumed run
         on_error: What to do if a tensor cannot be measured: 'warn' once and continue, or 'raise'
     """
-    @says_arguments
+    @with_argument_names
     def __init__(self,
         model:nn.Module, # The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
         optimizer=None, # Optimizer, or list of optimizers. A training step is over when all of them have stepped

@@ -177,7 +177,7 @@ class Training:
         "Close the run of this training. Return its `Report`, or None if the model was deleted."
         te = self.te()
         if te is None: return None
-        if error is not None: te.recorder.ended_by(error)
+        if error is not None: te.recorder.record_exception(error)
         return te.close()
 
 # %% ../nbs/91_trained.ipynb #4007eb61

@@ -179,16 +179,17 @@ def operators_in(f):
 
 @pytest.mark.slow
 @needs_hooks
-def test_one_operator_reports_all_tensors_of_a_graph(monkeypatch):
+@pytest.mark.parametrize('merges', [True, pytest.param(False, marks=pytest.mark.release)])
+def test_one_operator_reports_all_tensors_of_a_graph(merges, monkeypatch):
     "Inductor merges the calls of operators in a graph, except the begin of a pass. Without merging there are two for each module"
-    def calls():
-        torch._dynamo.reset()
-        model = Few()
-        with torchEmber(model, ttypes=ALL): return operators_in(lambda: loss_of(torch.compile(model, fullgraph=True)(ids())).backward())
-    assert calls()==[['began', 'pending', 'reported'], ['reported_grads']]
-    monkeypatch.setattr(compiled_module, 'merge_calls', lambda *args: None)
-    forward,backward = calls()
-    assert Counter(forward)=={'began': 1, 'entered': 7, 'exited': 7, 'ended': 1} and set(backward)=={'grads_arrived'} and len(backward)>7
+    if not merges: monkeypatch.setattr(compiled_module, 'merge_operator_calls', lambda *args: None)
+    torch._dynamo.reset()
+    model = Few()
+    with torchEmber(model, ttypes=ALL): calls = operators_in(lambda: loss_of(torch.compile(model, fullgraph=True)(ids())).backward())
+    if merges: assert calls==[['began', 'pending', 'reported'], ['reported_grads']]
+    else:
+        forward,backward = calls
+        assert Counter(forward)=={'began': 1, 'entered': 7, 'exited': 7, 'ended': 1} and set(backward)=={'grads_arrived'} and len(backward)>7
 
 
 @pytest.mark.slow

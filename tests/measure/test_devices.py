@@ -136,7 +136,7 @@ def test_torch_operations_replace_wrong_kernels(kernels_here, monkeypatch):
     gpu.trusted.clear()
     monkeypatch.setattr(gpu, 'read_list', of_the_other)
     with pytest.warns(EmberWarning, match='not used for float32'): assert kernels.list_kernels(x, ('basic',)) is None
-    got = kernels.read_elsewhere(x, 2, ('basic',))
+    got = kernels.read_on_device(x, 2, ('basic',))
     np.testing.assert_allclose(got.numpy(), read_array([3., math.nan, -1., 0., 0., 0.], ('basic',)), rtol=1e-12)
 
 

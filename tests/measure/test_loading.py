@@ -48,7 +48,7 @@ first = te.t.lines()
 count = len(first)
 assert loading.loops() is None # nobody has waited, as the gate is shut
 gate.set()
-assert loading.ready(60) and loading.seconds_beside()>0
+assert loading.ready(60) and loading.seconds_in_background()>0
 te.disarm(); te.arm(); model.zero_grad()
 torch.manual_seed(0)
 nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2)) # draws what the model drew
@@ -62,7 +62,7 @@ for a,b in zip(first, second):
     assert a['tname']==b['tname'] and a['shape']==b['shape']
     for k in ('mean', 'std', 'l2', 'abs_mean', 'skew', 'kurtosis', 'zero_frac', 'min', 'max'):
         assert a[k]==b[k] or abs(a[k]-b[k])<=1e-6*max(abs(b[k]), b['std']), (k, a, b)
-cost.seconds_beside = lambda: 1000. # as if it had taken so long
+cost.seconds_in_background = lambda: 1000. # as if it had taken so long
 report = te.close()
 again = torchEmber(model).close()
 print(report['seconds']<900, report['beside']>900, 'in the background' in repr(report), 'beside' in again)
@@ -90,7 +90,7 @@ def test_functions_for_plans_are_compiled_beside_a_long_run(plan):
     told = run('''
 from torchember.measure import planning
 from torchember.recorder.call_plans import PlannedPass
-planning.objects_are_cached,PlannedPass.most_unplanned = lambda: False,100
+planning.objects_are_cached,PlannedPass.calls_before_compiling = lambda: False,100
 opt = torch.optim.SGD(model.parameters(), lr=.01)
 te = torchEmber(model, optimizer=opt)
 def train(n):
@@ -169,8 +169,8 @@ print(sum('needs another NumPy' in str(w.message) for w in said))
 
 
 def test_ready_waits_for_loading():
-    assert run("print(loading.loops() is not None, loading.seconds_beside()==0<loading.loading_seconds())")==['True', 'True']
-    code = "te = torchEmber(model); train(te, 1); print(loading.seconds_beside()==0<loading.loading_seconds()); te.close()"
+    assert run("print(loading.loops() is not None, loading.seconds_in_background()==0<loading.loading_seconds())")==['True', 'True']
+    code = "te = torchEmber(model); train(te, 1); print(loading.seconds_in_background()==0<loading.loading_seconds()); te.close()"
     for wait in ('1', ''): assert run(code, TORCHEMBER_WAIT=wait)==['True']
 
 
@@ -184,7 +184,7 @@ te = torchEmber(model, overhead=.5, ttypes=('input', 'weight'))
 took = loading.loading_seconds()
 print(sorted(loading.loader.loaded), took>=2)
 train(te, 5)
-print(loading.loading_seconds()==took, te.recorder.cost.spent<1, loading.seconds_beside())
+print(loading.loading_seconds()==took, te.recorder.cost.spent<1, loading.seconds_in_background())
 te.close()
 ''', TORCHEMBER_WAIT='')
     assert told==["['float32']", 'True', 'True', 'True', '0.0']

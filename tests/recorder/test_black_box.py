@@ -18,7 +18,7 @@ from matplotlib.text import Text
 from programs import ranks, run, start
 
 from torchember import EmberWarning, brief, diagnose, emberTracker, overview, read, report, runs, summary, torchEmber
-from torchember.recorder.recovery import take_in
+from torchember.recorder.recovery import recover_all
 from torchember.store.base import folder
 from torchember.store.lines import parse
 
@@ -254,7 +254,7 @@ def test_the_box_of_a_living_process_is_not_recovered():
         try:
             before = len(read('lives'))
             box = folder('torchember')/'box'
-            assert list(box.glob(f'{p.pid}-*.box')) and not take_in(box.parent) and list(box.glob(f'{p.pid}-*.box'))
+            assert list(box.glob(f'{p.pid}-*.box')) and not recover_all(box.parent) and list(box.glob(f'{p.pid}-*.box'))
         finally: os.kill(p.pid, signal.SIGCONT)
         p.communicate('.')
     df = read('lives')
@@ -287,7 +287,7 @@ def test_the_content_of_a_box_is_treated_as_data(left, tmp_path):
     for i,run_name in enumerate(('../../outside', str(outside), '..', '', 'a/b', 7, None)):
         home,name = copied(left, tmp_path/str(i))
         run_is(home, name, run_name)
-        with pytest.warns(EmberWarning, match='cannot be read'): assert take_in(home)==[]
+        with pytest.warns(EmberWarning, match='cannot be read'): assert recover_all(home)==[]
         files = [sorted(p.name for p in (folder/'log').iterdir()) for folder in (home, left[0])]
         assert files[0]==files[1] and not outside.exists() and (home/'box'/f'{name}.box').exists()
 
@@ -306,7 +306,7 @@ def test_a_damaged_box_harms_no_reader(left, tmp_path):
         file.write_bytes(data)
         with warnings.catch_warnings():
             warnings.simplefilter('ignore')
-            read_all += bool(take_in(home))
+            read_all += bool(recover_all(home))
             read('left', home=home)
         assert (home/'log'/'left').read_bytes().startswith(before)
     assert read_all>3 # not each byte counts
@@ -317,23 +317,23 @@ def test_a_killed_reader_leaves_no_row_twice(left, tmp_path, monkeypatch):
     remove = os.unlink
     def ends(path, *args, **kwargs): raise KeyboardInterrupt
     monkeypatch.setattr(os, 'unlink', ends)
-    with pytest.raises(KeyboardInterrupt): take_in(home)
+    with pytest.raises(KeyboardInterrupt): recover_all(home)
     monkeypatch.setattr(os, 'unlink', remove)
     once = (home/'log'/'left').read_bytes()
-    assert take_in(home)==['left'] and (home/'log'/'left').read_bytes()==once and not (home/'box').exists()
+    assert recover_all(home)==['left'] and (home/'log'/'left').read_bytes()==once and not (home/'box').exists()
 
 
 def test_a_new_process_may_have_the_id_of_a_dead_one(left, tmp_path):
     "As in a restarted container, where each training is process 1"
     home,_ = copied(left, tmp_path/'home', f'{os.getpid()}-0')
-    assert take_in(home)==['left']
+    assert recover_all(home)==['left']
 
 
 def test_a_box_of_another_version_is_kept(left, tmp_path):
     home,name = copied(left, tmp_path/'home')
     told = home/'box'/f'{name}.told'
     told.write_bytes(told.read_bytes().replace(b'"width":', b'"width":1', 1))
-    with pytest.warns(EmberWarning, match='another version of torchember'): assert take_in(home)==[]
+    with pytest.warns(EmberWarning, match='another version of torchember'): assert recover_all(home)==[]
     assert told.exists()
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchember import torchEmber
 from torchember.recorder import plan
-from torchember.recorder.plan import PlannedTensor, Plan, ReadingTime, Rehearsal, states_to_come
+from torchember.recorder.plan import PlannedTensor, Plan, ReadingTime, Rehearsal, expected_states
 from torchember.recorder.process import open_recorders
 
 ALL = ('input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad')
@@ -253,10 +253,10 @@ def test_states_of_two_optimizers_before_and_after_their_first_step():
     model = nn.ModuleList([nn.Linear(2, 3, bias=False), nn.Linear(4, 1)])
     one,two = torch.optim.Adam(model[0].parameters(), amsgrad=True),torch.optim.SGD(model[1].parameters(), .1, momentum=.9)
     w = model[0].weight
-    assert states_to_come(one, w)==dict.fromkeys(('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'), (3, 2))
-    assert states_to_come(torch.optim.SGD([w], .1), w)=={} and states_to_come(torch.optim.Adagrad([w]), w)=={'sum': (3, 2)}
+    assert expected_states(one, w)==dict.fromkeys(('exp_avg', 'exp_avg_sq', 'max_exp_avg_sq'), (3, 2))
+    assert expected_states(torch.optim.SGD([w], .1), w)=={} and expected_states(torch.optim.Adagrad([w]), w)=={'sum': (3, 2)}
     te = torchEmber(model, optimizer=[one, two], ttypes=('optimizer', 'update'))
-    want = sorted([('0', 'update', 'update_0', 'weight', (3, 2)), *(('0', 'optimizer', f'{s}_0', 'weight', (3, 2)) for s in states_to_come(one, w)),
+    want = sorted([('0', 'update', 'update_0', 'weight', (3, 2)), *(('0', 'optimizer', f'{s}_0', 'weight', (3, 2)) for s in expected_states(one, w)),
         *(r for i,(n,s) in enumerate((('weight', (1, 4)), ('bias', (1,)))) for r in
             (('1', 'update', f'update_{i}', n, s), ('1', 'optimizer', f'momentum_buffer_{i}', n, s)))])
     for _ in range(2):
@@ -265,9 +265,9 @@ def test_states_of_two_optimizers_before_and_after_their_first_step():
         model[0](torch.ones(1, 2)).sum().backward(); model[1](torch.ones(1, 4)).sum().backward()
         one.step(); two.step()
     one.state[w]['odd'] = torch.ones(7)
-    assert states_to_come(one, w)['odd']==(7,)
+    assert expected_states(one, w)['odd']==(7,)
     class Mine(torch.optim.SGD): pass
-    assert states_to_come(Mine([w], .1), w) is None
+    assert expected_states(Mine([w], .1), w) is None
     te.close()
 
 

@@ -10,7 +10,7 @@ import functools, itertools, json, weakref
 
 import torch
 
-from .merging import Merged, merge_calls
+from .merging import Merged, merge_operator_calls
 from .private_torch import keep_in_order, never_compile, never_merge, on_inductor_graphs, recomputing, thread_token
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #fd9b9211
@@ -134,10 +134,11 @@ def run_merged(xs, keys, events):
         if found[key] is not None: f(found[key], [None if i<0 else xs[i] for i in at], *rest)
 
 # operators that replace several calls, and True if an effect token keeps their order
-merged = [add_operator(name, 'Tensor?[] xs, Tensor[] keys, str events', run_merged, token) for name,token in (('reported', True), ('reported_grads', False))]
+merged = [add_operator(name, 'Tensor?[] xs, Tensor[] keys, str events', run_merged, token)
+    for name,token in (('reported', True), ('reported_grads', False))]
 pending_has_token = mergeable[entered] # `entered` and `pending` are defined with the same kind of order
 
 def merge_in(graph):
     "Merge calls of torchember's operators in an FX graph that Inductor compiles."
     for op,token in (*merged, (pending, pending_has_token)): keep_in_order(op, token)
-    merge_calls(graph, mergeable, {token: Merged(op, pending, (entered, exited)) for op,token in reversed(merged)})
+    merge_operator_calls(graph, mergeable, {token: Merged(op, pending, (entered, exited)) for op,token in reversed(merged)})

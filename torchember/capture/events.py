@@ -146,7 +146,7 @@ class Listener(Protocol):
 
     # ---- events of CUDA graphs, reported by `capture.graphs`
 
-    def graph_to_come(self, graph): "Called before a CUDA graph is captured. Until the capture ends, no thread may wait for the device."
+    def before_capture(self, graph): "Called before a CUDA graph is captured. Until the capture ends, no thread may wait for the device."
 
     def graph_begins(self, graph): "Called when the capture of a CUDA graph has begun. From now on operations are captured, and do not run."
 

@@ -16,7 +16,7 @@ def notify_watches(event, *args):
     for watch in list(GraphWatch.attached): getattr(watch.listener, event)(*args)
 
 # Name of a method of a CUDA graph -> names of the events that are reported before and after the method
-events_of = dict(capture_begin=('graph_to_come', 'graph_begins'), capture_end=(None, 'graph_ends'), replay=('replay_begins', 'replay_ends'))
+events_of = dict(capture_begin=('before_capture', 'graph_begins'), capture_end=(None, 'graph_ends'), replay=('replay_begins', 'replay_ends'))
 # events that are reported also if the method raises an exception, then with the last argument False
 ends = 'graph_ends','replay_ends'
 

@@ -4,10 +4,10 @@
 
 # %% auto #0
 __all__ = ['activations', 'moves', 'selections', 'value_links', 'node_kinds', 'with_result', 'passed', 'Link', 'only_child',
-           'arithmetic', 'link_of', 'Way', 'way_down', 'before_link', 'LossTerm', 'is_expanded', 'shape_of_tensor',
-           'as_given', 'end_of', 'torch_term', 'residual_term', 'target_of', 'constant_of', 'is_distribution',
-           'product_term', 'chosen_term', 'read_indices', 'LossGraph', 'term_of', 'is_weight', 'find_terms',
-           'join_logarithms']
+           'arithmetic', 'link_of', 'Way', 'find_path_to_model', 'before_link', 'LossTerm', 'is_expanded',
+           'shape_of_tensor', 'as_given', 'end_of', 'torch_term', 'residual_term', 'target_of', 'constant_of',
+           'is_distribution', 'product_term', 'chosen_term', 'read_indices', 'LossGraph', 'term_of', 'is_weight',
+           'find_terms', 'join_logarithms']
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #ac9da0f7
 from typing import NamedTuple
@@ -67,7 +67,7 @@ class Way(NamedTuple):
 
 value_links = 'clamp', 'log', 'shift', 'one_minus', 'normalize'
 
-def way_down(node, raw=None, most=12) -> Way:
+def find_path_to_model(node, raw=None, most=12) -> Way:
     "Follow the autograd graph from a node to the model's last layer. `raw`: result of the node, if known. `most`: maximum number of nodes to visit."
     links,anchor,found = [],None,raw
     for _ in range(most):
@@ -136,7 +136,7 @@ def torch_term(node, word):
     "Return the `LossTerm` of the autograd node of one of torch's own losses, such as `MseLossBackward0`."
     kind,takes = node_kinds[word]
     given,target,below = saved(node, 'self'),saved(node, 'target'),node.next_functions[0][0]
-    way = Way((), None, None, given) if below is None else way_down(below, given)
+    way = Way((), None, None, given) if below is None else find_path_to_model(below, given)
     before = node_shape(below.next_functions[0][0]) if below is not None and node_word(below)=='Expand' else None
     broadcast = kind not in ('nll', 'margin') and (before is not None or target is not None and is_expanded(target))
     if kind=='nll' and way.names[:1]==('log_softmax',): kind,takes = 'cross_entropy','logits'
@@ -158,7 +158,7 @@ def residual_term(node, word):
     below,slot = only_child(difference)
     # no target: both terms of the difference need gradients, or the prediction is a parameter
     if below is None or hasattr(below, 'variable'): return None
-    way,residual = way_down(below),saved(node, 'self')
+    way,residual = find_path_to_model(below),saved(node, 'self')
     shape,whole = node_shape(below),node_shape(difference)
     target = target_of(way, residual, slot==0) if shape==whole else None
     return LossTerm('l1' if word=='Abs' else 'mse', 'values', way.raw if shape==whole else None, target, shape, shape_of_tensor(target), way.links,
@@ -193,7 +193,7 @@ def product_term(node, divergence=False):
     `divergence`: True if the product is subtracted from a constant, as in `kl_div`."""
     target,below = constant_of(node)
     if not isinstance(target, torch.Tensor) or not target.ndim or tuple(target.shape)!=node_shape(below): return None
-    way = way_down(below)
+    way = find_path_to_model(below)
     # not a cross-entropy: the loss uses only some elements of the log-probabilities, as a policy gradient does
     if 'select' in way.names: return None
     shape,top = node_shape(below),way.names[:1]
@@ -209,7 +209,7 @@ def chosen_term(node, word):
     below = only_child(node)[0]
     index = saved(node, 'index') if word=='Gather' else None if word!='Index' else read_indices(node)
     if below is None or not isinstance(index, torch.Tensor): return None
-    way = way_down(below)
+    way = find_path_to_model(below)
     if way.names[:1] not in (('log_softmax',), ('log',)): return None
     kind,takes = ('cross_entropy', 'logits') if way.names[0]=='log_softmax' else ('nll', 'log_probabilities')
     return LossTerm(kind, takes, way.raw, index, node_shape(below), tuple(index.shape), way.links, end=end_of(way))
@@ -271,7 +271,7 @@ def join_logarithms(found) -> list:
     """Return the list of `LossTerm`. Join y*log(p) and (1-y)*log(1-p), for target y and probability p, to one term: the binary cross-entropy.
 
     `found`: list of (`LossTerm`, autograd node) pairs."""
-    ways = [way_down(only_child(n)[0]) if t.takes=='probabilities' and t.kind=='cross_entropy' else None for t,n in found]
+    ways = [find_path_to_model(only_child(n)[0]) if t.takes=='probabilities' and t.kind=='cross_entropy' else None for t,n in found]
     out,used = [],set()
     for i,(term,_) in enumerate(found):
         if i in used: continue

@@ -26,12 +26,13 @@ def bytes_of(node):
 
 def is_view(node):
     "Return True if the result of a node of an FX graph uses the memory of the node's first argument, as a view or an element of a tuple does."
-    return operation_arguments(node.target).view if is_operation(node) else getattr(node.target, '__name__', '')=='getitem' # noqa: B009
+    return operation_arguments(node.target).view if is_operation(node) else node.target is operator.getitem
 
 class TensorLives:
     "For each tensor of an FX graph, the position of the last node that uses its memory. Calls of torchember's operators (`ours`) do not count."
     def __init__(self, nodes, ours):
-        # base: node -> node that allocated the memory of its result; last: node that allocates memory -> position of the last use of this memory
+        # base: node -> node that allocated the memory of its result
+        # last: node that allocates memory -> position of the last node that uses this memory
         self.base,self.last = {},{}
         for i,node in enumerate(nodes):
             self.base[node] = node
@@ -44,7 +45,7 @@ class TensorLives:
         return sum(bytes_of(b) for b in {self.base[x] for x in xs} if self.last.get(b, 0)<at)
 
 # %% ../../nbs/10_capture/13_merging.ipynb #6e12000e
-# maximum bytes of unused memory that a group of calls keeps: this part of the graph's inputs and outputs, but at least `least_bytes`
+# A group of calls keeps at most so many bytes of unused memory: this part of the graph's inputs and outputs, or `least_bytes`
 most_part,least_bytes = .01,1<<20
 
 def groups_of_calls(graph, mergeable, least=least_bytes):
@@ -73,14 +74,17 @@ class Merged(NamedTuple):
     first:Any=None # replaces the first call of the group, if a call reports a module; gets two keys
     modules:tuple=() # operators that report the begin or end of a module's call
 
-def merge_calls(graph, mergeable, merged):
+def merge_operator_calls(graph, mergeable, merged):
     "Merge calls of torchember's operators in an FX graph. `mergeable`: as in `groups_of_calls`; `merged`: value of `mergeable` -> `Merged`."
-    for group in groups_of_calls(graph, mergeable): merge_group(graph, group, merged[mergeable[operator_call(group[0])[0]]])
+    for group in groups_of_calls(graph, mergeable):
+        op,_ = operator_call(group[0])
+        merge_group(graph, group, merged[mergeable[op]])
 
 def ends_of(calls):
     "Return two keys from a list of calls (tensors, key): of the first and of the last module that calls no other recorded module."
     keys = [key for xs,key,*_ in calls if xs] or [calls[0][1]]
-    inner = [a for a,b in zip(keys, keys[1:], strict=False) if a is b] or keys # such a module reports its outputs right after its inputs
+    # a module that calls no other recorded module reports its outputs right after its inputs
+    inner = [a for a,b in zip(keys, keys[1:], strict=False) if a is b] or keys
     return inner[0], inner[-1]
 
 def insert_call(graph, op, token, *args):
@@ -96,7 +100,9 @@ def merge_group(graph, group, merged):
         events.append((called.name(), keys.setdefault(key, len(keys)), at, *rest))
     of_modules = [args for op,args in calls if op in merged.modules]
     if of_modules and all(k.op=='placeholder' for k in keys):
-        with graph.inserting_before(first): token = with_result_of(first, insert_call(graph, merged.first, token, [], *ends_of(of_modules)), token)
+        with graph.inserting_before(first):
+            begin = insert_call(graph, merged.first, token, [], *ends_of(of_modules))
+            token = with_result_of(first, begin, token)
     with graph.inserting_before(last): new = insert_call(graph, merged.last, token, [*xs], [*keys], json.dumps(events))
     new.meta = dict(last.meta)
     last.replace_all_uses_with(new)

@@ -123,7 +123,7 @@ def run_sizes(h, run):
 # A run of another machine counts as ended after this number of seconds without a new row
 recent = 600
 
-def refuse_odd(h, name):
+def refuse_foreign_files(h, name):
     "Raise OSError if a log is a symbolic link, or a file that torchember did not write. Such logs are not moved or removed."
     path = h.log/name
     if is_url(path): return # remote stores have no links, so no check is needed
@@ -165,7 +165,7 @@ def runs_to_change(run, home):
     names = h.chosen(run)
     for name in names:
         for n in h.members(name):
-            refuse_odd(h, n)
+            refuse_foreign_files(h, n)
             refuse_written(h, n)
         if h.members(name)==[name]: refuse_shared(h, name, names)
     return h,names

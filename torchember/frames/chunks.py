@@ -351,14 +351,14 @@ def read_rank_metadata(home, names, asked):
     return rank_metadata(home, names), paths_of_ranks(rank_metadata(home, names, 'structure'))
 
 @lru_cache(8)
-def names_of_start(home, logs, steps, asked):
+def names_of_first_chunk(home, logs, steps, asked):
     "Return new paths of modules whose weights differ between ranks. Use only the first chunk, so that all chunks get the same paths."
     return own_names(rank_rows(logs, steps), *read_rank_metadata(home, names_and_ranks(logs), asked))
 
 def frame_of(chunk):
     "Read a chunk as a pandas table, with the same values as in the table from `read`."
     if chunk.merged:
-        own = names_of_start(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
+        own = names_of_first_chunk(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
         return tidy(merge_ranks(rank_rows(chunk.logs, chunk.steps),
             *read_rank_metadata(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
     [(_,rank,of)],keep = chunk.logs,chunk.steps and StepFilter(chunk.steps, chunk.rest)

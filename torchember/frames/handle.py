@@ -75,17 +75,17 @@ def has_orphan_box(boxes):
             with open(os.path.join(boxes, name), 'rb') as f: fcntl.lockf(f, fcntl.LOCK_SH|fcntl.LOCK_NB)
         except FileNotFoundError: continue # another process has just recovered this black box
         except BlockingIOError: continue # the process of this black box is running
-        except OSError: pass # an error is ignored here, because `take_in` raises the same error with an explanation
+        except OSError: pass # an error is ignored here, because `recover_all` raises the same error with an explanation
         return True
     return False
 
 def recover_boxes(folder):
     "Write the rows in the black boxes (files of recent steps) of dead processes into the logs. `folder`: home of the runs."
     if is_url(folder) or not has_orphan_box(os.path.join(folder, 'box')): return
-    try: from torchember.recorder.recovery import take_in
+    try: from torchember.recorder.recovery import recover_all
     except ImportError as e:
         return warn(f"A process that has ended left rows in {printable(folder)}{os.sep}box, which cannot be read here: {e}.")
-    take_in(folder)
+    recover_all(folder)
 
 def log_names(home):
     "Return the sorted names of all logs in a home. First write all queued rows, and recover the rows of dead processes from black boxes."

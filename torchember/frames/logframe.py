@@ -20,7 +20,7 @@ from ..ground.messages import an, printable, unknown
 from ..ground.record import check_ttypes, identity, of_no_tensor, of_pieces, optional, ttypes
 from .logs import read
 from .tables import clean_types
-from .words import earlier_calls
+from .words import accept_earlier_arguments
 from ..store.reading import path_of
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #7e89306c
@@ -127,7 +127,7 @@ def count_columns(df):
     return [-math.inf, *range(low, high+1), math.inf], out
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #8765f906
-@earlier_calls()
+@accept_earlier_arguments()
 def to_logframe(
     run, # Table of rows, or a run that `read` accepts
     keep=() # Further tensor types to include, with torchember's names: 'input', 'buffer', ...; True for all

@@ -11,15 +11,15 @@ import numpy as np
 from torchember.frames.choice import Choice, NothingChosen, to_list, explain_empty, no_rows_message
 from torchember.frames.handle import open_runs, values_of_conditions
 from torchember.frames.tables import as_names, clean_types, concat_tables, is_vectors, not_measured, not_recorded, select_columns
-from torchember.frames.words import earlier_calls
-from torchember.ground.messages import printable, says_arguments, unknown
+from torchember.frames.words import accept_earlier_arguments
+from torchember.ground.messages import printable, with_argument_names, unknown
 from torchember.ground.needs import pd
 from torchember.ground.progress import progress
 from torchember.ground.record import beside_training, called_ttypes, computed, computed_in, optional
 from torchember.store.lines import bad
 
 # %% ../../nbs/50_frames/05_logs.ipynb #8b2aafec
-@says_arguments
+@with_argument_names
 def read(
     run, # Name of a run, pattern such as 'GPT*', `torchEmber`, its tracker, file of a log, or a list of these
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
@@ -105,7 +105,7 @@ def measured_any(df, stats):
     return out
 
 # %% ../../nbs/50_frames/05_logs.ipynb #2dc45e03
-@earlier_calls('stat', 'ttype')
+@accept_earlier_arguments('stat', 'ttype')
 def wide(
     run, # A run that `read` accepts, or a table that `read` returned
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these; all by default

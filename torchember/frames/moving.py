@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchember.frames.belongings import Home, refuse_odd, refuse_written, rm
+from torchember.frames.belongings import Home, refuse_foreign_files, refuse_written, rm
 from torchember.frames.handle import read_facts
 from torchember.frames.listing import may_continue
 from torchember.ground.messages import printable, warn
@@ -421,7 +421,7 @@ def sync_runs(run, moving):
     h = Home(moving.home)
     out = []
     for name in [m for n in h.chosen(run) for m in h.members(n)]:
-        refuse_odd(h, name)
+        refuse_foreign_files(h, name)
         with sync_lock(h, name, moving.target):
             try: out.append(moving.sync_log(h, name))
             except OSError as e:

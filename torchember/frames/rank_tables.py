@@ -64,12 +64,12 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
                 yield part
         for rank,blocks_of_rank in logs.items():
             for data in blocks_of_rank(): block_ranks.append(rank); yield data
-    def keep_and_note(block):
+    def store_mask(block):
         "Return a mask of the rows of a block: True for rows to keep. Also store the mask."
         mask = keep(block)
         masks.append(np.array(mask, bool))
         return mask
-    columns,layouts,n,_,counts = columns_of_lines(blocks, file, (*typed_columns, 'part'), keep and keep_and_note)
+    columns,layouts,n,_,counts = columns_of_lines(blocks, file, (*typed_columns, 'part'), keep and store_mask)
     if not keep: masks = [slice(None)]*len(counts)
     each_rank = [np.full(n, r) if isinstance(r, int) else r[m]
         for r,m,(n,_) in zip(block_ranks, masks, counts, strict=True)]

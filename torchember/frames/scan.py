@@ -14,7 +14,7 @@ from torchember.frames.chunks import (common_kind, inspect_log, make_chunks, mos
     output_columns, output_marks, rank_metadata, step_bounds)
 from torchember.frames.handle import open_runs
 from torchember.frames.tables import not_recorded
-from torchember.ground.messages import printable, says_arguments, unknown, warn
+from torchember.ground.messages import printable, with_argument_names, unknown, warn
 from torchember.ground.needs import needs, pa
 from torchember.ground.record import column_order
 from torchember.processes.axes import RankAxes, validate_metadata
@@ -173,7 +173,7 @@ engines = dict(polars=polars_frame, duckdb=duckdb_relation, arrow=lambda rows: r
     dask=dask_frame, ray=ray_dataset)
 
 # %% ../../nbs/50_frames/09_scan.ipynb #94a07887
-@says_arguments
+@with_argument_names
 def scan(
     run, # Runs that `read` accepts: a name, a pattern such as 'GPT*', a file or URL of a log, a `torchEmber`, or a list of these
     engine:str='polars', # Library that reads the rows: 'polars', 'duckdb', 'arrow', 'pandas', 'dask' or 'ray'

@@ -29,12 +29,12 @@ def ttype_of(name): # name: for example 'output', 'Activation', 'Optimiser_State
     if ours not in ttypes: raise ValueError(unknown('tensor type', name, ttypes, ttypes_of))
     return ours, key or None
 
-def ttypes_asked(ttype):
+def to_ttypes(ttype):
     "Convert one or several names of tensor types to a list of torchember's names. Leave out names of optimizer states."
     return list(dict.fromkeys(ttype_of(t)[0] for t in (ttype if isinstance(ttype, list|tuple) else [ttype])))
 
 # %% ../../nbs/50_frames/00_words.ipynb #a5be0002
-def earlier_calls(*order): # order: positional arguments after `run` in earlier versions; by default the present order
+def accept_earlier_arguments(*order): # order: positional arguments after `run` in earlier versions; by default the present order
     "Return a decorator that makes a function also accept the argument order and argument names of earlier versions."
     def of(f):
         "Decorate the function `f`."
@@ -42,7 +42,7 @@ def earlier_calls(*order): # order: positional arguments after `run` in earlier 
         @functools.wraps(f)
         def g(*args, **given):
             "Call `f`. If the arguments fit the order of earlier versions, use this order; otherwise pass the arguments unchanged."
-            given = in_our_words(given, known.parameters, f.__name__)
+            given = with_new_argument_names(given, known.parameters, f.__name__)
             before = dict(zip((next(iter(known.parameters)), *order), args, strict=False)) if order else {}
             named,later = {n: v for n,v in before.items() if n in kinds_of_words},lambda: f(*args, **given)
             if not named or len(before)<len(args) or set(before)&set(given) or not all(may_be_names(n, v) for n,v in named.items()):
@@ -62,9 +62,9 @@ def earlier_calls(*order): # order: positional arguments after `run` in earlier 
     return of
 
 # name of an argument in Track & Visualize -> torchember's name of this argument
-words_before = {'df': 'run', 'layer': 'path', 'tt': 'ttype', 'scalar_metric': 'stat'}
+new_argument_names = {'df': 'run', 'layer': 'path', 'tt': 'ttype', 'scalar_metric': 'stat'}
 
-def in_our_words(given, known, what='A picture'):
+def with_new_argument_names(given, known, what='A picture'):
     """Rename arguments from their names in Track & Visualize. Raise TypeError if an argument is given twice.
 
     `given`: arguments by name. `known`: the function's parameters. `what`: name of the function.
@@ -74,7 +74,7 @@ def in_our_words(given, known, what='A picture'):
     if 'file' in known and {'path', 'layer'}<=given.keys():
         given = {'file' if n=='path' else n: v for n,v in given.items()}
     for typed,v in given.items():
-        name = words_before[typed] if typed not in known and words_before.get(typed) in known else typed
+        name = new_argument_names[typed] if typed not in known and new_argument_names.get(typed) in known else typed
         if name in out:
             raise TypeError(f"{what} got {name}= twice, because {typed}= means the same. Give only one of them.")
         out[name] = v

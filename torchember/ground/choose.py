@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['NamedLayer', 'kinds_of', 'select', 'chosen', 'is_every', 'every', 'TimeSchedule', 'schedule', 'linear', 'at', 'until',
-           'between', 'log_spaced']
+           'between', 'log_spaced', 'StepSubset']
 
 # %% ../../nbs/05_ground/30_choose.ipynb #481a6612
 import inspect, math, re, time
@@ -263,3 +263,19 @@ def log_spaced(
         k = math.floor(math.log10(s)*n + 1e-9)
         return any(round(10**(j/n))==s for j in (k-1, k, k+1))
     return Schedule(keep, f'log_spaced({n})')
+
+# %% ../../nbs/05_ground/30_choose.ipynb #5a2e0002
+class StepSubset:
+    "Selects some of the recorded steps. `when`: schedule of step numbers, or True for steps with growing distances: five in each decade of recorded steps."
+    def __init__(self, when=True):
+        # True: `when` gets the number of the step; False: `when` gets the count of recorded steps
+        self.by_number = when is not True
+        self.when = log_spaced(5) if when is True else schedule(when)
+        self.step,self.recorded = None,-1 # latest recorded step, and number of recorded steps before it
+
+    def __call__(self, step:int) -> bool:
+        "Return True if a recorded step is selected. Call this method at each recorded step. Further calls for the same step return the same."
+        if step!=self.step: self.step,self.recorded = step,self.recorded+1
+        return bool(self.when(step if self.by_number else self.recorded))
+
+    def __repr__(self): return f'{self.when}' if self.by_number else f'{self.when} of the recorded steps'

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['passwords', 'secrets', 'longest', 'alike', 'F', 'printable', 'unknown', 'closest', 'unknown_argument', 'arguments_of',
-           'says_arguments', 'misnamed_argument_message', 'an', 'EmberWarning', 'warn']
+           'with_argument_names', 'misnamed_argument_message', 'an', 'EmberWarning', 'warn']
 
 # %% ../../nbs/05_ground/10_messages.ipynb #aead0833
 import difflib, functools, inspect, os, re, sys, threading, warnings
@@ -64,7 +64,7 @@ def arguments_of(f):
     return [n for n,p in inspect.signature(f).parameters.items()
         if n!='self' and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
-def says_arguments(f:F) -> F:
+def with_argument_names(f:F) -> F:
     "Wrap a function so that its TypeError for an unknown argument lists the known arguments."
     @functools.wraps(f)
     def g(*args, **kwargs):
@@ -108,7 +108,7 @@ installed = tuple(os.sep+d+os.sep for d in ('site-packages', 'dist-packages'))
 # libraries whose stack frames are recognized by module name, because their files may be in any folder, or their code is generated
 frameworks = {'torch', 'jax', 'flax'}
 
-def is_users(frame):
+def is_user_code(frame):
     "Return True if a stack frame runs the user's code: not code of torchember, Python or an installed library, and not generated code."
     file,module = frame.f_code.co_filename,str(frame.f_globals.get('__name__'))
     # code typed in a shell or after `python -c` is the user's code
@@ -122,16 +122,16 @@ def outwards(frame):
         yield frame
         frame = frame.f_back
 
-def users_frame():
+def user_frame():
     "Return the innermost stack frame of the user's code, to show the user's line in a warning. If there is none, return the outermost frame."
     here = list(outwards(sys._getframe(1)))
     waits = outwards(sys._current_frames().get(threading.main_thread().ident))
-    return next((f for fs in (here, waits) for f in fs if is_users(f)), here[-1])
+    return next((f for fs in (here, waits) for f in fs if is_user_code(f)), here[-1])
 
 # %% ../../nbs/05_ground/10_messages.ipynb #abe87448
 def warn(text:str):
     "Issue an `EmberWarning` that points to the line of the user's code."
-    frame = users_frame()
+    frame = user_frame()
     place = frame.f_globals
     warnings.warn_explicit(text, EmberWarning, frame.f_code.co_filename, frame.f_lineno,
         place.get('__name__') or '<unknown>', place.setdefault('__warningregistry__', {}))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .finding import confidence_from, name_module, finding, fmt, lasts_from, median, plain_median, finite_max
+from .finding import confidence_from, name_module, finding, fmt, find_lasting_start, median, plain_median, finite_max
 from .moves import is_linear, is_norm
 from .rules import rule
 
@@ -60,18 +60,18 @@ def find_zeros(h, ss):
     if len(s)<2 or not ('max' in s or 'abs_max' in s) or s.shape is not None and np.prod(s.shape)<=2 or not is_float(s): return None
     # skip the data of the model: the rules `same_data` and `constant_batch` report zeros in the data
     if s.ttype=='input' and s.path in h.graph.first_modules: return None
-    ats = [lasts_from(o.zero) for o in ss if is_float(o) and len(o)>=len(s)//2]
+    ats = [find_lasting_start(o.zero) for o in ss if is_float(o) and len(o)>=len(s)//2]
     return None if None in ats or s.ttype=='input' and not is_fed_below_zero(h, s, max(ats)) else max(ats)
 
 # %% ../../nbs/55_health/40_activations.ipynb #2c7f9ee5
 # classes of activations that return zero for all inputs in some range
-rectifiers = 'ReLU', 'ReLU6', 'Threshold', 'Hardtanh', 'Softshrink', 'Hardshrink', 'Hardswish', 'Hardsigmoid', 'SquaredReLU'
+zero_range_activations = 'ReLU', 'ReLU6', 'Threshold', 'Hardtanh', 'Softshrink', 'Hardshrink', 'Hardswish', 'Hardsigmoid', 'SquaredReLU'
 
 def find_nearly_dead(h, share):
     "Yield a finding for each layer in which nearly all units are dead, that is, always zero. `share`: required fraction of zeros in the output."
     for s in h.series('output'):
-        if 'zero_frac' not in s or not any(r in h.activation(s) for r in rectifiers): continue
-        at = lasts_from(s['zero_frac']>=share)
+        if 'zero_frac' not in s or not any(r in h.activation(s) for r in zero_range_activations): continue
+        at = find_lasting_start(s['zero_frac']>=share)
         if at is None: continue
         layer,zeros = feeding_layer(h, s),median(s['zero_frac'][at:])
         yield s.finding(at, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of {s.title} are zero: most of its units are dead.",
@@ -97,8 +97,8 @@ def find_dead_by_gradient(h):
     """
     for path,s in h.outputs.items():
         grads = [o for k,o in h.grads.items() if k[0]==path]
-        if len(s)<5 or not grads or path in h.graph.last_modules or (at := lasts_from(flag_nonpositive(s))) is None: continue
-        if any((i := lasts_from(o.zero)) is None or o.steps[i]>s.steps[at]+1 for o in grads): continue
+        if len(s)<5 or not grads or path in h.graph.last_modules or (at := find_lasting_start(flag_nonpositive(s))) is None: continue
+        if any((i := find_lasting_start(o.zero)) is None or o.steps[i]>s.steps[at]+1 for o in grads): continue
         return [s.finding(at, f"The activation after {s.title} is dead from step {s.steps[at]} on: all outputs of this layer are below "
             f"zero (mean {fmt(median(s['mean'][at:]))}), and its gradients are exactly zero, so it cannot recover.",
             look="overview(run)", dead=path, advice=dead_advice(s.steps[at]==h.steps[0]))]
@@ -119,7 +119,7 @@ def recovery_phrase(h, s, layer, alive):
     "Return a sentence: can a layer recover after its activation has returned only zeros? `alive`: result of `has_gradients`."
     if alive: return f" Gradients still reach `{layer}` another way, so the layer may recover."
     if any(k[0]==layer for k in h.grads): return f" The gradients of `{layer}` are zero, too, so the layer cannot recover."
-    return " No gradient passes through it, so it cannot recover." if any(r in h.activation(s) for r in rectifiers) else ''
+    return " No gradient passes through it, so it cannot recover." if any(r in h.activation(s) for r in zero_range_activations) else ''
 
 # %% ../../nbs/55_health/40_activations.ipynb #72849866
 @rule(severity='error', needs=('input', 'output'), stats='abs_max',
@@ -190,7 +190,7 @@ def find_saturation(h, s, slope):
     if len(s)<3 or 'mean' not in s or (kind := activation_shape(h, s)) is None: return None
     if s.ttype=='output' and s.path in h.graph.last_modules and not (kind=='sigmoid' and is_at_one_end(s)): return None
     left = mean_slopes(s, kind)
-    at = lasts_from(left<slope*full_slope[kind])
+    at = find_lasting_start(left<slope*full_slope[kind])
     return None if at is None else Saturation(s, at, kind, median(left[at:]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #e6b4b7f7
@@ -234,7 +234,7 @@ def find_peaked_rows(h, peak):
     for s in h.series('output'):
         if not is_attention_weights(h, s): continue
         squares = s.rms**2*s.shape[-1]
-        at = lasts_from(squares>peak)
+        at = find_lasting_start(squares>peak)
         if at is None: continue
         size = plain_median(squares[at:])
         yield s.finding(at, f"From step {s.steps[at]} on, the attention of {s.title} puts nearly all weight on one of {s.shape[-1]} "
@@ -272,7 +272,7 @@ def find_large_weights(h, logit):
         if pname!='in_proj_weight' or not ins or w.shape is None: continue
         n = min(len(w), len(ins[0]))
         each = ins[0].rms[:n]*w.rms[:n]*np.sqrt(w.shape[1])
-        at = lasts_from(each**2>logit)
+        at = find_lasting_start(each**2>logit)
         if at is None: continue
         yield w.finding(at, f"{logit_text.format(of=f' of {name_module(path, w.kind)}')}the weights give them an rms of about {fmt(each[at])}, "
             f"so logits are about {fmt(each[at]**2)}, from step {w.steps[at]} on.", severity='error' if h.progress.is_bad else None,
@@ -304,7 +304,7 @@ def find_large_products(h, logit):
         n = min(len(q), len(k))
         if n<3 or not isinstance(q.shape, list|tuple|np.ndarray): continue
         size = q.rms[:n]*k.rms[:n]
-        at = lasts_from(size>logit)
+        at = find_lasting_start(size>logit)
         if at is None: continue
         # large logits may be intended, so this is an error only if the training goes badly
         severity = 'error' if h.progress.is_bad else 'info' if h.progress.is_good else None
@@ -343,9 +343,9 @@ def find_equal_outputs(h, path, s, small):
     if path not in h.graph.leaves and path!='' or h.activation(s) in ('Sigmoid', 'Tanh', 'Softmax', 'Hardsigmoid', 'Hardtanh'): return None
     std,start = s['std'],median(s['std'][:3])
     of_mean = std/np.maximum(abs(s['mean']), 1e-30)
-    at = lasts_from((std<small*start) & ~s.zero | (of_mean<1e-5) & (std>0) & (std<.1*start))
+    at = find_lasting_start((std<small*start) & ~s.zero | (of_mean<1e-5) & (std>0) & (std<.1*start))
     if at and start>0 and not h.ends_at_zero_loss and not is_converging(h, s): return at
-    return lasts_from(s['max']==s['min']) if s['max'][-1]==s['min'][-1]!=0 and s.shape[0]>1 else None
+    return find_lasting_start(s['max']==s['min']) if s['max'][-1]==s['min'][-1]!=0 and s.shape[0]>1 else None
 
 # %% ../../nbs/55_health/40_activations.ipynb #f2ca7c3e
 def find_posterior_collapse(h, least=1e-3):
@@ -359,7 +359,7 @@ def find_posterior_collapse(h, least=1e-3):
         for q,v in spreads.items():
             if p.rpartition('.')[0]!=q.rpartition('.')[0] or m.shape is None or v.shape is None or tuple(m.shape)!=tuple(v.shape) or len(m)!=len(v): continue
             nats = .5*(m.rms**2+.5*v.rms**2)
-            at = lasts_from(nats<least)
+            at = find_lasting_start(nats<least)
             if at is None or nats[0]<=3*least: continue
             yield m.finding(at, f"From step {m.steps[at]} on, the latent code carries no information: {name_module(p)} has an rms of "
                 f"{fmt(m.rms[-1])} and {name_module(q)} of {fmt(v.rms[-1])}, which is the prior ({fmt(nats[-1])} nats per value).",
@@ -373,7 +373,7 @@ def find_rank_collapse(h):
     "Yield findings about an effective rank that falls from more than 3 to nearly 1. `Monitor` records effective ranks."
     for s in h.all:
         for stat in ('RankMe', 'rankme', 'effective_rank'):
-            if stat not in s or len(s)<3 or not s[stat][0]>3 or (at := lasts_from(s[stat]<1.5)) is None: continue
+            if stat not in s or len(s)<3 or not s[stat][0]>3 or (at := find_lasting_start(s[stat]<1.5)) is None: continue
             yield finding(s, f"The rank of the input of {name_module(s.path, s.kind)} collapses: {stat} is {fmt(s[stat][0])} at the start, and "
                 f"{fmt(s[stat][-1])} from step {s.steps[at]} on.", s.steps[at], s.steps[-1], advice=collapse_advice, rank=float(s[stat][-1]))
 

@@ -8,7 +8,7 @@ __all__ = ['Router', 'routers_of', 'start_of_last_true', 'router_collapse', 'las
 # %% ../../nbs/55_health/42_experts.ipynb #26d4adc9
 import numpy as np
 
-from .finding import confidence_from, find_tail, finding, fmt, list_names
+from .finding import confidence_from, find_true_tail, finding, fmt, list_names
 from .heads import heads_in
 from .rules import rule
 
@@ -32,7 +32,7 @@ def routers_of(h) -> list:
 
 def start_of_last_true(flags, least:int):
     "Return the index from which all flags are True until the end. Return None if fewer than `least` flags are True there."
-    at = find_tail(flags)
+    at = find_true_tail(flags)
     return at if len(flags)-at>=least else None
 
 # %% ../../nbs/55_health/42_experts.ipynb #bcb18b17

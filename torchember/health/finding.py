@@ -82,19 +82,19 @@ def finite_max(values):
     return float(v.max()) if len(v) else np.nan
 
 # %% ../../nbs/55_health/00_finding.ipynb #0e7e7227
-def find_tail(flags):
+def find_true_tail(flags):
     "Return the index from which all flags are True until the end. Return the number of flags if the last flag is False."
     off = np.flatnonzero(~np.asarray(flags, bool))
     return int(off[-1]+1) if len(off) else 0
 
-def lasts_from(flags, least=3, share=.15, enough=10):
+def find_lasting_start(flags, least=3, share=.15, enough=10):
     """Return the index from which all flags are True until the end. Return None if this part of the flags is too short.
 
     least: least number of True flags at the end
     share: least fraction of the flags that are True at the end. For at least `enough` True flags, this fraction does not
     matter
     """
-    start = find_tail(flags)
+    start = find_true_tail(flags)
     n = len(flags)-start
     return start if n and n>=min(least, len(flags)) and (n>=share*len(flags) or n>=enough) else None
 

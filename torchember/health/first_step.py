@@ -8,9 +8,9 @@ __all__ = ['step_rules', 'not_moved', 'checks', 'most_steps', 'statuses', 'few_s
            'main_tensors', 'first_updates', 'find_large_updates', 'takes', 'of_reason', 'count_phrase', 'frozen_fact',
            'changed_weights', 'why_not_moved', 'moved_fact', 'gradient_fact', 'update_fact', 'loss_fact', 'finite_fact',
            'why_not_recorded', 'why_no_loss', 'has_loss_graph', 'why_no_graph', 'why_no_entries', 'why_no_optimizer',
-           'why_no_gradient', 'why_no_ratio', 'Check', 'members', 'is_last_member', 'is_alternative', 'weighed',
-           'sentence_of', 'advice_of', 'row_of', 'table_rows', 'wrapped', 'lines_of_checks', 'rows_as_html',
-           'step_checks_class', 'add_current_weights', 'is_early', 'step_head', 'check_step']
+           'why_no_gradient', 'why_no_ratio', 'Check', 'members', 'is_last_member', 'is_alternative',
+           'judgeable_findings', 'sentence_of', 'advice_of', 'row_of', 'table_rows', 'wrapped', 'lines_of_checks',
+           'rows_as_html', 'step_checks_class', 'add_current_weights', 'is_early', 'step_head', 'check_step']
 
 # %% ../../nbs/55_health/56_first_step.ipynb #ac612282
 import re, textwrap
@@ -283,16 +283,16 @@ def is_alternative(h, f):
         if parent not in h.graph.calls and called-{name}: return not is_last_member(name, called, members(known, parent))
     return False
 
-def weighed(found, h, n):
+def judgeable_findings(found, h, n):
     """Return the findings that `n` steps suffice to judge.
 
     Findings about uncalled modules become 'info' if the modules may be called in other steps.
     """
     kept = [f for f in found if n>=most_steps or f['evidence'].get('reason')!='stopped']
-    def mild(f):
+    def may_be_called_later(f):
         "Return True if the module of a finding may be called in later steps, although it was not called in the few recorded steps."
         return f['severity']=='warning' and n<most_steps and of_reason(not_called)(f) and is_alternative(h, f)
-    return [{**f, 'severity': 'info'} if mild(f) else f for f in kept]
+    return [{**f, 'severity': 'info'} if may_be_called_later(f) else f for f in kept]
 
 # %% ../../nbs/55_health/56_first_step.ipynb #a8c418dc
 few_steps_note = "In a model that calls or trains parts of it only in some steps, this is no fault: check more steps."
@@ -443,7 +443,7 @@ def check_step(
     h = load_history(opened, df=df)
     if (losses := opened.metadata('losses')) and not hasattr(h, 'losses'): h.losses = losses
     n,few = len(finished_steps(h)),[r.but(least=2) if r.name=='not_trained' else r for r in choose_rules(rules)]
-    out = step_checks_class()(table_rows(h, weighed(run_rules([*few, *step_rules], h), h, n), n))
+    out = step_checks_class()(table_rows(h, judgeable_findings(run_rules([*few, *step_rules], h), h, n), n))
     out.run,out.head = h.name,step_head(h, n)
     return out
 

@@ -14,7 +14,7 @@ from .rules import rule
 from .sizes import is_harmed, loss_sentence
 
 # %% ../../nbs/55_health/38_first_update.ipynb #0e140a96
-def is_thrown(h, m, times):
+def jumps_in_first_update(h, m, times):
     """Return True if the first update makes a weight more than `times` as large, later updates are far smaller, and the weight stays large.
 
     m: `RelativeUpdates` of the weight
@@ -35,7 +35,7 @@ def first_step(h, times=3., many=.5):
     many: least fraction of the weights with such a first update
     """
     moves = relative_updates(h)
-    thrown = {k: m for k,m in moves.items() if is_thrown(h, m, times)}
+    thrown = {k: m for k,m in moves.items() if jumps_in_first_update(h, m, times)}
     if not thrown or len(thrown)<many*len(moves): return
     grown = lambda m: float(m.s.rms[1]/m.s.rms[0])
     m = max(thrown.values(), key=grown)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .finding import confidence_from, finding, find_tail, fmt, fmt_times, median, plain_median, finite_max
+from .finding import confidence_from, finding, find_true_tail, fmt, fmt_times, median, plain_median, finite_max
 from .rules import rule
 from .sizes import is_harmed, loss_sentence
 
@@ -74,7 +74,7 @@ def find_vanished_later(h, gs, over_time, many=.7):
     if not gone or len(gone)<many*len(gs) or h.ends_at_zero_loss: return
     k = min(gone, key=lambda k: gs[k].steps[np.flatnonzero(gs[k].rms<over_time*start[k])[0]])
     s = gs[k]
-    i = find_tail(s.rms<over_time*start[k])
+    i = find_true_tail(s.rms<over_time*start[k])
     yield report_gradients(h, s if len(gone)<len(gs) else '', f"From step {s.steps[i]} on, gradients vanish: the gradient of {s.title} fell "
         f"from {fmt(start[k])} to {fmt(plain_median(s.rms[i:]))}. {len(gone)} of {len(gs)} layers have such gradients.",
         s.steps[i], s.steps[-1], start=start[k], layers=len(gone), severity=None if is_harmed(h) else 'warning',
@@ -203,7 +203,7 @@ def find_huge_start(h, gs, steps, norm, huge):
 def find_endless_growth(h, gs, steps, norm, jump):
     "Return a finding if gradients grow until the end and the loss does not fall, else None."
     start = plain_median(norm[:5])
-    i = max(find_tail(norm>jump*start), 3)
+    i = max(find_true_tail(norm>jump*start), 3)
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
     return report_gradients(h, '', f"The gradients keep growing: their norm rises from {fmt(start)} to {fmt(norm[-1])}, and exceeds "
         f"{jump:,.0f} times its start from step {steps[i]} on.", steps[i], steps[-1], start=start, end=float(norm[-1]),

@@ -26,7 +26,7 @@ from ..capture.optimizer import parameters_of, state_tensors
 from ..capture.private_torch import (DispatchMode, operation_arguments, is_dynamo_frame, is_engine_code, next_number, node_number,
     reads_number, running_backward, running_node, without_dispatch_modes)
 from ..capture.tree import tracks, unwrap
-from ..ground.messages import an, frameworks, installed, is_users, ours, printable
+from ..ground.messages import an, frameworks, installed, is_user_code, ours, printable
 from .finding import name_module, fmt
 from ..recorder.plan import eagerly
 from ..recorder.process import open_recorders
@@ -77,7 +77,7 @@ CodeSpot = namedtuple('CodeSpot', 'module outer file line stepping compiled', de
 def is_users_code(frame):
     "Return True if a stack frame runs code of the user, or of a library built on torch."
     file = frame.f_code.co_filename
-    if is_users(frame): return True
+    if is_user_code(frame): return True
     return not file.startswith(ours) and any(d in file for d in installed) and str(frame.f_globals.get('__name__')).partition('.')[0] not in frameworks
 
 def first_argument(frame):
@@ -106,7 +106,7 @@ def find_spots(last) -> tuple:
         # user's code that an optimizer calls is a closure, whose operations are no part of the optimizer step
         elif issubclass(type(o), torch.optim.Optimizer) and not users: found.setdefault('stepping', o)
         if 'file' not in found and is_users_code(frame): found['file'],found['line'] = code.co_filename,frame.f_lineno
-        users = users or is_users(frame)
+        users = users or is_user_code(frame)
         frame = frame.f_back
     return CodeSpot(**(found if inner is None else inner)), CodeSpot(**found)
 

@@ -10,7 +10,7 @@ from itertools import islice
 
 import numpy as np
 
-from .finding import confidence_from, finding, fmt, fmt_times, lasts_from, name_module, median, plain_median
+from .finding import confidence_from, finding, fmt, fmt_times, find_lasting_start, name_module, median, plain_median
 from .history import find_changes, is_repeated
 from .rules import rule
 
@@ -168,7 +168,7 @@ def find_missing_train_call(h, least=5):
     "Yield findings about a model that stays in evaluation mode after an evaluation, because `model.train()` is missing."
     for path,out in h.outputs.items():
         if len(out)<3*least or 'mean' not in out or (working := flag_training_mode(h, out)) is None: continue
-        at = lasts_from(~working)
+        at = find_lasting_start(~working)
         if at is None or at<least or working[:at].mean()<.9 or len(out)-at<least: continue
         how = 'drops nothing' if 'Dropout' in out.kind else 'normalizes with its running statistics'
         yield out.finding(at, f"From step {out.steps[at]} on, the model trains in evaluation mode: {out.title} {how} in {len(out)-at} "

@@ -49,10 +49,10 @@ def judge_direction(start, end, noise, way, fall=.03, rise=.05):
     return 'rises' if up>max(rise*abs(start), noise) or up>.25*noise and way>4 else 'stalls'
 
 # %% ../../nbs/55_health/05_progress.ipynb #022e7f02
-opponent_names = ('disc(riminator)?', 'gen(erator)?', 'critic', 'policy', 'actor', 'adversary', 'd_net', 'g_net', 'netd', 'netg', 'adv', 'gan',
+adversarial_words = ('disc(riminator)?', 'gen(erator)?', 'critic', 'policy', 'actor', 'adversary', 'd_net', 'g_net', 'netd', 'netg', 'adv', 'gan',
     '(d|g)_?loss', 'loss_?(d|g)', 'pg', 'ppo', 'reinforce', 'reward', 'return', 'advantage')
 # matches names of losses and modules in adversarial or reinforcement learning, where a rising loss is no bad sign
-adversarial_names = re.compile(rf"(^|[._])({'|'.join(opponent_names)})([._]|$|\d)", re.I)
+adversarial_names = re.compile(rf"(^|[._])({'|'.join(adversarial_words)})([._]|$|\d)", re.I)
 # Names of logged numbers that should rise, unlike a loss
 rising_names = re.compile(r'elbo|reward|return|likelihood|log_?prob|acc(uracy)?$|score', re.I)
 
@@ -87,13 +87,13 @@ class LossProgress:
         # after a steep rise at the very end, use the median of the last three values, not of the last fifth
         if last>3*self.start>0: self.end = last
         self.fell = (self.start-self.end)/max(abs(self.start), 1e-12)
-        if self.is_game(names): return 'means nothing'
+        if self.is_adversarial_or_rl(names): return 'means nothing'
         word = judge_direction(self.start, self.end, self.noise, rank_trend(v)*math.sqrt(len(v)))
         # the fall of a reward proves no progress, because the reward may be logged with or without a minus sign
         if rising_names.search(self.loss.name) and word in ('falls', 'rises'): return 'falls' if v[-1]>v[0] else 'means nothing'
         return word
 
-    def is_game(self, names):
+    def is_adversarial_or_rl(self, names):
         "Return True for adversarial training or reinforcement learning, where a rising loss is no bad sign. `names`: as in `LossProgress`."
         if any(adversarial_names.search(n) for n in (*names, self.loss.name)): return True
         v = self.values

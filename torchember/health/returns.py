@@ -28,7 +28,7 @@ class Jumps:
         "Return the median relative change of the weight in the `n` steps before index `i`."
         return plain_median(self.moves.ratio[max(0, i-n):i])
 
-    def moves_ends(self, i, least):
+    def changes_extremes(self, i, least):
         """Return True if the largest or the smallest value of the weight changes by at least `least` of its rms.
 
         Pruning a weight does not change these extreme values.
@@ -49,7 +49,7 @@ class Jumps:
         before = np.r_[np.nan, np.fmax.accumulate(ratio)[:-1]] if len(ratio) else ratio # largest change of the weight in all earlier steps, for each step
         for i in np.flatnonzero((ratio>least) & (ratio>largest*before)).tolist():
             if i<5 or not (usual := self.usual(i))>0 or not ratio[i]>times*usual: continue
-            if self.moves_ends(i, least) and not self.is_explained(i, ratio[i]/usual): found[i] = float(ratio[i]),float(usual)
+            if self.changes_extremes(i, least) and not self.is_explained(i, ratio[i]/usual): found[i] = float(ratio[i]),float(usual)
         return found
 
 # %% ../../nbs/55_health/46_returns.ipynb #01cebee0

@@ -16,7 +16,7 @@ from ..frames.tables import mark_columns
 from ..ground.needs import pd
 from ..ground.not_finite import counts
 from ..ground.record import computed, computed_in, identity, of_pieces, optional
-from .finding import find_tail, finding, name_module
+from .finding import find_true_tail, finding, name_module
 from ..measure.summary import derived
 
 # %% ../../nbs/55_health/06_series.ipynb #449f3a86
@@ -170,7 +170,7 @@ class Series:
         """
         which = counts[:2] if self.ttype in ('input', 'output', 'probe') else counts
         if not len(self) or not any(c in self.rows.columns for c in which): return self
-        n = find_tail((self.rows.count(*which)[self.at]>0) & ~self.skipped)
+        n = find_true_tail((self.rows.count(*which)[self.at]>0) & ~self.skipped)
         if n==len(self): return self
         key = SeriesKey(self.path, self.kind, self.ttype, self.tname, self.pname, self.phase, self.call, self.backward, self.module)
         return Series(self.rows, slice(self.at.start, self.at.start+max(n, 1)), key, self.order)

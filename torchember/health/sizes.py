@@ -8,7 +8,7 @@ __all__ = ['update_too_large', 'update_too_small', 'poor_scale', 'poor_input_sca
 # %% ../../nbs/55_health/30_sizes.ipynb #f32f9f25
 import numpy as np
 
-from .finding import confidence_from, finding, find_tail, fmt, fmt_times, median, plain_median, finite_max, list_names
+from .finding import confidence_from, finding, find_true_tail, fmt, fmt_times, median, plain_median, finite_max, list_names
 from .moves import count_inputs, is_linear, is_norm, relative_updates, any_weight_changes
 from .progress import guessing_losses
 from .rules import rule
@@ -166,7 +166,7 @@ def find_end(h, k, m, drop, left=.35):
     n = len(moved)
     if n<20 or moved.max()<=0: return None
     peak = float(moved[:max(5, n//3)].max())
-    start = find_tail(moved<drop*peak)
+    start = find_true_tail(moved<drop*peak)
     if n-start<max(left*n, 8) or k in h.grads and not gradients_continue(h.grads[k], m.steps, start): return None
     return int(m.steps[start]), k, peak, plain_median(moved[start:])
 

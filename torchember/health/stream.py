@@ -32,7 +32,7 @@ class Blocks:
         if column not in self.rows: return np.full((len(self.steps), len(self.depths)), np.nan)
         return self.rows.pivot(index='step', columns='depth', values=column).reindex(index=self.steps, columns=self.depths).to_numpy(float)
 
-    def without_massive(self):
+    def factors_without_massive(self):
         "Return factors (steps, blocks): how many times larger `added` would be without massive activations in the stream, or 1."
         with np.errstate(all='ignore'): by_median = self['rms']*self['median_ratio']/self['largest']
         return np.fmax(by_median/1.5, 1) # 1.5: normal numbers have an rms of 1.48 times their median size
@@ -106,7 +106,7 @@ def idle_blocks(h, least=.001, wait=100., records=5):
     records: number of last records, in all of which the block must add so little
     """
     for b in streams_of(h):
-        all_added = b['added']*b.without_massive()
+        all_added = b['added']*b.factors_without_massive()
         added = all_added[-records:]
         if len(added)<records: continue
         slope = np.maximum(added[-1]-added[0], 1e-30)/(b.steps[-1]-b.steps[-records]) # growth of the share per step

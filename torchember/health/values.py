@@ -9,7 +9,7 @@ __all__ = ['not_finite', 'scaler_skips', 'underflow', 'overflow']
 import numpy as np
 
 from ..ground.not_finite import counts
-from .finding import confidence_from, name_module, finding, find_tail, finite_max, fmt, median
+from .finding import confidence_from, name_module, finding, find_true_tail, finite_max, fmt, median
 from .history import never_changes
 from .rules import rule
 
@@ -227,7 +227,7 @@ def scaler_skips(h, share=.5, most=20):
     skipped = [s for s in h.trained if s.skipped.any()]
     at = sorted({int(x) for s in skipped for x in s.steps[s.skipped]})
     flags = np.isin(h.steps, at)
-    tail,n = len(flags)-find_tail(flags),int(flags.sum())
+    tail,n = len(flags)-find_true_tail(flags),int(flags.sum())
     if not n or tail<most and not (flags.mean()>share and n>=most): return
     bad = [s for s in skipped if s.ttype=='weight_grad' and s.bad[s.skipped].any()]
     s = max(bad, key=lambda s: h.graph.position(s.path)) if bad else None

@@ -10,7 +10,7 @@ __all__ = ['find_only_frozen', 'longest_pause', 'last_change', 'has_gradients_af
 import numpy as np
 
 from ..store.parameters import cut_off, parameter_entry, forgotten, frozen, label_of, not_called, parts_alike, reasons, why_not
-from .finding import name_module, finding, find_tail, fmt, median, list_names
+from .finding import name_module, finding, find_true_tail, fmt, median, list_names
 from .history import find_changes, never_changes
 from .moves import any_weight_changes
 from .rules import rule
@@ -335,7 +335,7 @@ def find_training_end(s, p, grad):
     # of a frozen weight take the step of the last gradient, because momentum may change the weight for some more steps
     if p['requires_grad'] is False and len(arrived):
         return int(np.searchsorted(s.steps, arrived[-1], 'right'))
-    return find_tail(~find_changes(s)) or None
+    return find_true_tail(~find_changes(s)) or None
 
 def find_stop(h, k, s, p, least, share):
     """Return a `StoppedWeight` if a weight was trained at first, but not in the last steps.

@@ -17,7 +17,7 @@ from ..ember import torchEmber
 from ..ground.messages import arguments_of, unknown_argument, warn
 from ..ground.record import identity
 from ..recorder.process import rank_and_size
-from ..recorder.recovery import take_in
+from ..recorder.recovery import recover_all
 from ..store.base import folder
 from ..store.jsonl import emberTracker, exists
 
@@ -88,7 +88,7 @@ def choose_run(name, first_step, home=None) -> tuple: # (chosen name, True to co
         "Return the name of the log in which this process records the run `n`."
         return f'{n}.rank{rank}' if world>1 else n
     # recover the rows of killed processes first, so that the last step of each run is known
-    take_in(folder('torchember', home))
+    recover_all(folder('torchember', home))
     names,last = [],{}
     for i in itertools.count(1):
         n = name if i==1 else f'{name}_{i}'

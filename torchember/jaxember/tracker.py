@@ -15,14 +15,14 @@ from jax.extend.core import take_current_trace
 
 from ..compat.tracker import Library, Stash, Tracker, check_arguments, exponents_stat, libraries, open_wandb_run, compile_pattern, scalars
 from ..compat.tracker import builtin_statistics, stash_all_stats_and_hist, stash_full_tensor, stash_hist, stash_scalar_stats
-from ..ground.choose import schedule
+from ..ground.choose import StepSubset, at, schedule
 from ..ground.messages import an
 from ..ground.record import identity, of_pieces
 from .capture.modules import Place, current_place
-from .capture.tags import TagRequest, asked, has_numbers, of_losses, tagged_tree
+from .capture.tags import TagRequest, asked, has_numbers, of_losses, tag_tree
 from .measure.summaries import summary_row, row_vectors, warm_up
 from .recorder.processes import Agreement, agreed_name, key_value_store
-from .recorder.recorder import AttentionSteps, JaxRecorder
+from .recorder.recorder import JaxRecorder
 from .recorder.states import expected_trees
 from .recorder.twins import UserStatistic, Summaries
 from .recorder.watching import Watching, current_trace, trace_of_jax
@@ -84,8 +84,8 @@ def probe(
     """
     if not isinstance(name, str) or not name: raise TypeError(f"probe('scores', x) needs a name first, got {an(name)}.")
     if asked.value is None: return x
-    if name in of_losses: return tagged_tree(Place('', 'model'), name, 'loss', x)
-    return tagged_tree(current_place() or Place('', 'model'), 'probe', name, x)
+    if name in of_losses: return tag_tree(Place('', 'model'), name, 'loss', x)
+    return tag_tree(current_place() or Place('', 'model'), 'probe', name, x)
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #95ff8bbe
 class JaxTracker(Tracker):
@@ -253,9 +253,10 @@ def track(
     # called now, so that a leaf that is not an array raises TypeError here and not in the first step
     agreed = expected_trees(model_state, optimizer_state)
     kind = type(model_state).__name__ if callable(model_state) else 'jax'
-    rank,world,when,attended = jax.process_index(),jax.process_count(),schedule(every),AttentionSteps(attention)
+    rank,world,when = jax.process_index(),jax.process_count(),schedule(every)
+    attended = at() if attention is None or attention is False else StepSubset(attention)
     what = {'stash_value': names or getattr(stash_value, '__qualname__', 'a function'), 'include': asks.include,
-        'exclude': asks.exclude, 'track_gradients': asks.gradients, 'every': when, 'attention': attended.when}
+        'exclude': asks.exclude, 'track_gradients': asks.gradients, 'every': when, 'attention': attended}
     agreement = Agreement(rank, world, lambda: {'the step': str(recorder.step)} | {k: str(v) for k,v in what.items()}, key_value_store()) if world>1 else None
     run = new_run(kind, f'{name or agreed_name(kind)}.rank{rank}' if agreement else name, False, home, store, world)
     recorder = JaxRecorder(run, measure, names, when, asks, tracked, agreed, init_step or 0,

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['repeated', 'float_for', 'as_float', 'read', 'add_expressions', 'repeat', 'zero_vector', 'gpu_kernels', 'kernels_for',
-           'list_kernels', 'read_elsewhere', 'read_into', 'read_by_operations', 'operations_are_right', 'no_autocast',
+           'list_kernels', 'read_on_device', 'read_into', 'read_by_operations', 'operations_are_right', 'no_autocast',
            'summarize']
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #ded65dfa
@@ -64,7 +64,7 @@ def read(x, wanted=('basic',)):
 
     Raises `Unmeasurable` if the values of `x` cannot be read."""
     x,zeros = dense(x.detach())
-    if x.device.type!='cpu': return read_elsewhere(x, zeros, wanted)
+    if x.device.type!='cpu': return read_on_device(x, zeros, wanted)
     # tensors of subclasses are excluded, because they may store their elements in other tensors
     if type(x) in ordinary and loops() and loader.has(format_for(x.dtype)): v = read_by_loops(x, wanted)
     else:
@@ -119,7 +119,7 @@ def list_kernels(x, wanted, dtype=None): # dtype: dtype to which `x` is converte
     gpu = kernels_for(x, wanted, dtype)
     return gpu if gpu is not None and (x.is_contiguous() or gpu.has_no_gaps(x)) else None
 
-def read_elsewhere(x, zeros, wanted, out=None): # out: row of the arena for the result, or None to return a new vector
+def read_on_device(x, zeros, wanted, out=None): # out: row of the arena for the result, or None to return a new vector
     "Return the summary vector of a tensor on a device other than the CPU. `zeros`: number of zeros not stored by a sparse tensor."
     x,times = flat(x)
     if zeros or times>1: x = torch.cat([x.expand(times, -1).reshape(-1), x.new_zeros(zeros)])
@@ -133,7 +133,7 @@ def read_elsewhere(x, zeros, wanted, out=None): # out: row of the arena for the 
 def read_into(x, wanted, row):
     "Measure a tensor that is not on the CPU, and write its summary vector into `row` on the same device."
     x,zeros = dense(x.detach())
-    v = read_elsewhere(x, zeros, wanted, row)
+    v = read_on_device(x, zeros, wanted, row)
     if v is not row: row.copy_(v)
 
 def read_by_operations(x, wanted):
@@ -145,10 +145,10 @@ def read_by_operations(x, wanted):
 @cache
 def operations_are_right(device, dtype, wanted):
     "Return True if torch operations compute correct sums on a device. The first call tests them; later calls return the same answer."
-    def read_there(x, wanted):
+    def read_on_tested_device(x, wanted):
         "Measure the tensor `x` by torch operations on the tested device. Return the summary vector on the CPU."
         with on(device): return read_device(flat(x.to(device))[0], wanted).cpu()
-    why = run_checks(lambda: first_wrong(read_there, dtype, wanted, rel=1e-9 if has_float64(device.type) else 1e-3))
+    why = run_checks(lambda: first_wrong(read_on_tested_device, dtype, wanted, rel=1e-9 if has_float64(device.type) else 1e-3))
     if why: warn(f"Operations of torch on {device} give wrong numbers: {why}. Tensors of {str(dtype)[6:]} are copied to the CPU to be measured, "
         f"which is slower. Please send this message to the developers of torchember (torch {torch.__version__}).")
     return not why

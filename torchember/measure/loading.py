@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['compiling', 'loader', 'load_numba', 'check_loops', 'LoadTimes', 'Loader', 'loops', 'warm', 'ready', 'loading',
-           'loading_seconds', 'seconds_beside', 'seconds_waited']
+           'loading_seconds', 'seconds_in_background', 'seconds_waited']
 
 # %% ../../nbs/20_measure/07_loading.ipynb #d10a000e
 import atexit, os, threading
@@ -181,7 +181,7 @@ def loading_seconds() -> float:
     return loader.times.total
 
 # %% ../../nbs/20_measure/07_loading.ipynb #1df7bc9e
-def seconds_beside() -> float:
+def seconds_in_background() -> float:
     "Return for how many seconds background threads have loaded the loops while no caller had to wait."
     return loader.times.in_thread
 

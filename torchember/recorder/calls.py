@@ -82,9 +82,10 @@ class Calls:
         if self.box is not None: self.box.note_exit(here)
         return here.call
 
-    def note_exception(self, name):
-        "Write the display name of a module that raised an exception into the black box."
+    def fail(self, name):
+        "Note that the innermost running module call has raised an exception. `name`: display name of the module, for the black box."
         if self.box is not None: self.box.note_failure(name)
+        self.exit()
 
     @contextmanager
     def running_statistic(self, track):

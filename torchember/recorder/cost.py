@@ -9,7 +9,7 @@ __all__ = ['Cost']
 import torch
 
 from .budget import ThreadTimer, call_overhead, clock
-from ..measure.loading import loading, loading_seconds, seconds_beside, seconds_waited, warm
+from ..measure.loading import loading, loading_seconds, seconds_in_background, seconds_waited, warm
 from ..measure.planning import load_quickly
 from ..measure.arena import Arena
 from ..measure.tap import observe
@@ -30,7 +30,7 @@ class Cost:
         self.paid = self.late = 0.
         self.loaded_before = loading_seconds() # seconds of loading compiled loops until the end of the previous step
         # Seconds of loading compiled loops before this run, to be subtracted: in the background (`loaded`), and while steps waited (`waited`)
-        self.loaded,self.waited = seconds_beside(),seconds_waited()[1]
+        self.loaded,self.waited = seconds_in_background(),seconds_waited()[1]
         self.arming = 0. # seconds that the start of recording waited for compiled loops
 
     # ---- times of recording, in seconds
@@ -53,7 +53,7 @@ class Cost:
     @property
     def loading(self):
         "Seconds during this run in which compiled loops were loaded in the background, while the training continued."
-        return seconds_beside()-self.loaded
+        return seconds_in_background()-self.loaded
 
     @property
     def compiling(self):

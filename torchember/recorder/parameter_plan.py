@@ -48,7 +48,7 @@ class ParameterPlan:
     def prepare(self):
         "Collect the taps of all gradients for compiled code. Return False if a gradient has no tap yet, because it was never measured."
         if self.words is None:
-            def words_of(t):
+            def encode_tap(t):
                 "Return four integers to describe a tap to compiled code."
                 return t.cursor.address, id(t), id(t.format.groups), t.format.share
             taps = [st.taps.get(('weight_grad', f'grad_{i}', None, 0, n)) for st,i,n in self.which]
@@ -56,7 +56,7 @@ class ParameterPlan:
             owners = [st.track.parameters for st,_,_ in self.which]
             if not {id(d) for d in owners}<={id(d) for d in self.dicts.dicts}: return False
             each = zip(self.ids, owners, self.which, taps, strict=True)
-            self.words = np.array([(p, 0, id(d), id(n), *words_of(t)) for p,d,(_,_,n),t in each], np.int64)
+            self.words = np.array([(p, 0, id(d), id(n), *encode_tap(t)) for p,d,(_,_,n),t in each], np.int64)
             self.held = taps
         return True
 

@@ -10,24 +10,21 @@ from collections import Counter
 
 import torch
 
-from ..ground.choose import log_spaced, schedule
+from ..ground.choose import StepSubset
 
 # %% ../../nbs/40_recorder/34_pass_numbers.ipynb #7956f92e
 class PassSteps:
     "Decides at which steps a pass is measured. `when`: a schedule of step numbers, or True for steps with growing distances."
     def __init__(self, when=True):
-        # True: `when` gets the number of the step; False: `when` gets the count of recorded steps
-        self.by_number = when is not True
-        self.when = log_spaced(5) if when is True else schedule(when)
-        # recorded: number of recorded steps so far; seen: paths that were called in the step
-        self.recorded,self.step,self.seen = 0,None,set()
+        self.selected = StepSubset(when)
+        self.step,self.seen = None,set() # latest step, and paths that were called in it
 
     def selects(self, step:int, path:str) -> bool:
         "Return True if the training pass that begins is measured. In a step, only the first pass of each outermost module is measured."
-        if step!=self.step: self.step,self.seen,self.recorded = step,set(),self.recorded+1
-        is_first = path not in self.seen
+        if step!=self.step: self.step,self.seen = step,set()
+        is_first,is_selected = path not in self.seen,self.selected(step)
         self.seen.add(path)
-        return is_first and bool(self.when(step if self.by_number else self.recorded-1))
+        return is_first and is_selected
 
     def forget(self, path:str):
         "Forget the last pass of the module at `path`, because the pass failed and will be repeated."

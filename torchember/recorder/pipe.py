@@ -95,9 +95,9 @@ class PassRemover:
         "Install hooks on logged losses to notice their backward, if the outputs of the pass have no hooks. `numbers`: name -> logged number."
         if not self.refused.passes or self.refused.passes[-1].hooks: return
         for x in numbers.values():
-            if getattr(x, 'grad_fn', None) is not None and not is_wrapped(x): x.register_hook(self.loss_comes)
+            if getattr(x, 'grad_fn', None) is not None and not is_wrapped(x): x.register_hook(self.note_loss_backward)
 
-    def loss_comes(self, gradient):
+    def note_loss_backward(self, gradient):
         "Note that a backward has reached a logged loss. Ignore later calls in the same backward."
         task = running_backward()
         # with create_graph=True, the gradients are not final, because another backward may follow

@@ -26,7 +26,7 @@ def finish_open_recorders():
         try:
             r.finish()
             if hasattr(r, 'ended'):
-                if (error := last_exception()) is not None: r.ended_by(error)
+                if (error := last_exception()) is not None: r.record_exception(error)
                 r.t.file.flush()
                 r.ended()
         except Exception as e: print(printable(f"torchember: the last rows of {r.t.fname} are lost: {type(e).__name__}: {e}"), file=sys.stderr)

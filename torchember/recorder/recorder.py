@@ -22,7 +22,7 @@ from .pass_numbers import PassSteps
 from .black_box import RunBox, held_steps
 from .calls import Calls
 from .cost import Cost
-from .graphs import Graphs, Quiet
+from .graphs import Graphs, UnrecordedGraphs
 from .hearing import ModelEvents, OptimizerEvents
 from .notices import ChangingMarks, Notices
 from .parameters import Containers, with_other_children
@@ -114,7 +114,7 @@ class ArmedModel:
     "Installs the recorder's listeners on a model, and removes them again."
     def __init__(self, events, optimizer_events, watches, sources, cost, graphs=None):
         self.events,self.optimizer_events,self.sources,self.cost = events,optimizer_events,sources,cost
-        # watches: `OptimizerWatch` and `ClippingWatch`, if needed; graphs: `Graphs` or `Quiet` on a GPU
+        # watches: `OptimizerWatch` and `ClippingWatch`, if needed; graphs: `Graphs` or `UnrecordedGraphs` on a GPU
         self.watches,self.graphs = watches,graphs
         self.tracks,self.owner = (),None # tracks: `moduleTrack` of each module, root first; owner: returns the `torchEmber`
         self.containers = Containers() # modules without torchember's hooks that may get children to record
@@ -213,12 +213,12 @@ def make_model(events, optimizer_events, pipe, settings, drain):
     watches = [] if watch is None else [watch]
     if {'weight_grad', 'unclipped_grad'} & set(settings.ttypes): watches.append(ClippingWatch(optimizer_events))
     if settings.cuda_graphs: graphs = Graphs(events, optimizer_events, settings.ttypes, lambda *some: model.set_listeners(*some), drain)
-    elif devices.accelerator(): graphs = Quiet(drain)
+    elif devices.accelerator(): graphs = UnrecordedGraphs(drain)
     model = ArmedModel(events, optimizer_events, watches, pipe.sources, pipe.cost, graphs)
     return model
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #631f32d8
-def part_of_pipe(path):
+def pipe_property(path):
     "Return a property of `Recorder` that reads an attribute of its `Pipe`. `path`: path of the attribute, such as 'buffer.calls'."
     first,_,then = path.partition('.') # `operator.attrgetter` is not used, because Dynamo cannot trace it
     return property((lambda self: getattr(getattr(self.pipe, first), then)) if then else lambda self: getattr(self.pipe, first))
@@ -248,8 +248,8 @@ class Recorder:
         self.pipe.gate.decide_step()
         open_recorders.add(self)
 
-    steps,sources,buffer,writer,cost,tally,box,stop = map(part_of_pipe, ('steps', 'sources', 'buffer', 'writer', 'cost', 'tally', 'box', 'stop'))
-    step,watch,ttypes,calls,notices = map(part_of_pipe, ('steps.number', 'sources.watch', 'sources.ttypes', 'buffer.calls', 'buffer.notices'))
+    steps,sources,buffer,writer,cost,tally,box,stop = map(pipe_property, ('steps', 'sources', 'buffer', 'writer', 'cost', 'tally', 'box', 'stop'))
+    step,watch,ttypes,calls,notices = map(pipe_property, ('steps.number', 'sources.watch', 'sources.ttypes', 'buffer.calls', 'buffer.notices'))
     owner = property(lambda self: self.model.owner)
 
     def arm(self, tracks, watched=None, owner=None, methods=None):
@@ -336,7 +336,7 @@ class Recorder:
         "Delete the black box, because all rows are in the log file."
         if self.box is not None: self.box.end()
 
-    def ended_by(self, error):
+    def record_exception(self, error):
         "Write a finding into the run: this exception ends the process."
         self.keep_last('exception')
         if self.box is not None and (row := self.box.exit_finding(error)): self.t.file.put(partial(list, [line_of(row)]), joins=None)

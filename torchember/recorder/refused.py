@@ -97,9 +97,9 @@ class RefusedPasses:
 
     def hook_outputs(self, outputs): # outputs: pairs of name and tensor
         "Install hooks on the outputs of the last pass, to detect a backward that reaches them."
-        if self.passes: self.passes[-1].add_hooks(outputs, self.backward_comes)
+        if self.passes: self.passes[-1].add_hooks(outputs, self.note_reached)
 
-    def backward_comes(self, p):
+    def note_reached(self, p):
         "Store that a backward has reached an output of the training pass `p`."
         task = running_backward()
         # gradients are not compared with create_graph=True, because another backward may follow

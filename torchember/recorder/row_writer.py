@@ -27,14 +27,14 @@ class StepLog:
         "Return the columns that are added to every row: the rank and the user's marks."
         return {**({} if self.rank is None else {'rank': self.rank}), **self.t.marked}
 
-    def put_beside(self, rows):
+    def put_without_step(self, rows):
         "Add rows to the file that belong to no step. `rows`: function without arguments that returns the rows."
         self.t.file.put(rows, joins=None)
 
     def report(self, kind, text, severity, name, step):
         "Write a warning into the run, as a finding about a step and a module. `name`: display name of the module."
         line = line_of(report_row(kind, text, severity, name, step, now()) | self.columns())
-        self.put_beside(lambda: [line])
+        self.put_without_step(lambda: [line])
 
     def put_late(self, rows, **by):
         "Add rows to the step that was written last, although this step has ended. Used for rows that arrive late."
@@ -63,14 +63,14 @@ class ExtraRows:
         `on`: True if the current step is recorded.
         """
         step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase=='eval' else None
-        if new := self.scalars.claim(values): self.log.put_beside(lambda: self.scalars.rename(step, new))
+        if new := self.scalars.claim(values): self.log.put_without_step(lambda: self.scalars.rename(step, new))
         key,call = (self.root_name, 'scalar', 'log', None, phase, 0),self.noted[step]
         self.noted[step] += 1
         if step==steps.number and on: return buffer.add(key, call, None, 'float64', values)
         ts,marks,box = now(),self.log.columns(),buffer.rows.box
         rows = lambda: [one_row(key, call, None, 'float64', values, step, ts, marks, {})]
         if box is not None and not any(map(is_pending, values.values())): box.copy_late_row(*rows())
-        (self.log.put_late if step!=steps.number else self.log.put_beside)(rows)
+        (self.log.put_late if step!=steps.number else self.log.put_without_step)(rows)
 
     def note_rates(self, rates:dict, buffer):
         "Add the learning rates of the current step. `rates`: result of `LearningRates.take`."
@@ -87,7 +87,7 @@ class ExtraRows:
             return
         ts,marks = now(),self.log.columns()
         made = lambda: [one_row(key, call, None, dtype, stats, step, ts, marks, {}) for key,call,dtype,stats in rows]
-        (self.log.put_late if step==steps.closed else self.log.put_beside)(made)
+        (self.log.put_late if step==steps.closed else self.log.put_without_step)(made)
 
     def join(self, step, first, earlier):
         """Add up how many rows came from `te.log`, because earlier steps were merged into the current step.

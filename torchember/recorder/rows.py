@@ -155,9 +155,9 @@ class LineMaker:
         A row is the bytes of a line, or a dict that `line_of` must convert.
         """
         in_common = lambda m: (m.snapshot.taps, m.parts, (*m.marks,))
-        return [rows for made_for,some in groupby(measured, in_common) for rows in self.rows_of_alike(made_for, list(some))]
+        return [rows for made_for,some in groupby(measured, in_common) for rows in self.rows_with_shared_templates(made_for, list(some))]
 
-    def rows_of_alike(self, made_for, measured):
+    def rows_with_shared_templates(self, made_for, measured):
         "Return the rows of `Measured`s with the same taps, shards and marks, which share templates."
         if self.made_for!=made_for: self.made_for,self.templates = made_for,{}
         custom = [(i, event, m.row(*row)) for i,m in enumerate(measured) for event,*row in m.custom]

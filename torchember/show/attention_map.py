@@ -9,7 +9,7 @@ __all__ = ['labels_of', 'head_table', 'attention_map']
 import matplotlib as mpl
 import numpy as np
 
-from ..frames.words import earlier_calls
+from ..frames.words import accept_earlier_arguments
 from .heatmaps import color_norm
 from .histograms import rows_at_step
 from .legend import make_title, shorten_middle
@@ -58,7 +58,7 @@ def draw_map(ax, rows, stat):
     bar.outline.set_visible(False)
 
 # %% ../../nbs/60_show/55_attention_map.ipynb #8fc034a1
-@earlier_calls()
+@accept_earlier_arguments()
 @drawn
 def attention_map(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..ground.messages import an, printable
 from .lines import log_if_wide, draw_lines, line_colors
-from ..frames.words import earlier_calls
+from ..frames.words import accept_earlier_arguments
 from .select import name_of_run, series, find_stat, tensors_to_draw
 from .legend import meanings, name_of_type, short_names, make_title
 from .style import axes_for, drawn, label_figure
@@ -32,7 +32,7 @@ def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: a `TensorSeri
     return out
 
 # %% ../../nbs/60_show/80_comparison.ipynb #7c5293f8
-@earlier_calls()
+@accept_earlier_arguments()
 @drawn
 def compare(
     runs:list, # Two or more runs: names, `torchEmber` objects, trackers (`te.t`) or tables

@@ -13,7 +13,7 @@ import numpy as np
 from ..measure.summary import derived
 from ..ground.needs import needs
 from .heatmaps import heat
-from ..frames.words import in_our_words, ttype_of, words_before
+from ..frames.words import with_new_argument_names, ttype_of, new_argument_names
 from .select import (find_stat, has_ttype, logframe_names, numeric_columns, parameter_names,
     paths_like, root_name, rows_of_ttypes, with_statistics)
 from .legend import words
@@ -375,7 +375,7 @@ beyond = ('robust', 'zeros', 'center', 'vmin', 'vmax', 'cmap', 'cbar', 'yticklab
 
 def control_for(a):
     "Return a control for an argument of a drawing function, or None if no control can show its value."
-    asked = words_before.get(a.argument, a.argument)
+    asked = new_argument_names.get(a.argument, a.argument)
     if asked in without_control or a.f=='scalar_global_heatmap' and asked=='col_wrap': return None
     if asked in control_makers: return control_makers[asked](a)
     if isinstance(a.default, bool): return Control(a.W.Checkbox(value=bool(a.value), description=a.name, indent=False))
@@ -387,7 +387,7 @@ def control_for(a):
 class Controls(dict):
     "Dict: name of an argument of a picture -> its control. The argument names of Track & Visualize work, too."
     def __missing__(self, name):
-        other = {**words_before, **{ours: typed for typed,ours in words_before.items()}}.get(name)
+        other = {**new_argument_names, **{ours: typed for typed,ours in new_argument_names.items()}}.get(name)
         if other not in self: raise KeyError(name)
         return self[other]
 
@@ -415,7 +415,7 @@ def argument_help(f):
 
 def arrange_controls(W, controls):
     "Return a box with all controls of a picture: the common controls, and a section 'More' for the rest, opened by a click."
-    rank = {n: i for i,m in enumerate(main) for n in (m, *(t for t,ours in words_before.items() if ours==m))}
+    rank = {n: i for i,m in enumerate(main) for n in (m, *(t for t,ours in new_argument_names.items() if ours==m))}
     names = sorted(controls, key=lambda n: rank.get(n, len(main)))
     for n in names: set_layout(controls[n])
     first = [n for n in names if n in rank]
@@ -464,9 +464,9 @@ class Arguments:
         W = needs('ipywidgets', for_='interactive')
         known,help_texts = controllable(f),argument_help(f)
         self.f,self.table,self.on_change,self.muted,self.defaults,self.controls = f,table,on_change,False,{},Controls()
-        self.given = in_our_words(given, dict(known), f.__name__)
+        self.given = with_new_argument_names(given, dict(known), f.__name__)
         # label the controls with argument names of Track & Visualize, if the user has typed such names
-        called = {ours: typed for typed,ours in words_before.items()} if self.given.keys()!=given.keys() else {}
+        called = {ours: typed for typed,ours in new_argument_names.items()} if self.given.keys()!=given.keys() else {}
         one = table[0] if isinstance(table, list) else table
         for name,p in known:
             if name in but: continue

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from ..frames.choice import no_rows_message
 from ..ground.record import clipped_norm
 from .attention_map import draw_maps, stats_of_maps
-from ..frames.words import earlier_calls, ttype_of, ttypes_asked
+from ..frames.words import accept_earlier_arguments, ttype_of, to_ttypes
 from .findings import open_findings, title_text, is_about_row
 from .heatmaps import column_spans, heat, sizes
 from .legend import alarm, meanings, name_of_type, palettes, make_title
@@ -130,7 +130,7 @@ def mark_first(axes, parts, first, top):
             a.plot(step, i+.5, 'o', ms=9, mfc='none', mec='white', mew=1.6, clip_on=False)
 
 # %% ../../nbs/60_show/90_first_look.ipynb #5a3157fc
-@earlier_calls('stat', 'ttype', 'path', 'loss', 'ax')
+@accept_earlier_arguments('stat', 'ttype', 'path', 'loss', 'ax')
 @drawn
 def overview(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
@@ -155,7 +155,7 @@ def overview(
     """
     if ttype=='attention' and ax is None: return draw_maps(run, path, stats_of_maps if stat is None else [stat])
     all_types = ttype is None and loss is None
-    table,findings = table_and_findings(run, None if all_types else [*(ttypes_asked(ttype) if ttype else default_ttypes), 'scalar'])
+    table,findings = table_and_findings(run, None if all_types else [*(to_ttypes(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     numbers,norms = loss_curve(table, loss),gradient_norms(table)
     # do not draw the gradient norm twice, if the user chose it as the loss

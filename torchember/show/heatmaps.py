@@ -15,7 +15,7 @@ import numpy as np
 from ..ground.messages import arguments_of, unknown
 from .lines import check_drawn_with, settable
 from .missing import parameters_of_run, grid_with_missing
-from ..frames.words import earlier_calls
+from ..frames.words import accept_earlier_arguments
 from .select import name_of_run, find_stat, tensors_to_draw
 from .legend import alarm, meanings, name_of_type, short_names, make_title, zero
 from .style import canvas, drawn, is_dark, axes_size
@@ -187,7 +187,7 @@ def heat(
     return ax
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #31588f1e
-@earlier_calls('ttype', 'stat', 'inc', 'x', 'y', 'figsize', 'col_wrap', 'path')
+@accept_earlier_arguments('ttype', 'stat', 'inc', 'x', 'y', 'figsize', 'col_wrap', 'path')
 @drawn
 def scalar_global_heatmap(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows

@@ -13,7 +13,7 @@ import numpy as np
 from ..measure.exponents import limits, with_counts
 from .lines import FacetException, check_drawn_with, grid_options, settable, is_several, split_by_type
 from ..frames.logframe import count_columns
-from ..frames.words import earlier_calls
+from ..frames.words import accept_earlier_arguments
 from .select import name_of_run, places, tensors_to_draw, training
 from .legend import name_of_type, palettes, short_names, make_title
 from .style import base2, canvas, drawn, is_dark, label_figure, panels, axes_size
@@ -82,7 +82,7 @@ def smooth_counts(counts, width=1.2, per=8):
     return (np.arange(len(y))+.5)/per, y*per
 
 # %% ../../nbs/60_show/30_histograms.ipynb #0d779b72
-@earlier_calls()
+@accept_earlier_arguments()
 @drawn
 def exp_hist(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
@@ -214,7 +214,7 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
     exponent_axis(ax, lo, hi, size, rotation)
 
 # %% ../../nbs/60_show/30_histograms.ipynb #bf01fdec
-@earlier_calls()
+@accept_earlier_arguments()
 @drawn
 def ridge(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows

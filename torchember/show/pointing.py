@@ -21,7 +21,7 @@ from .controls import Arguments, LayerPicker, StepSlider, set_layout
 from .run_summary import loss_curve
 from .heatmaps import axis_roles, heat_map_cells, column_edges
 from .histograms import exp_hist
-from ..frames.words import in_our_words, ttypes_asked
+from ..frames.words import with_new_argument_names, to_ttypes
 from .select import name_of_run, places, rows_to_draw, training, trouble
 from .legend import make_title, name_of_type
 from .style import drawing_on, drawn, figures_of
@@ -319,7 +319,7 @@ class HeatmapCells:
 
     def drawn_with(self, values):
         "Store the arguments with which a new heat map was drawn, and forget the cells of the earlier heat map."
-        self.values,self.found = in_our_words(values, signature(heat_map_cells).parameters),None
+        self.values,self.found = with_new_argument_names(values, signature(heat_map_cells).parameters),None
 
     def cells(self):
         "Return the rows of the heat map (with a column `label`), the name of the statistic's column, and the `Grid` of values."
@@ -364,7 +364,7 @@ def read_rows_for(f, source, ttype=None):
     # exponent counts are read only for pictures that show ranges of number formats
     stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]
-    return rows_to_draw(source, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
+    return rows_to_draw(source, stats, **({} if ttype is None else {'ttype': to_ttypes(ttype)}))
 
 # %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
 class TensorChooser:
@@ -428,7 +428,7 @@ class Interactive:
     "Picture in a notebook with `controls`, a dict from argument to control. Set the `value` of a control to redraw `figure`."
     def __init__(self, f, source, given, train_stats=None, width=1500, pause=.01, live=True):
         W = needs('ipywidgets', for_='interactive')
-        self.live,self.lock,self.shown_in = live,threading.RLock(),None
+        self.live,self.lock,self.displayed_by_cell = live,threading.RLock(),None
         # stack: arguments of the picture and, on top, the arguments of an open histogram
         self.stack = [Arguments(f, read_rows_for(f, source), given, on_change=self.locked(self.change))]
         losses = None if f.__name__=='overview' and train_stats is None else read_losses(train_stats, self.now.one)
@@ -453,12 +453,12 @@ class Interactive:
 
     def _ipython_display_(self):
         "Display the picture at the end of a cell, unless the cell that created the picture has displayed it."
-        if self.shown_in is None or self.shown_in!=execution_count(): self.show()
+        if self.displayed_by_cell is None or self.displayed_by_cell!=execution_count(): self.show()
 
     def show(self):
         "Display the controls and the picture below the running cell."
         from IPython.display import display
-        self.shown_in = execution_count()
+        self.displayed_by_cell = execution_count()
         display(self.layout.box)
 
     def locked(self, f):

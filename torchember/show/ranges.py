@@ -12,7 +12,7 @@ import numpy as np
 from ..measure.exponents import exponents_for, headroom, reach
 from .heatmaps import name_rows, picture_height
 from .histograms import rows_at_step, total_counts
-from ..frames.words import earlier_calls
+from ..frames.words import accept_earlier_arguments
 from .select import name_of_run, places, tensors_to_draw, training
 from .legend import name_of_type, palettes, make_title
 from .style import axes_for, drawn, is_dark
@@ -58,7 +58,7 @@ def draw_format(ax, dtype, got, low, high):
     ax.spines['left'].set_visible(False)
 
 # %% ../../nbs/60_show/60_ranges.ipynb #48a19551
-@earlier_calls('dtypes', 'ttype', 'step', 'path', 'ax')
+@accept_earlier_arguments('dtypes', 'ttype', 'step', 'path', 'ax')
 @drawn
 def out_of_range(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows

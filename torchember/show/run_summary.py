@@ -10,10 +10,10 @@ import numpy as np
 
 from ..measure.summary import derived
 from ..ground.needs import pd
-from ..ground.messages import printable, says_arguments, unknown
+from ..ground.messages import printable, with_argument_names, unknown
 from ..ground.record import computed, computed_in, values_of
 from ..store.parameters import label_of, untrained
-from ..frames.words import earlier_calls, ttype_of
+from ..frames.words import accept_earlier_arguments, ttype_of
 from .findings import open_findings, title_text, is_about_row
 from .legend import make_title, name_of_type, words
 from .missing import selected_parameters, parameters_of_run, insert_missing, untrained_reasons, drop_missing
@@ -118,8 +118,8 @@ class RunSummary:
         return f'<b>{escape(self.title)}</b>{missing}'+self.df.to_html(float_format=lambda v: f'{v:.3g}',
             na_rep='', escape=True)
 
-@earlier_calls('ttype', 'stats', 'path')
-@says_arguments
+@accept_earlier_arguments('ttype', 'stats', 'path')
+@with_argument_names
 def summary(
     run, # Run to summarize: its name, a torchEmber, a tracker, or a table of rows
     path=None, # Layers to summarize: a path, a glob, a compiled regex, or a list; default all

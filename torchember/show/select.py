@@ -16,7 +16,7 @@ from ..frames.choice import NothingChosen, no_rows_message
 from ..frames.handle import Run, open_run
 from ..frames.logs import measured_any
 from ..frames.tables import clean_types, is_vectors, not_recorded
-from ..frames.words import stats_of, ttype_of, ttypes_asked
+from ..frames.words import stats_of, ttype_of, to_ttypes
 from ..measure.summary import derived
 from ..ground.choose import NamedLayer, Selection, chosen
 from ..ground.needs import pd
@@ -46,7 +46,7 @@ def table_and_findings(source, ttype=None): # ttype: the tensor types to read; b
     return without_findings(df), df[has_ttype(df, 'finding')]
 
 # columns that only rows of findings have
-of_findings = ('severity', 'rule', 'text', 'confidence', 'advice', 'look', 'source', 'evidence', 'first_step', 'last_step', 'of', 'over')
+finding_only_columns = ('severity', 'rule', 'text', 'confidence', 'advice', 'look', 'source', 'evidence', 'first_step', 'last_step', 'of', 'over')
 
 def has_ttype(df, ttype):
     "Return a boolean array: True for each row with one of the tensor types."
@@ -56,7 +56,7 @@ def without_findings(df):
     "Remove the rows of findings from a table, and the columns that only findings use. Keep the rows of tensors and logged numbers."
     if not (found := has_ttype(df, 'finding')).any(): return df
     df = df[~found]
-    return df.drop(columns=[c for c in of_findings if c in df and df[c].isna().all()])
+    return df.drop(columns=[c for c in finding_only_columns if c in df and df[c].isna().all()])
 
 def run_of(source):
     "Open the run to show in a picture. Raise TypeError if `source` is neither a run nor a table."
@@ -221,7 +221,7 @@ def no_ttype_message(typed, ttype, there, name):
 
 def tensors_to_draw(run, path, ttype, stats=None):
     "Return the rows of the selected layers and tensor types with values of the statistics. Raise ValueError if no row matches."
-    df = rows_to_draw(run, stats, **({} if ttype is None else {'ttype': ttypes_asked(ttype)}))
+    df = rows_to_draw(run, stats, **({} if ttype is None else {'ttype': to_ttypes(ttype)}))
     return without_other_scalars(pick(df if ttype is not None else df[~has_ttype(df, 'scalar')], path, ttype), stats)
 
 def without_other_scalars(df, stats):

@@ -15,7 +15,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 from matplotlib.colors import to_rgb
 
-from ..ground.messages import printable, says_arguments
+from ..ground.messages import printable, with_argument_names
 from .legend import palettes
 
 # %% ../../nbs/60_show/00_style.ipynb #a62cbf1a
@@ -86,7 +86,7 @@ def draw_as_letters(fig, users): # users: texts that the user has drawn, which s
 # %% ../../nbs/60_show/00_style.ipynb #ee344c0f
 def drawn(f):
     "Decorate a drawing function, so that it uses torchember's colors and fonts, and returns Axes or `Panels`."
-    @says_arguments
+    @with_argument_names
     @functools.wraps(f)
     def g(*args, **kwargs):
         "Call the drawing function with torchember's settings of matplotlib."

@@ -15,7 +15,7 @@ from ..frames.unit_tables import UnitHistory, histories
 from ..ground.messages import an, printable
 from ..ground.record import values_of
 from .heatmaps import heat
-from ..frames.words import earlier_calls, ttype_of
+from ..frames.words import accept_earlier_arguments, ttype_of
 from .select import Grid, name_of_run, rows_to_draw
 from .legend import alarm, meanings, name_of_type, short_names, make_title, zero
 from .style import drawing_on, drawn, is_dark, panels
@@ -46,7 +46,7 @@ def has_zeros(value):
     return bool(len(finite) and finite.min()==0 and finite.max()>0)
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #386396c9
-@earlier_calls('stat', 'path', 'ttype', 'kind', 'figsize', 'col_wrap')
+@accept_earlier_arguments('stat', 'path', 'ttype', 'kind', 'figsize', 'col_wrap')
 @drawn
 def surface(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows

@@ -11,7 +11,7 @@ import numpy as np
 
 from .heatmaps import color_norm
 from .histograms import rows_at_step
-from ..frames.words import earlier_calls
+from ..frames.words import accept_earlier_arguments
 from .select import name_of_run, root_name, find_stat, tensors_to_draw, training, trouble
 from .legend import alarm, shorten_middle, meanings, make_title, name_of_type
 from .style import canvas, drawn, is_dark, axes_size
@@ -40,7 +40,7 @@ def boxes(paths:list, deepest:int|None=None) -> list:
     return sorted(out, key=lambda b: (b.depth, b.top))
 
 # %% ../../nbs/60_show/50_trees.ipynb #0c5b6a76
-@earlier_calls('stat', 'ttype', 'step', 'path', 'deepest', 'ax')
+@accept_earlier_arguments('stat', 'ttype', 'step', 'path', 'deepest', 'ax')
 @drawn
 def tree(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows

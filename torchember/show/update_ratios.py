@@ -13,7 +13,7 @@ import numpy as np
 from ..measure.summary import derived
 from .lines import name_lines, draw_lines
 from .missing import selected_parameters, parameters_of_run, untrained_reasons
-from ..frames.words import earlier_calls
+from ..frames.words import accept_earlier_arguments
 from .select import has_ttype, name_of_run, pick, places, series, find_stat, rows_to_draw, training, trouble, with_statistics
 from .legend import meanings, palettes, short_names, make_title
 from .style import canvas, drawn, is_dark
@@ -100,7 +100,7 @@ def standstill_text(never, still:dict, why:dict, most:int=4) -> str: # still: th
     return '\n'.join(title+names(listed) for title,listed in lines if listed)
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #9c1348d1
-@earlier_calls()
+@accept_earlier_arguments()
 @drawn
 def updates(
     run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows

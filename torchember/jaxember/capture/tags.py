@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['asked', 'Key', 'tap_p', 'slope_p', 'numbers', 'of_losses', 'TagRequest', 'discardable_tags', 'Tag', 'has_numbers',
-           'tagged_tree']
+           'tag_tree']
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #7297a440
 from collections import namedtuple
@@ -122,25 +122,25 @@ def trains(jaxpr):
     values,gradients = ({t.number for t in tags_of(jaxpr) if t.grad is g and (g or not t.again)} for g in (False, True))
     return bool(values & gradients)
 
-def loops_that_train(jaxpr):
+def has_training_loop(jaxpr):
     "Return True if a JAX program contains a `scan` whose iterations are training steps."
     def is_training_loop(e):
         "Return True if a JAX operation is a `scan` of training steps, or contains such a `scan`."
         return (e.primitive is primitives.scan_p and trains(e.params['jaxpr'].jaxpr)
-            or any(map(loops_that_train, jaxprs_in_params(e.params))))
+            or any(map(has_training_loop, jaxprs_in_params(e.params))))
     return any(map(is_training_loop, jaxpr.eqns))
 
-def retagged(x, f):
+def replace_tags(x, f):
     "Return a copy of `x`, a JAX program or a list of programs, with each `Tag` replaced by `f(tag)`. Return other values of `x` unchanged."
     if isinstance(x, list|tuple) and any(isinstance(v, ClosedJaxpr|Jaxpr) for v in x):
-        return type(x)(retagged(v, f) for v in x)
+        return type(x)(replace_tags(v, f) for v in x)
     # in some versions of JAX, `ClosedJaxpr` and `Jaxpr` are the same class
-    if not isinstance(x, Jaxpr): return x.replace(jaxpr=retagged(x.jaxpr, f)) if isinstance(x, ClosedJaxpr) else x
+    if not isinstance(x, Jaxpr): return x.replace(jaxpr=replace_tags(x.jaxpr, f)) if isinstance(x, ClosedJaxpr) else x
     def retagged_operation(e):
         "Return a copy of a JAX operation with each `Tag` replaced by `f(tag)`."
         if e.primitive is slope_p: return e.replace(params={'tag': f(e.params['tag'])})
         if e.primitive is not tap_p and not any(has_tags(j) for j in jaxprs_in_params(e.params)): return e
-        params = {k: f(v) if k=='tag' else retagged(v, f) for k,v in e.params.items()}
+        params = {k: f(v) if k=='tag' else replace_tags(v, f) for k,v in e.params.items()}
         counts = not params['tag'].again if e.primitive is tap_p else any(has_tags(j) for j in jaxprs_in_params(params))
         return e.replace(params=params, effects=e.effects if counts else e.effects-tagged)
     eqns = [*map(retagged_operation, x.eqns)]
@@ -149,10 +149,10 @@ def retagged(x, f):
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa3c0de
 marked = WeakKeyDictionary() # Original branch of a `cond` -> its copy with `all_examples=True` in the tags
 
-def branch_of_all(branch):
+def branch_for_all_examples(branch):
     "Return a copy of a branch of `cond` with `all_examples=True` in each `Tag`, because JAX computes the branch for all examples."
     if not has_tags(branch.jaxpr): return branch
-    if branch not in marked: marked[branch] = retagged(branch, lambda tag: tag._replace(all_examples=True))
+    if branch not in marked: marked[branch] = replace_tags(branch, lambda tag: tag._replace(all_examples=True))
     return marked[branch]
 
 def mark_vmapped_branches(rule):
@@ -160,7 +160,7 @@ def mark_vmapped_branches(rule):
     @wraps(rule)
     def batch_and_mark(axis, args, dims, *, branches, **params):
         "Apply JAX's `vmap` rule of `cond`. If each example chooses its branch, apply the rule to copies with `all_examples=True` in their tags."
-        return rule(axis, args, dims, branches=branches if dims[0] is None else tuple(map(branch_of_all, branches)),
+        return rule(axis, args, dims, branches=branches if dims[0] is None else tuple(map(branch_for_all_examples, branches)),
             **params)
     return batch_and_mark
 
@@ -171,7 +171,7 @@ def known_loop_params(first, params):
     "Return parameters of a `while` loop that repeats the loop `first`, but does not record its values again. None if `first` records no value."
     name = lambda tag: (tag.number, tag.grad, tag.order)
     done = {name(t) for j in jaxprs_in_params(first) for t in tags_of(j) if not t.again}
-    return {k: retagged(v, lambda tag: tag._replace(again=tag.again or name(tag) in done)) for k,v in params.items()} if done else None
+    return {k: replace_tags(v, lambda tag: tag._replace(again=tag.again or name(tag) in done)) for k,v in params.items()} if done else None
 
 class LoopNesting(Trace):
     "JAX trace that stores the parameters of each `while` loop, and lets the trace `below` run every operation."
@@ -226,7 +226,7 @@ def has_numbers(x) -> bool:
 # names that the user gives to `probe` for arguments of a loss. They become tensor types of the whole model
 of_losses = 'prediction','target'
 
-def tagged_tree(where, ttype, label, tree): # label: prefix of the names in the log, such as 'output'
+def tag_tree(where, ttype, label, tree): # label: prefix of the names in the log, such as 'output'
     "Tag each array in an output of a module, so that the array is recorded. Return the output. `where`: `Place` (path) of the module."
     leaves,form = tree_flatten_with_path(tree)
     given = ttype in ('probe', *of_losses) # True if the user gave the name of the tensor

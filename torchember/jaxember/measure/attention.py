@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['maxima', 'parts', 'Limits', 'limits_of_tree', 'grouped_logits', 'parts_of_logits', 'attention_parts',
-           'merged_attention', 'attention_words', 'merged_words', 'columns_of_head']
+           'merged_attention', 'attention_bits', 'merged_bits', 'columns_of_head']
 
 # %% ../../../nbs/88_jaxember/22_attention.ipynb #18b03588
 import math
@@ -15,12 +15,12 @@ import numpy as np
 from jax import lax
 
 # %% ../../../nbs/88_jaxember/22_attention.ipynb #378a4724
-# Largest number of sampled sequences; largest number of queries at equal distances, and also of queries with the largest norms
+# Largest number of sampled sequences. Largest number of queries at equal distances, and of queries with the largest norms
 most_sequences,most_queries = 8,32
 most_logits = 1<<23 # largest number of logits that are computed for one call of attention: 32 MB of float32
 hidden_below = -9000. # a key whose bias is smaller counts as hidden by a mask
 
-def spaced_queries(sequences, length, n):
+def equally_spaced_queries(sequences, length, n):
     "Return the positions of `n` queries at equal distances in each sequence: (sequences, n). The first position differs between sequences."
     offset = (jnp.arange(sequences, dtype=jnp.float32)*np.float32(.618034)+np.float32(.5))%1
     at = (jnp.arange(n, dtype=jnp.float32)+offset[:, None])*np.float32(length/n)
@@ -30,14 +30,14 @@ def norms_of(x):
     "Return the norm of each query, or of each key, in float32."
     return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1))
 
-def choose_queries(q, n=most_queries):
+def sample_queries(q, n=most_queries):
     "Return positions of queries (sequences, heads, m): first at equal distances, then those with the largest norms. Also return the number of the first."
     sequences,heads,length,_ = q.shape
     if length<=2*n: return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (sequences, heads, length)), length
-    spaced = jnp.broadcast_to(spaced_queries(sequences, length, n)[:, None], (sequences, heads, n))
+    spaced = jnp.broadcast_to(equally_spaced_queries(sequences, length, n)[:, None], (sequences, heads, n))
     return jnp.concatenate([spaced, lax.top_k(norms_of(q), n)[1].astype(jnp.int32)], -1), n
 
-def take_queries(x, rows):
+def gather_queries(x, rows):
     "Return the queries at the positions `rows` of an array that broadcasts to (sequences, heads, length, n)."
     return x if x.shape[2]==1 else jnp.take_along_axis(x, rows[..., None], 2, mode='clip')
 
@@ -45,7 +45,7 @@ def take_queries(x, rows):
 class Limits:
     "Which keys a query of attention sees. All arguments are optional."
     # mask, bias: arrays with four dimensions that broadcast to (sequences, heads, queries, keys). The mask is True for visible keys
-    # query_lengths, key_lengths: numbers of queries and of keys that are no padding, one for each sequence
+    # query_lengths, key_lengths: numbers of queries and of keys that are not padding, one for each sequence
     # causal: True to hide later keys; window: largest distances to earlier and to later keys, or None
     def __init__(self, mask=None, bias=None, query_lengths=None, key_lengths=None, causal=False, window=None):
         self.arrays,self.causal,self.window = (mask, bias, query_lengths, key_lengths),causal,window
@@ -60,9 +60,9 @@ class Limits:
         mask,bias,query_lengths,key_lengths = self.arrays
         row,key = rows[..., None],jnp.arange(logits.shape[-1], dtype=jnp.int32)
         visible = jnp.ones(logits.shape, bool)
-        if mask is not None: visible &= take_queries(mask, rows).astype(bool)
+        if mask is not None: visible &= gather_queries(mask, rows).astype(bool)
         if bias is not None:
-            bias = take_queries(bias, rows).astype(jnp.float32)
+            bias = gather_queries(bias, rows).astype(jnp.float32)
             logits,visible = logits+bias,visible & (bias>hidden_below)
         if self.causal: visible &= key<=row
         if self.window: visible &= (key>=row-self.window[0]) & (key<=row+self.window[1])
@@ -77,12 +77,13 @@ jax.tree_util.register_pytree_node(Limits, lambda x: (x.arrays, (x.causal, x.win
 # %% ../../../nbs/88_jaxember/22_attention.ipynb #cc352b66
 maxima = 'logit_max', 'logit_bound', 'reach'
 # sums over queries; number of these queries; sum and number for queries that see the first key; sum over sequences and their number
-parts = *maxima, 'entropy', 'effective_length', 'future', 'queries', 'first_token', 'first_queries', 'top_share', 'sequences'
+parts = (*maxima, 'entropy', 'effective_length', 'future', 'queries',
+    'first_token', 'first_queries', 'top_share', 'sequences')
 
 def grouped_logits(q, k, rows, scale):
     "Return the logits of some queries: (sequences, heads, m, keys). `k` may have fewer heads than `q`, each for a group of heads."
     sequences,heads,m = rows.shape
-    some = take_queries(q, rows).astype(jnp.float32)*scale
+    some = gather_queries(q, rows).astype(jnp.float32)*scale
     some = some.reshape(sequences, k.shape[1], -1, m, q.shape[-1])
     got = jnp.einsum('sgrmd,sgkd->sgrmk', some, k.astype(jnp.float32), precision=lax.Precision.HIGHEST)
     return got.reshape(sequences, heads, m, -1)
@@ -98,8 +99,10 @@ def parts_of_logits(logits, visible, rows, n) -> dict:
     chosen,total = count>1,lambda x, where: jnp.where(where, x, 0.).sum((0, 2))
     share = (w*chosen[..., None]).sum(2)/jnp.maximum(chosen.sum(2), 1)[..., None] # (sequences, heads, keys)
     first = chosen & seen[..., 0]
-    return {'logit_max': jnp.where(visible, logits, -jnp.inf).max((0, 2, 3)), 'reach': jnp.where(visible, distance, 0).max((0, 2, 3)),
-        'entropy': total(entropy/jnp.log(jnp.maximum(count, 2)), chosen), 'effective_length': total(jnp.exp(entropy), chosen),
+    return {'logit_max': jnp.where(visible, logits, -jnp.inf).max((0, 2, 3)),
+        'reach': jnp.where(visible, distance, 0).max((0, 2, 3)),
+        'entropy': total(entropy/jnp.log(jnp.maximum(count, 2)), chosen),
+        'effective_length': total(jnp.exp(entropy), chosen),
         'future': total(jnp.where(distance[:, :, :n]>0, w, 0.).sum(-1), chosen), 'queries': total(1., chosen),
         'first_token': total(w[..., 0], first), 'first_queries': total(1., first),
         'top_share': share.max(-1).sum(0), 'sequences': jnp.full(share.shape[1], len(share))}
@@ -114,7 +117,7 @@ def attention_parts(q, k, limits, scale):
     most = max(1, min(most_sequences, most_logits//max(heads*2*min(most_queries, queries)*keys, 1)))
     every = -(-len(q)//most)
     some = q[::every]
-    rows,n = choose_queries(some)
+    rows,n = sample_queries(some)
     logits,visible = limits.of_sequences(every).apply(grouped_logits(some, k[::every], rows, scale), rows)
     largest = norms_of(q).max((0, 2))*jnp.repeat(norms_of(k).max((0, 2)), heads//k.shape[1])
     found = parts_of_logits(logits, visible, rows, n) | {'logit_bound': largest*abs(scale)}
@@ -125,22 +128,23 @@ def merged_attention(x):
     return jnp.concatenate([x[..., :len(maxima)].max(0), x[..., len(maxima):].sum(0)], -1)
 
 # %% ../../../nbs/88_jaxember/22_attention.ipynb #bb513b04
-def attention_words(x, width:int):
+def attention_bits(x, width:int):
     "Return the bits of an array (..., heads, parts) as an array (heads, width) of uint32. Merge the leading axes, which `vmap` has added."
     if x.ndim>2: x = merged_attention(x.reshape(-1, *x.shape[-2:]))
     return jnp.pad(lax.bitcast_convert_type(x, np.uint32), ((0, 0), (0, width-len(parts))))
 
-def merged_words(one, two, is_first):
-    "Merge the bits of two arrays of `attention_words`. `is_first`: True if `one` has no numbers yet, so that `two` is the result."
+def merged_bits(one, two, is_first):
+    "Merge the bits of two arrays of `attention_bits`. `is_first`: True if `one` has no numbers yet, so that `two` is the result."
     both = lax.bitcast_convert_type(jnp.stack([one, two])[..., :len(parts)], np.float32)
-    return jnp.where(is_first, two, attention_words(merged_attention(both), two.shape[-1]))
+    return jnp.where(is_first, two, attention_bits(merged_attention(both), two.shape[-1]))
 
 def columns_of_head(words, queries:int, keys:int) -> dict:
     "Return the columns of the row of a head, from its bits as a numpy array of uint32. `queries`, `keys`: numbers of queries and keys of the call."
     got = dict(zip(parts, np.ascontiguousarray(words[:len(parts)], np.uint32).view(np.float32).tolist(), strict=True))
     mean = lambda name, count: got[name]/got[count] if got[count] else math.nan
-    row = {'logit_max': got['logit_max'], 'entropy': mean('entropy', 'queries'), 'effective_length': mean('effective_length', 'queries'),
-        'first_token': mean('first_token', 'first_queries'), 'top_share': mean('top_share', 'sequences') if got['queries'] else math.nan}
+    row = {'logit_max': got['logit_max'], 'entropy': mean('entropy', 'queries'),
+        'effective_length': mean('effective_length', 'queries'), 'first_token': mean('first_token', 'first_queries'),
+        'top_share': mean('top_share', 'sequences') if got['queries'] else math.nan}
     if queries==keys: row |= {'future': mean('future', 'queries'), 'reach': got['reach']}
     row['logit_bound'] = got['logit_bound']
     if not math.isnan(got['logit_max']): row = {k: v for k,v in row.items() if not math.isnan(v) and v!=-math.inf}

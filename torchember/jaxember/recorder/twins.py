@@ -21,9 +21,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from ...ground.messages import an
 from ..capture.modules import operation_scope, scopes, unknown
-from ..measure.attention import attention_words, merged_words, parts
+from ..measure.attention import attention_bits, merged_bits, parts
 from ..measure.summaries import summary_row, merged_row, empty_rows, row_length
-from ..capture.tags import Tag, of_losses, has_tags, retagged, slope_p, tap_p, trains
+from ..capture.tags import Tag, of_losses, has_tags, replace_tags, slope_p, tap_p, trains
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #fa8af411
 class Summaries:
@@ -185,7 +185,7 @@ class Evaluation:
     def tapped(self, x, tag):
         "Measure a tagged value. Return a list of measurement arrays and a list with a `TagNote`. Both are empty for a value that is not recorded."
         if tag.again: return [], []
-        if tag.key.ttype=='attention': pieces,form = [attention_words(x, self.measure.width)],None
+        if tag.key.ttype=='attention': pieces,form = [attention_bits(x, self.measure.width)],None
         else: pieces,form = self.measure.measurements(tag.key, x)
         return pieces, [TagNote(tag, x.shape, str(x.dtype), tuple(range(len(pieces))), form)]
 
@@ -288,7 +288,7 @@ def bytes_text(size):
 def scan_every_kth(self, params, vals, twin, k):
     "Run a `scan` that measures every k-th iteration and stores the measurements in its carry. Other iterations run the original body."
     (c,n),length,closed = constants_and_carried(params),params['length'],params['jaxpr']
-    plain = retagged(closed, lambda tag: tag._replace(again=True))
+    plain = replace_tags(closed, lambda tag: tag._replace(again=True))
     pieces,size = twin.out_avals[len(closed.out_avals):],-(-length//k)
     def measuring_body(carry, x):
         "Run iteration `i` of the loop. Measure tagged values if `i` is a multiple of k."
@@ -346,7 +346,7 @@ def measure_while(self, e, vals):
             ran = jnp.broadcast_to(ran, counts[k].shape)
             for i in s.at:
                 along = ran.shape+(1,)*(new[i].ndim-ran.ndim)
-                both = (merged_words(was[i], new[i], (counts[k]==0).reshape(along)) if s.key.ttype=='attention'
+                both = (merged_bits(was[i], new[i], (counts[k]==0).reshape(along)) if s.key.ttype=='attention'
                     else self.measure.merge_two(was[i], new[i]))
                 kept[i] = jnp.where(ran.reshape(along), both, was[i])
             counts[k] += ran.astype(jnp.int32)

@@ -18,8 +18,8 @@ from jax.core import Trace, eval_jaxpr
 from jax.extend.core import jaxpr_as_fun, jaxprs_in_params, primitives, set_current_trace, take_current_trace
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, SingleDeviceSharding
 
-from ..capture.tags import Tag, has_tags, loops_that_train, slope_p, tap_p
-from ..measure.attention import attention_words
+from ..capture.tags import Tag, has_tags, has_training_loop, slope_p, tap_p
+from ..measure.attention import attention_bits
 from .spread import Spread, merged_rows, local_value, ranks_of_mesh, rows_of_shards, local_shards_as_one
 from .twins import UserStatistic, ProgramMeasurements, TagNote, Summaries, MeasuredJit, current_scope
 
@@ -68,7 +68,7 @@ def measure_many_in_jit(measure):
     return jax.jit(lambda xs: jnp.stack([measure.measurements(None, x)[0][0] for x in xs]))
 
 stacked = jax.jit(lambda rows: jnp.stack(rows))
-words_in_jit = jax.jit(attention_words, static_argnums=1)
+attention_bits_in_jit = jax.jit(attention_bits, static_argnums=1)
 
 def group_by_devices(arrays) -> list:
     "Group arrays by their devices, because one compiled function can measure all arrays of a group. Return lists of indices."
@@ -158,6 +158,16 @@ twins = weakref.WeakKeyDictionary()
 # Loop or branch outside of `jit` -> parameters of a `jit` operation that runs it. At most 64 entries, because each entry holds a program
 loops = OrderedDict()
 
+def jit_parameters(program, f, args):
+    "Return the parameters of a `jit` operation that runs `f` with arguments `args`. `program`: key for the cache `loops`, or None to use no cache."
+    known = loops.get(program) if program is not None else None
+    if known is None:
+        e, = jax.make_jaxpr(jax.jit(f))(*args).eqns
+        known = e.params
+        if program is not None: loops[program] = known
+        if len(loops)>64: loops.popitem(last=False)
+    return known
+
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #7f5dba72
 def mesh_of(args, params, known):
     "Return where a JAX program runs: (True if on one device, mesh of its devices or None)."
@@ -167,6 +177,26 @@ def mesh_of(args, params, known):
     mesh = known['mesh']
     if isinstance(mesh, AbstractMesh): mesh = current if (current := jax.sharding.get_mesh()).size>1 else None
     return one and mesh is None, mesh
+
+def reason_not_recorded(args, mesh, trouble):
+    """Return why values in a program of several processes cannot be recorded. '' if they can be recorded.
+
+    `args`: arguments of the program; `mesh`: its mesh, or None; `trouble`: function of the ranks of the mesh, which returns the reason, or ''."""
+    if mesh is not None: return trouble(ranks) if len(ranks := ranks_of_mesh(mesh))>1 else ''
+    if all(x.is_fully_addressable for x in args if isinstance(x, jax.Array)): return ''
+    return "outputs of modules in a program whose arrays are distributed over processes without a mesh are not recorded. Use a NamedSharding."
+
+# %% ../../../nbs/88_jaxember/40_watching.ipynb #7ab30002
+def measure_attention(x, tag, width, say) -> list:
+    """Return a list with the `ProgramMeasurements` of a call of attention outside of compiled functions, or [] if it cannot be recorded.
+
+    `x`: result of `attention_parts`; `width`: number of uint32 values in a row; `say`: function that shows a warning."""
+    if not x.is_fully_addressable:
+        say("attention outside of jit is not recorded if its arrays are distributed over processes. Compile the step with jax.jit.")
+        return []
+    rows = attention_bits_in_jit(x, width)
+    notes = TagNote(tag, x.shape, dtype_name(x.dtype), (0,)).within(current_scope()),
+    return [ProgramMeasurements(notes, (rows.shape,), ('row',), [rows, jnp.zeros(0, jnp.int32)])]
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #89d68e78
 class Watching(Trace):
@@ -234,7 +264,9 @@ class Watching(Trace):
     def tapped(self, x, tag):
         "Measure a tagged value outside of compiled functions. Return the value."
         if tag.again: return x
-        if tag.key.ttype=='attention': return self.tapped_attention(x, tag)
+        if tag.key.ttype=='attention':
+            self.found += measure_attention(x, tag, self.measure.width, self.say)
+            return x
         held = self.spread.local_part(x)
         if not (self.found and type(self.found[-1]) is EagerRows): self.found.append(EagerRows(getattr(self.measure, 'wanted', ())))
         eager = self.found[-1]
@@ -244,24 +276,14 @@ class Watching(Trace):
         if got is None: eager.measure([len(eager.notes)-1], [x], [held])
         return x
 
-    def tapped_attention(self, x, tag):
-        "Store the numbers of a call of attention outside of compiled functions, in the form of a program that measures only these. Return `x`."
-        if not x.is_fully_addressable:
-            self.say("attention outside of jit is not recorded if its arrays are distributed over processes. Compile the step with jax.jit.")
-            return x
-        rows = words_in_jit(x, self.measure.width)
-        notes = TagNote(tag, x.shape, dtype_name(x.dtype), (0,)).within(current_scope()),
-        self.found.append(ProgramMeasurements(notes, (rows.shape,), ('row',), [rows, jnp.zeros(0, jnp.int32)]))
-        return x
-
     def jitted(self, args, params):
         "Run a jitted function. If values are tagged in it, run a version that also returns measurements, and store these."
         closed = params['jaxpr']
         known = twins.get(closed)
-        if known is None: known = twins[closed] = {'trains': loops_that_train(closed.jaxpr)} if has_tags(closed.jaxpr) else False
+        if known is None: known = twins[closed] = {'trains': has_training_loop(closed.jaxpr)} if has_tags(closed.jaxpr) else False
         if known is False: return self.below.process_primitive(primitives.jit_p, args, params)
         one,mesh = mesh_of(args, params, known)
-        if why := self.why_not(args, mesh):
+        if self.spread.rank is not None and (why := reason_not_recorded(args, mesh, self.trouble)):
             self.say(why)
             return self.below.process_primitive(primitives.jit_p, args, params)
         measure = Summaries(self.measure.wanted, one) if type(self.measure) is Summaries else self.measure
@@ -276,20 +298,7 @@ class Watching(Trace):
         if found.notes: self.found.append(found) # a program without notes has no tag that can be measured
         return out
 
-    def why_not(self, args, mesh):
-        "Return why values in a program of several processes cannot be recorded. '' if they can be recorded."
-        if self.spread.rank is None: return ''
-        if mesh is not None: return self.trouble(ranks) if len(ranks := ranks_of_mesh(mesh))>1 else ''
-        return '' if all(x.is_fully_addressable for x in args if isinstance(x, jax.Array)) else (
-            "outputs of modules in a program whose arrays are distributed over processes without a mesh are not recorded. Use a NamedSharding.")
-
     def compiled(self, program, f, args, several):
         "Run an operation that contains tagged values, such as a `scan` or `cond`, as if the user had jitted it."
-        known = loops.get(program) if program is not None else None
-        if known is None:
-            e, = jax.make_jaxpr(jax.jit(f))(*args).eqns
-            known = e.params
-            if program is not None: loops[program] = known
-            if len(loops)>64: loops.popitem(last=False)
-        out = self.jitted(args, known)
+        out = self.jitted(args, jit_parameters(program, f, args))
         return out if several else out[0]

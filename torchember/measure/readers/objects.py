@@ -526,7 +526,7 @@ def hold(out, n):
     for i in range(n): incref(load(out+8*i))
 
 @njit
-def let_go(out, n):
+def drop_references(out, n):
     "Decrement the reference count of each found tensor, after `hold`."
     for i in range(n): decref(load(out+8*i))
 
@@ -562,7 +562,7 @@ def write_all(run, plan, side, out, n, start, call, to):
     elif load(known)==0 or load(run+8*CHANGED)==1:
         note_shapes(run, load(plan+8*TRACK), load(run+8*attribute), load(plan+8*(first+1)), out, n)
         store(known, 1)
-    let_go(out, n)
+    drop_references(out, n)
     return done
 
 def enter_call(plan, args, kwargs, start):

@@ -20,20 +20,20 @@ from ...store.anywhere import is_url
 from ...store.base import folder
 
 # %% ../../../nbs/62_board/10_listing.ipynb #01b825e9
-until_silent = 300. # seconds without a new row after which a run on another machine is called silent
+silence_seconds = 300. # seconds without a new row after which a run on another machine is called silent
 
 def run_state(about:dict, base:dict, written:float=0.) -> str:
     "Return the state of a run: 'running', 'ended', 'died' (did not record its end), or 'silent' (wrote nothing for 5 minutes)."
     if about.get('running'): return 'running'
     if 'end' in base or not base: return 'ended'
     if base.get('host')==gethostname(): return 'died'
-    return 'running' if time()-written<until_silent else 'silent'
+    return 'running' if time()-written<silence_seconds else 'silent'
 
 # %% ../../../nbs/62_board/10_listing.ipynb #de82b0ce
 def recover_rows(place):
     "Recover rows from the black boxes (files of recent steps) of dead processes, in a new process, because the board imports no torch."
     if is_url(place) or not has_orphan_box(place/'box'): return
-    program = 'import sys; from torchember.recorder.recovery import take_in; take_in(sys.argv[1])'
+    program = 'import sys; from torchember.recorder.recovery import recover_all; recover_all(sys.argv[1])'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
     subprocess.run([sys.executable, '-c', program, str(place)], stdin=subprocess.DEVNULL, capture_output=True,
         env=env, timeout=120)
@@ -44,7 +44,7 @@ class Listing:
     def __init__(self, home=None, names=()): # names: names or globs of the runs to list; default all runs
         self.place,self.wanted,self.logs,self.version,self.rows = folder('torchember', home),tuple(names),{},0,[]
         # random text that begins each version number, so that two listings never have equal version numbers
-        self.born = token_hex(4)
+        self.version_prefix = token_hex(4)
 
     def matches(self, name):
         "Return True if the board should show the log: its name matches one of the names or globs given by the user."
@@ -105,7 +105,7 @@ class Listing:
         return dict(name=about['name'], model=about.get('model'), start=about.get('start'), end=about.get('end'),
             problem=about.get('problem'),
             **{c: int(about[c]) for c in ('ranks', 'steps', 'rows', 'size')}, seen=bool(about.get('running')),
-            state=state, version=f'{self.born}.{sum(log.version for log in logs)}',
+            state=state, version=f'{self.version_prefix}.{sum(log.version for log in logs)}',
             loss=loss and [loss[0], last], spark=loss[1].values() if loss else [],
             errors=len(errors) or int(bool(bad)), warnings=len(warnings), finding=next(iter(sentences), None))
 

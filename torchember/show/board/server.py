@@ -72,9 +72,9 @@ class Pages:
 
 # %% ../../../nbs/62_board/20_server.ipynb #df4ad9d5
 # Example rows. At the start, the server makes a page of them, in order to import all Python modules
-a_page = {'step': [0, 1], 'path': ['a', 'a'], 'ttype': ['output']*2, 'tname': ['output_0']*2, 'call': [0, 0],
+example_rows = {'step': [0, 1], 'path': ['a', 'a'], 'ttype': ['output']*2, 'tname': ['output_0']*2, 'call': [0, 0],
     'mean': [0., 1.]}
-of_localhost = 'localhost',
+local_names = 'localhost',
 no_token = 'The token is missing. Open the address that the board has printed.'
 
 def respond(content, status=200, kind='application/json', **headers):
@@ -131,7 +131,7 @@ class Board:
         token:str|None=None, # Secret token in the address; default a random one
         hosts=() # Host names besides localhost and IP addresses, such as that of a proxy
     ):
-        self.listing,self.token,self.hosts = Listing(home, names),token or secrets.token_urlsafe(18),{*of_localhost, *hosts}
+        self.listing,self.token,self.hosts = Listing(home, names),token or secrets.token_urlsafe(18),{*local_names, *hosts}
         self.pages,self.seen = Pages(self.listing),0. # seen: time when the log files were last read
         self.page,self.policy = render_board(' '.join(map(str, names)))
 
@@ -184,7 +184,7 @@ class Board:
             "Start the background work of the board, and end it when the server stops."
             self.ends,self.one,self.reading = asyncio.Event(),asyncio.Lock(),asyncio.Lock()
             # make a small page in the background: this imports all Python modules, so that the first real page comes faster
-            warm = asyncio.create_task(asyncio.to_thread(page_of, pd.DataFrame(a_page)))
+            warm = asyncio.create_task(asyncio.to_thread(page_of, pd.DataFrame(example_rows)))
             yield
             await warm
             self.ends.set()

@@ -11,7 +11,7 @@ from collections import deque
 
 import numpy as np
 
-from ...ground.not_finite import counts, has_some
+from ...ground.not_finite import counts, has_nonfinite
 from ...ground.record import beside_training, computed_in, line_of, load_row, restore
 from ...frames.handle import read_facts
 from ...frames.listing import is_running, try_describe_log
@@ -55,8 +55,8 @@ class Tail:
             return block
         if self.file is None: self.file = open(self.path, 'rb', buffering=0, opener=open_regular)
         s = os.fstat(self.file.fileno())
-        put_aside = not os.path.samestat(s, os.stat(self.path))
-        if put_aside and summarize_parts(self.path)['lines']!=self.removed+s.st_size:
+        was_replaced = not os.path.samestat(s, os.stat(self.path))
+        if was_replaced and summarize_parts(self.path)['lines']!=self.removed+s.st_size:
             raise FileNotFoundError(f"The log {self.path} was replaced by another file.")
         self.at,self.size = min(self.at, s.st_size),s.st_size
         self.file.seek(self.at)
@@ -64,7 +64,7 @@ class Tail:
         while (cut := data.rfind(b'\n')+1)==0 and len(data)<=longest_line and (next := self.file.read(most)):
             data += next
         self.at += cut or (len(data) if len(data)>longest_line else 0) # skip a line that is too long
-        if not put_aside or cut: return data[:cut]
+        if not was_replaced or cut: return data[:cut]
         # this file was read to its end and then replaced: continue in the new log file
         self.removed,self.given,self.at = self.removed+s.st_size,self.given+s.st_size,0
         self.close()
@@ -117,10 +117,10 @@ def count_lines_until(path, end):
     with open(path, 'rb') as f: return sum(f.read(min(1<<22, end-at)).count(b'\n') for at in range(0, end, 1<<22))
 
 # %% ../../../nbs/60_show/91_following.ipynb #8f27a657
-of_interest = re.compile(rb'"ttype":\s?"(?:scalar|finding)"')
+scalar_or_finding = re.compile(rb'"ttype":\s?"(?:scalar|finding)"')
 # matches the lines of passes that do not train, such as evaluations
-of_evaluation = re.compile(rb'"phase":\s?"(?:%s)"' % '|'.join(beside_training).encode())
-or_not_finite = re.compile(of_interest.pattern+rb'|"(?:nan|posinf|neginf)":\s?[1-9]')
+evaluation_line = re.compile(rb'"phase":\s?"(?:%s)"' % '|'.join(beside_training).encode())
+scalar_finding_or_not_finite = re.compile(scalar_or_finding.pattern+rb'|"(?:nan|posinf|neginf)":\s?[1-9]')
 
 def rows_of_interest(block, all_finite:bool=True) -> list:
     "Return the rows of logged numbers and findings in a block of the log. If `all_finite`, also return the first non-finite row."
@@ -135,10 +135,10 @@ def rows_of_interest(block, all_finite:bool=True) -> list:
 def lines_of_interest(data, all_finite):
     "Yield the lines of logged numbers and findings. If no tensor was non-finite so far (`all_finite`), also yield the first non-finite line."
     at,end = 0,len(data)
-    while at<end and (m := (or_not_finite if all_finite else of_interest).search(data, at)):
+    while at<end and (m := (scalar_finding_or_not_finite if all_finite else scalar_or_finding).search(data, at)):
         start,at = data.rfind(b'\n', 0, m.start())+1,data.find(b'\n', m.end())+1 or end
         line = data[start:at]
-        if all_finite and not of_interest.search(line): all_finite = bool(of_evaluation.search(line))
+        if all_finite and not scalar_or_finding.search(line): all_finite = bool(evaluation_line.search(line))
         yield line
 
 # %% ../../../nbs/60_show/91_following.ipynb #08cac5c2
@@ -268,7 +268,7 @@ class FollowedLog:
         "Add one row of the log to the curves or findings, or note it as the first non-finite tensor."
         if row['ttype']=='finding': self.findings.add([row])
         elif row['ttype']!='scalar':
-            if self.first_bad is None and has_some(row) and row.get('phase') not in beside_training:
+            if self.first_bad is None and has_nonfinite(row) and row.get('phase') not in beside_training:
                 self.first_bad = {**row, 'path': str(row.get('path', path_of(str(row.get('module', '')))))}
             return
         numbers = logged_numbers(row, built_in_columns) if row['ttype']=='scalar' else None

@@ -26,7 +26,7 @@ from ..attention_map import labels_of
 from ..run_summary import first_trouble, loss_curve, logged_names, trouble_sentence, pick_stat
 from ..missing import selected_parameters, parameters_of_run, insert_missing, untrained_reasons, add_missing
 from ...frames.logframe import count_columns
-from ...frames.words import ttypes_asked
+from ...frames.words import to_ttypes
 from ..select import (grid, has_ttype, name_of_run, numeric_columns, pick, places, root_name,
     run_of, series, find_stat, rows_to_draw, thin_indices, training, with_statistics)
 from ...store.parameters import label_of, untrained
@@ -88,7 +88,7 @@ def stats_of_page(rows, stats):
     first = [*(() if 'logit_max' in there else (pick_stat(rows, None),)), *(c for c in favourites if c in there), *there]
     return list(dict.fromkeys(first))[:4]
 
-def heads_of_page(rows) -> dict|None:
+def describe_heads(rows) -> dict|None:
     "Return the labels of all layers with attention, and [layer, head] for each of the rows. None if the rows are not about attention."
     if not has_ttype(rows, 'attention').all(): return None
     names,head = rows['path'].astype(str),rows['tname'].astype(str).str.removeprefix('head_').astype(int)
@@ -101,7 +101,7 @@ def heads_of_page(rows) -> dict|None:
 def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.MappingProxyType({}), ps=()) -> dict:
     "Return the page data of one tensor type: a list of its tensors, and a packed matrix for each statistic."
     labels,one = known[1],rows.iloc[first_positions(known[0])]
-    heads = heads_of_page(one)
+    heads = describe_heads(one)
     text = lambda c: [v if isinstance(v, str) else None for v in one[c].astype(object)] if c in one else [None]*len(one)
     shapes = [list(map(int, s)) if isinstance(s, list|tuple|np.ndarray) else None for s in one['shape']] if 'shape' in one else [None]*len(one)
     tensors = [dict(label=l, path=p or '', dtype=d, shape=s)
@@ -161,7 +161,7 @@ def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: key of a tensor
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #f43c6d8d
 # limits of a page: number of findings, number of consequences of one finding, characters of a text
-most_findings,most_followers,most_letters = 100,20,400
+most_findings,most_consequences,most_letters = 100,20,400
 
 def check_health(run, table=None, rows=None) -> dict: # table: the rows if `run` is a table; rows: all rows of the log if they were read before
     "Run the default health rules, and return their findings for a page."
@@ -197,7 +197,7 @@ def nest_findings(found):
     out,by,n = [],{},0
     for i,(f,cause) in enumerate(found):
         into = out if cause is None else by[cause]['below'] if cause in by else None
-        if n>=most_findings or into is None or into is not out and len(into)>=most_followers:
+        if n>=most_findings or into is None or into is not out and len(into)>=most_consequences:
             if cause in by: by[cause]['more'] = by[cause].get('more', 0)+1
             continue
         one = {k: short_text(f[k]) for k in ('severity', 'rule', 'text', *(('advice', 'look') if cause is None else ()))
@@ -214,7 +214,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
     "Convert a run, or some of its layers, tensor types and statistics, to a dict for an HTML page. All values of the dict are JSON types."
     every = None if is_table(run) else read(run_of(run)) # all rows are read, because the health rules need them
     table = (rows_to_draw(run, rows=every) if ttype is None
-        else rows_to_draw(run, ttype=[*ttypes_asked(ttype), 'scalar']))
+        else rows_to_draw(run, ttype=[*to_ttypes(ttype), 'scalar']))
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     scalar = has_ttype(table, 'scalar')
     tensors = table[~scalar]

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
-from ...frames.words import earlier_calls
+from ...frames.words import accept_earlier_arguments
 from ...ground.messages import printable
 from ...frames.handle import open_run
 from .data import page_of
@@ -53,7 +53,7 @@ def render_page(page:dict) -> str:
     return fill_page(read_web_file('report.html'), page['run']['name'], styles, scripts, data)
 
 # %% ../../../nbs/60_show/98_page.ipynb #4df4c5a2
-@earlier_calls('file', 'stats', 'ttype', 'path', 'home')
+@accept_earlier_arguments('file', 'stats', 'ttype', 'path', 'home')
 def report(
     run, # Run to report: its name, a torchEmber, a tracker, or a table of rows
     file=None, # Path of the HTML file to write; default `<run>.html` in the current folder
