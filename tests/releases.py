@@ -62,7 +62,7 @@ cases = {
     test_rows_in_one_graph_are_those_of_eager_mode[resnet]
     test_rows_in_several_graphs_are_those_of_eager_mode[tagger]
     ''',
-'capture/test_hearing.py': '''
+'capture/test_model_events.py': '''
     test_each_listener_gets_the_same_events_as_alone[whole-passes-everything]
     test_each_listener_gets_the_same_events_as_alone[whole-ember-their gradients]
     test_each_listener_gets_the_same_events_as_alone[blocks-monitor-activations]

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.testing import CompileCounter
 
 from torchember import EmberWarning, at, torchEmber
-from torchember.recorder import budget, cost, hearing, step_buffer
+from torchember.recorder import budget, cost, model_events, step_buffer
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch):
     c = Clock()
-    for m in (budget, cost, hearing): monkeypatch.setattr(m, 'clock', c)
+    for m in (budget, cost, model_events): monkeypatch.setattr(m, 'clock', c)
     monkeypatch.setenv('TORCHEMBER_PLAN', '0') # compiled code reads the true clock
     monkeypatch.setattr(cost, 'call_overhead', lambda told: 0)
     return c

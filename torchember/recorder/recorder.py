@@ -23,7 +23,7 @@ from .black_box import RunBox, held_steps
 from .calls import Calls
 from .cost import Cost
 from .graphs import Graphs, UnrecordedGraphs
-from .hearing import ModelEvents, OptimizerEvents
+from .model_events import ModelEvents, OptimizerEvents
 from .notices import ChangingMarks, Notices
 from .parameters import Containers, with_other_children
 from .pipe import Gate, Pipe, end_step, finish, measure_now
