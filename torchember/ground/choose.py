@@ -266,11 +266,15 @@ def log_spaced(
 
 # %% ../../nbs/05_ground/30_choose.ipynb #5a2e0002
 class StepSubset:
-    "Selects some of the recorded steps. `when`: schedule of step numbers, or True for steps with growing distances: five in each decade of recorded steps."
-    def __init__(self, when=True):
+    """Selects some of the recorded steps. Raises TypeError or ValueError if `when` is no schedule.
+
+    when: schedule of step numbers, or True for steps with growing distances: five in each decade of recorded steps
+    argument: name of the user's argument with the value `when`, for the message of an error"""
+    def __init__(self, when=True, argument='when'):
         # True: `when` gets the number of the step; False: `when` gets the count of recorded steps
         self.by_number = when is not True
-        self.when = log_spaced(5) if when is True else schedule(when)
+        try: self.when = log_spaced(5) if when is True else schedule(when)
+        except (TypeError, ValueError) as e: raise type(e)(f"{argument}={when!r:.100}: {e}") from None
         self.step,self.recorded = None,-1 # latest recorded step, and number of recorded steps before it
 
     def __call__(self, step:int) -> bool:

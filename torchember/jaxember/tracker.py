@@ -254,7 +254,7 @@ def track(
     agreed = expected_trees(model_state, optimizer_state)
     kind = type(model_state).__name__ if callable(model_state) else 'jax'
     rank,world,when = jax.process_index(),jax.process_count(),schedule(every)
-    attended = at() if attention is None or attention is False else StepSubset(attention)
+    attended = at() if attention is None or attention is False else StepSubset(attention, 'attention')
     what = {'stash_value': names or getattr(stash_value, '__qualname__', 'a function'), 'include': asks.include,
         'exclude': asks.exclude, 'track_gradients': asks.gradients, 'every': when, 'attention': attended}
     agreement = Agreement(rank, world, lambda: {'the step': str(recorder.step)} | {k: str(v) for k,v in what.items()}, key_value_store()) if world>1 else None

@@ -15,10 +15,10 @@ from ..capture.forward import arm, disarm
 from ..capture.tree import tracks
 from ..capture.clipping import ClippingWatch
 from ..capture.optimizer import OptimizerWatch
+from ..ground.choose import StepSubset
 from ..ground.messages import printable
 from ..ground.record import line_of, of_no_tensor, of_passes, ttypes
 from .attention import Attention
-from .pass_numbers import PassSteps
 from .black_box import RunBox, held_steps
 from .calls import Calls
 from .cost import Cost
@@ -53,8 +53,7 @@ def numbers_of_passes(asked, **arguments) -> dict:
     """
     for name,when in arguments.items():
         if when is False or when is None or name=='stream' and isinstance(when, list|tuple|set): continue # a list selects blocks
-        try: PassSteps(when)
-        except (TypeError, ValueError) as e: raise type(e)(f"{name}={when!r:.100}: {e}") from None
+        StepSubset(when, name)
     return {t: when or t in asked for t,when in zip(of_passes, arguments.values(), strict=True)}
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #a0c1d2e4
@@ -80,7 +79,7 @@ class Settings:
     blackbox:int|None = False
     note:object = None # Function that is called with the metadata about the parameters whenever they change
     cuda_graphs:bool = False # True to record the replays of CUDA graphs
-    # tensor type, a key of `pass_numbers` -> steps at which its numbers are recorded: argument of `PassSteps`; False for none
+    # tensor type, a key of `pass_numbers` -> steps at which its numbers are recorded: argument of `StepSubset`; False for none
     numbers:dict|tuple = ()
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
@@ -142,7 +141,7 @@ class ArmedModel:
     numbers = property(lambda self: self.events.pass_events.numbers, doc="Dict: tensor type -> `PassNumbers` that measures some passes")
 
     def record_numbers(self, ttype, when):
-        "Start to record numbers of some passes, or stop if `when` is False. `ttype`: key of `pass_numbers`; `when`: argument of `PassSteps`."
+        "Start to record numbers of some passes, or stop if `when` is False. `ttype`: key of `pass_numbers`; `when`: argument of `StepSubset`."
         old,at_calls = self.numbers.pop(ttype, None),self.sources.at_calls
         if old is not None:
             old.detach()
