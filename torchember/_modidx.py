@@ -323,6 +323,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                         'torchember/capture/merging.py'),
                                             'torchember.capture.merging.merge_operator_calls': ( '10_capture/merging.html#merge_operator_calls',
                                                                                                  'torchember/capture/merging.py'),
+                                            'torchember.capture.merging.meta_of': ( '10_capture/merging.html#meta_of',
+                                                                                    'torchember/capture/merging.py'),
                                             'torchember.capture.merging.with_result_of': ( '10_capture/merging.html#with_result_of',
                                                                                            'torchember/capture/merging.py')},
             'torchember.capture.module_state': { 'torchember.capture.module_state.CompiledPasses': ( '10_capture/module_state.html#compiledpasses',

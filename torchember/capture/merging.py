@@ -91,6 +91,10 @@ def insert_call(graph, op, token, *args):
     "Insert a call of an operator into an FX graph. Return the new node. `token`: node of the effect token, None for an operator without a token."
     return graph.call_function(op, args) if token is None else graph.call_function(with_effects, (token, op, *args))
 
+def meta_of(node):
+    "Return a copy of the metadata of a node, for a call with other arguments: without the arguments of the node's call, which Inductor would use."
+    return {k: v for k,v in node.meta.items() if k!='eager_input_vals'}
+
 def merge_group(graph, group, merged):
     "Replace the calls of a group of nodes by a call of `merged.first` in place of the first node, and a call of `merged.last` in place of the last node."
     calls,xs,keys,events = [operator_call(node) for node in group],{},{},[]
@@ -104,7 +108,7 @@ def merge_group(graph, group, merged):
             begin = insert_call(graph, merged.first, token, [], *ends_of(of_modules))
             token = with_result_of(first, begin, token)
     with graph.inserting_before(last): new = insert_call(graph, merged.last, token, [*xs], [*keys], json.dumps(events))
-    new.meta = dict(last.meta)
+    new.meta = meta_of(last)
     last.replace_all_uses_with(new)
     for node in group[-2::-1]: # the users of these nodes only pass the effect token on
         for user in list(node.users):
@@ -114,7 +118,7 @@ def merge_group(graph, group, merged):
 
 def with_result_of(node, new, token):
     "Copy the metadata of `node` to the call `new` before it. Return the effect token after `new`, None without a token."
-    new.meta = dict(node.meta)
+    new.meta = meta_of(node)
     if token is None: return None
     after = node.graph.call_function(operator.getitem, (new, 0))
     after.meta = dict(token.meta)
