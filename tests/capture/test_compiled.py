@@ -85,7 +85,7 @@ def test_block_by_block():
     same_training(eager(12), got)
 
 
-@pytest.mark.slow
+@pytest.mark.release
 def test_blocks_under_inductor():
     want,got = (train(twelve, lambda: torch.randn(5, 4, requires_grad=True), how, 'inductor', ttypes=ALL) for how in ('eager', 'blocks'))
     assert got.graphs==1

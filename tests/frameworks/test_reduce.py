@@ -136,7 +136,7 @@ def test_the_first_is_killed(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('what', ['forks', 'destroys', 'exits', 'ends'])
+@pytest.mark.parametrize('what', [pytest.param('forks', marks=pytest.mark.release), 'destroys', 'exits', 'ends'])
 def test_ends_of_all_kinds(tmp_path, what):
     "No end harms a process: a forked child, a destroyed group, no `close`, and a first process that exits immediately."
     codes,left,errs = trained(tmp_path, what)
