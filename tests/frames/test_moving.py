@@ -237,7 +237,7 @@ def test_what_cannot_be_synced_is_said(tmp_path, url):
     add(tmp_path, 'a', lines(range(2)))
     with pytest.raises(FileNotFoundError, match="Did you mean 'a'"): sync('aa', url, home=tmp_path)
     with pytest.raises(ValueError, match='Give a local folder'): sync('a', url, home='memory://here')
-    with pytest.raises(ValueError, match='is the home of the runs itself'): sync('a', str(tmp_path), home=tmp_path)
+    with pytest.raises(ValueError, match='is the home of the runs, so nothing would be copied'): sync('a', str(tmp_path), home=tmp_path)
     with pytest.raises(ValueError, match='needs a finished run'): sync('a', url, home=tmp_path, every=3, move=True)
     with pytest.raises(ValueError, match='greater than 0'): sync('a', url, home=tmp_path, every=0)
     assert not there()

@@ -304,7 +304,7 @@ def test_errors_of_arguments():
     def clips():
         good().backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-    for kw,message in ((dict(num_iters=1), 'One micro-batch has no second batch size'), (dict(num_average=0), 'num_average must be at least 1, got 0'),
+    for kw,message in ((dict(num_iters=1), 'The noise scale compares gradients'), (dict(num_average=0), 'num_average must be at least 1, got 0'),
             (dict(micro_batch_size=0), 'micro_batch_size must be at least 1, got 0')):
         with pytest.raises(ValueError, match=message): noise_scale(model, good, **dict(micro_batch_size=4, num_average=2) | kw)
     for f,message in ((twice, 'two gradients in one call'), (zeroes, 'must not call zero_grad'), (clips, 'averaged over ranks, or clipped'),

@@ -212,7 +212,7 @@ def arrow_texts(x):
     text,there = b'' if text is None else bytes(to_bytes(text)),[1]*n
     if valid is not None:
         there = np.unpackbits(np.frombuffer(to_bytes(valid), np.uint8), bitorder='little')[offset:offset+n].tolist()
-    if len(ends)!=n+1 or len(there)!=n: raise OddPickle("it contains an array that ends too early")
+    if len(ends)!=n+1 or len(there)!=n: raise OddPickle("it contains an incomplete array, perhaps because the file was cut off")
     return [text[a:b].decode() if t else None for a,b,t in zip(ends, ends[1:], there, strict=False)]
 
 def object_array(values):

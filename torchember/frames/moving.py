@@ -408,7 +408,7 @@ def sync(
         raise ValueError("move=True needs a finished run, but every= is for a run that continues. Call sync(run, url, move=True) after the run.")
     target = Target(url, patience)
     if target.home==place:
-        raise ValueError(f"{printable(url)} is the home of the runs itself. Give another destination.")
+        raise ValueError(f"{printable(url)} is the home of the runs, so nothing would be copied. Give another destination.")
     if every is not None: return Background(run, target, home, every, parquet)
     said = sync_runs(run, SyncState(home, target, parquet))
     if move:
@@ -441,7 +441,7 @@ def remove_moved(name, home, target):
             if target.info(rel) is None or target.retry(lambda rel=rel: target.sha(rel))!=f['sha256']]
         if wrong or not files:
             raise OSError(f"{printable(m)} was not removed on this machine, because "
-                f"{printable(wrong[:1] or 'its list of files')} at the destination differs from the file that was sent. Call sync again.")
+                f"{printable(wrong[:1] or 'its list of files')} at the destination differs from the file on this machine. Call sync again.")
     rm(name, home)
 
 @contextmanager

@@ -274,7 +274,7 @@ def find_large_weights(h, logit):
         each = ins[0].rms[:n]*w.rms[:n]*np.sqrt(w.shape[1])
         at = find_lasting_start(each**2>logit)
         if at is None: continue
-        yield w.finding(at, f"{logit_text.format(of=f' of {name_module(path, w.kind)}')}the weights give them an rms of about {fmt(each[at])}, "
+        yield w.finding(at, f"{logit_text.format(of=f' of {name_module(path, w.kind)}')}the weights give queries and keys an rms of about {fmt(each[at])}, "
             f"so logits are about {fmt(each[at]**2)}, from step {w.steps[at]} on.", severity='error' if h.progress.is_bad else None,
             advice="Start with smaller weights (torch.nn.init.xavier_uniform_), apply LayerNorm to queries and keys, or lower the learning rate.",
             logits=float(each[at]**2), confidence=confidence_from(each[at]**2, logit, against=h.progress.is_good))

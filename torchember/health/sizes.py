@@ -16,7 +16,7 @@ from .rules import rule
 # %% ../../nbs/55_health/30_sizes.ipynb #661033d2
 # Verdict of `LossProgress` ('falls', ...) -> sentence in a finding. The two {} are the loss at the start and at the end
 loss_sentences = {'none': "The loss was not recorded (te.log(loss=loss)).", 'short': "Too few losses were recorded to say whether the loss falls.",
-    'means nothing': "The values of this loss do not show whether the training suffers.", 'stalls': "The loss does not fall ({} to {})."}
+    'means nothing': "The values of this loss cannot tell whether the training gets worse.", 'stalls': "The loss does not fall ({} to {})."}
 
 def loss_sentence(p):
     "Return a sentence about the progress of the loss, for the text of a finding. `p`: a `LossProgress`."

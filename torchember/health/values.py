@@ -211,7 +211,7 @@ def report_bad_tensors(h, found, step, loss):
             step, last, advice=loss_advice, look="overview(run)", ttype='scalar', **evidence)
     why,advice = explain_source(h, s, i, {(o.path, o.ttype) for o,at in found if o.steps[at[0]]==step})
     reached = f" It reached {n} modules by step {last}." if n>1 else ''
-    return finding(s, f"{quantity_phrase(s)} has {count_bad(s, i)} at step {step}, the first of the run. {why}{reached}", step, last,
+    return finding(s, f"{quantity_phrase(s)} has {count_bad(s, i)} at step {step}, the first NaN or infinity of the run. {why}{reached}", step, last,
         advice=advice, look=f"overview(run, ttype='{s.ttype}')", severity=None if does_harm(h, found, loss) else 'warning',
         stands=s.dtype in largest_number and order_of(s)==1, **evidence)
 

@@ -43,7 +43,7 @@ def dense(x):
     "Return the stored elements of `x` as a strided tensor, and the number of elements not stored, all 0 (only in a sparse tensor)."
     if is_wrapped(x): raise Unmeasurable('the tensor is inside vmap, grad or another function transform of torch')
     if type(x) in ordinary and x.layout is torch.strided and without_memory(x):
-        raise Unmeasurable('the tensor has no memory: its storage was freed, or it is a placeholder for zeros')
+        raise Unmeasurable('the tensor has no memory: its storage was freed, or torch represents its zeros without memory')
     if type(x) in ordinary and x.layout is torch.strided and not (x.is_meta or x.is_nested or x.is_quantized or x.is_neg()): return x, 0
     if x.is_meta: raise Unmeasurable('the tensor is on the meta device, which has no values')
     if x.is_nested: raise Unmeasurable('it is a nested tensor')

@@ -171,7 +171,7 @@ def Surface3d(
     vectors = {s: np.ravel(np.asarray(values_of(v), float)) for s,v in data.items()}
     sizes = {s: len(v) for s,v in vectors.items()}
     first = next(iter(sizes))
-    if not sizes[first]: raise ValueError(f"The vector of step {first} is empty.")
+    if not sizes[first]: raise ValueError(f"The vector of step {first} has no elements, so there is nothing to plot.")
     for s,n in sizes.items():
         if n!=sizes[first]:
             raise ValueError(f"The vectors have {sizes[first]} numbers at step {first} and {n} at step {s}. "

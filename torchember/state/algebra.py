@@ -746,7 +746,7 @@ class PlottableLayers(Layers):
         "Return the layers to plot. Raise TypeError if the values are numbers, not tensors."
         if self.is_result:
             raise TypeError(f"{self._name} has only one number for each layer, "
-            "so there is no distribution in a layer to plot. Plot list(sd.values()) instead.")
+            "so there is no distribution in a layer to plot. Plot the numbers of all layers: list(sd.values()), where sd is this object.")
         return require_values(select_layers(self, pattern))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #0d5245e5

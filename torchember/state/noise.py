@@ -273,7 +273,7 @@ def noise_scale(
     for name,n,least in (('micro_batch_size', micro_batch_size, 1), ('num_iters', num_iters, 2),
             ('num_average', num_average, 1)):
         if n<least: raise ValueError(f"{name} must be at least {least}, got {n}."
-            + (" One micro-batch has no second batch size to compare with." if name=='num_iters' else ''))
+            + (" The noise scale compares gradients of two batch sizes: of one micro-batch, and of several together." if name=='num_iters' else ''))
     lengths = np.unique(np.geomspace(1, num_iters, 12).round().astype(int)).tolist()
     sizes,norms,two,line = [k*micro_batch_size for k in lengths],[],PairMean(),PairMean()
     bar = needs('tqdm', for_='progress=True').tqdm(total=num_iters*num_average, leave=False) if progress else None
@@ -393,5 +393,5 @@ def explain_unusable(twice, total, count, big):
         return 'a gradient was not finite, or a parameter had two gradients on another rank.'
     if not count: return 'there was no backward pass before step().'
     if count<2:
-        return 'one micro-batch has no second batch size to compare with. Accumulate two or more, or average over ranks.'
+        return 'the step has one micro-batch, not two batch sizes to compare. Accumulate two or more micro-batches, or average over ranks.'
     if total and not big: return 'its gradients were already reset. Call step() before zero_grad.'

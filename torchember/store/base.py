@@ -174,7 +174,7 @@ most_meta = 1<<26 # maximum size of a metadata file in bytes
 # %% ../../nbs/30_store/00_base.ipynb #84dd1f1f
 def valid_base(base):
     "Check metadata of the kind 'base', read from a file. Return them without values of a wrong type. Raise ValueError if they are not a dict."
-    if not isinstance(base, dict): raise ValueError(f"the metadata 'base' of a run must be a dict, got {an(base)}.")
+    if not isinstance(base, dict): raise ValueError(f"the file 'base' with the metadata of a run must contain a dict, got {an(base)}.")
     return {k: v for k,v in base.items() if k not in base_types or is_valid_base_value(v, base_types[k])}
 
 def is_valid_base_value(v, kind):
