@@ -16,7 +16,7 @@ root = Path(__file__).parents[2]
 readme = (root/'README.md').read_text(encoding='utf-8')
 shown = re.findall(r'^```(\w*)\n(.*?)^```$', readme, re.M|re.S)
 blocks = [code for kind,code in shown if kind=='python']
-table = next(part for part in re.split(r'^## ', readme, flags=re.M) if part.startswith('Ask the first questions'))
+table = next(part for part in re.split(r'^## ', readme, flags=re.M) if part.startswith('Answer your first questions'))
 lines = [line for row in re.findall(r'^\| .*', table, re.M)[1:] for line in re.findall('`(.*?)`', row) if '(' in line]
 
 

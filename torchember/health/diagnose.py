@@ -134,7 +134,7 @@ def coverage_phrase(h, rules):
     "Return a phrase about what was checked: number of rules, steps and tensors, and the loss."
     kinds = ', '.join(dict.fromkeys(s.ttype for s in h.all))
     loss = f' and {h.loss.name!r}' if h.loss is not None else ''
-    return f"{len(rules)} rules checked {len(h.steps):,} step{'s'*(len(h.steps)!=1)} of {len(h.all):,} tensors ({kinds}){loss}"
+    return f"{len(rules)} rule{'s'*(len(rules)!=1)} checked {len(h.steps):,} step{'s'*(len(h.steps)!=1)} of {len(h.all):,} tensors ({kinds}){loss}"
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #19f4bc2e
 def findings_as_lines(findings, most=5) -> list:
