@@ -323,7 +323,7 @@ def loss_spike(h, times=10., part=.5):
     if len(p.values)<12 or p.verdict in ('means nothing', 'rises') or (found := find_loss_jump(p, times, part)) is None: return
     i,usual = found
     v,step = p.values,p.steps[i]
-    if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # no finding: a new shape means a new task
+    if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # no finding: if the shape of the data changes, the training has moved to another task
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
     why = f" The data of this step are {fmt_times(data)} as large as usual." if data else ''

@@ -274,7 +274,7 @@ class Monitor:
         if on_error not in ('warn', 'raise'): raise ValueError(f"on_error must be 'warn' or 'raise', got {on_error!r}.")
         self.model,self.config = unwrap(model),{} if config is None else config
         tracked = tracks(self.model)
-        # before the run is created and hooks are installed, so that a wrong configuration raises an error without any effect
+        # before the run is created and hooks are installed, so that nothing has changed if a wrong configuration raises an error
         modules = []
         for t,asked in parse_config(self.config, tracked).values():
             view = View(t.module, repr(t.path) if t.path else t.name)

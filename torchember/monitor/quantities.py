@@ -102,7 +102,7 @@ def reduce_into(view, ttype, f, x):
     view._reduced[ttype, f] = got
 
 def reduce_need(view, need):
-    "Return the reduced tensor needed by a quantity. If the view does not store the result yet, compute it from the tensor in the view."
+    "Return a reduction of a tensor, such as its mean over the batch, for a quantity. Compute it once, and store it in the view."
     key = need.ttype,need.reduce
     if key not in view._reduced:
         reduce_into(view, *key, read_parameter_tensor(view, need.ttype) if need.ttype in parameter_ttypes else getattr(view, need.ttype))

@@ -157,7 +157,7 @@ class LearnedTensors:
         self.learned,self.taps,self.held = 0,[],[] # learned: number of attempts to learn a structure
 
     def learn(self, kinds, objects, tensors, taps):
-        """Learn how `tensors` are nested in `objects`. Return True if compiled code can find the tensors in such objects.
+        """Store where the `tensors` are in the nested containers `objects`. Return True if compiled code can find tensors in such containers.
 
         `taps`: for each tensor its `measure.tap.Tap`, or None.
         """

@@ -303,7 +303,7 @@ class Graphs(CapturedEvents):
     def replay_begins(self, graph):
         "Repeat the captured events that must come before the replay of a CUDA graph."
         if (tape := self.tape_of(graph)) is None: return
-        # a 'pass_begins' event is repeated before the replay, because it may end the previous step
+        # the event 'pass_begins' is sent again before the CUDA graph is replayed, because this event may end the previous step
         first = tape.events[0][0]=='pass_begins'
         self.player.play(tape.events[:first])
         prepare_replay(tape.arena, tape.rows)

@@ -79,7 +79,7 @@ class LeftGradients:
         return owners
 
     def note_backward(self, parameters, step):
-        "Check whether the gradients of some parameters are zero when a backward begins. `step`: number of the current training step."
+        "When a backward begins, check whether the gradients of these parameters are zero. `step`: number of the current training step."
         self.backwards += 1
         if self.backwards>self.often and self.backwards%self.every>=self.together:
             if self.backwards%self.every==self.together:

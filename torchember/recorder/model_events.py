@@ -213,7 +213,7 @@ class DTensorInCompiledCode(Unmeasurable):
         "are DTensors in compiled code are not recorded; weights, their gradients and updates are. Without torch.compile, all tensors are recorded")
 
 def report_missed(events, state, ttype, names):
-    "Warn about DTensors in compiled code, which get no rows, if their tensor type is recorded."
+    "Warn that DTensors in compiled code cannot be recorded, if the user records tensors of this type."
     if {ttype, f'{ttype}_grad'}.isdisjoint({'probe', *events.sources.ttypes}): return
     for n in names: events.failed(state, ttype, n, DTensorInCompiledCode())
 

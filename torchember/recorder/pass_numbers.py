@@ -92,7 +92,7 @@ class PassNumbers:
         self.clear()
 
     def end(self, micro:int):
-        "Make the rows of the pass that ends. `micro`: number of the micro-batch."
+        "Create the log rows of the training pass that has ended. `micro`: number of its micro-batch."
         if self.path is None: return
         try:
             for c,numbers in zip(self.measured, numbers_on_host(self.measured), strict=True):

@@ -41,7 +41,7 @@ def is_pending(v):
     return hasattr(v, '__array__') and not isinstance(v, np.generic|np.ndarray)
 
 def wait_for_number(v):
-    "Return a number of a row as a Python number, after waiting until the device has sent it."
+    "Return a number of a row as a Python number. Wait until the device has sent the number."
     return np.asarray(v).item() if is_pending(v) else v
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9eeccf0c

@@ -66,7 +66,7 @@ class Generators:
     def __init__(self):
         self.states = {} # name of a random generator -> its state while functions of the user run
         self.calls = Counter() # id of a function -> number of its calls
-        self.drawn = set() # pairs (id of a function, name of a slow generator): the function has drawn random numbers from this generator
+        self.drawn = set() # pairs (id of a function, name of a random generator whose state is read slowly): the function has drawn numbers from this generator
 
     def call(self, f, x):
         "Return `f(x)` for a user's function `f`. Then restore the random generators, as if `f` had not been called."

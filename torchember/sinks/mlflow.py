@@ -18,7 +18,7 @@ from ..ground.needs import needs
 most_numbers,most_letters,most_text = 1000,250,5000
 
 def escape_name(part:str):
-    "Replace the characters that MLflow forbids, in one component of a metric's name, by a checksum."
+    "Make one component of a metric's name valid for MLflow: replace forbidden characters by '_', and append a checksum, which keeps names different."
     if re.fullmatch(r'[\w.\- ]+', part) and part not in ('.', '..'): return part
     return re.sub(r'[^\w\- ]', '_', part)+f'-{crc32(part.encode()):08x}'
 

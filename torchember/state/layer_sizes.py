@@ -59,7 +59,7 @@ class LayerSizes:
             for t in self.tracks if has_own_weights(t.module)}
         # first: name of an output -> its value and the input of the layer at step 0; calls: path -> number of finished calls in this pass
         self.first,self.rows,self.calls = {},[],Counter()
-        # random: path -> states of random generators before the call of a layer; repeats: True while a layer is called with its weights of step 0
+        # random: path -> states of random generators before the call of a layer; repeats: True while a layer is called again, with its weights of step 0
         self.random,self.repeats = {},False
         self.hooked_pass(self.keep_first)
         kept = innermost([p for p in self.calls if p in self.weights])

@@ -541,7 +541,7 @@ def blocks_of_run(path, more=b'', end=None, after=(0, 0)):
             for before,p in zip(accumulate((p['rows'] for p in parts), initial=0), parts, strict=False):
                 if p['end']<=done: continue
                 part = open_part(path, p, listing['id'])
-                # the part was merged from parts that were yielded before and further parts, so its first rows were yielded already
+                # this part was merged from several parts. The first of these were yielded before, so their rows are skipped
                 part.first = given-before if p['start']<done else 0
                 with part.file: yield part
                 done,given = p['end'],before+p['rows']

@@ -114,7 +114,7 @@ class Rotation:
         self.ready,self.wait = False,self.pause
 
     def retry_later(self, e, then='the conversion is tried again later'):
-        """Plan the next attempt after the exception `e`. Warn the user, unless another process is converting the log.
+        """Plan the next attempt to convert the log, after the exception `e`. Warn the user, unless another process is converting the log.
 
         `then`: end of the warning.
         """

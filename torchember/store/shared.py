@@ -210,7 +210,7 @@ def share_logs(lists):
         for log in logs: list_shared(log, files.made, int(holder.name.rpartition('.rank')[2]))
 
 def list_shared(log, made, holder):
-    "Add the shared files to the list of parts of a log. Then remove the parts that they replace. `made`: list of `SharedFiles`."
+    "Add files shared by several logs to the list of parts of one log. Then remove the old parts, whose rows are in these files. `made`: list of `SharedFiles`."
     before = [p for p in log.listing['parts'] if 'holder' in p]
     new = shared_entries(made, log.listing['id'], holder, max(p['last'] for p in log.listing['parts']))
     write_part_list(log.path, log.listing|{'parts': [*before, *new]})

@@ -89,7 +89,7 @@ def grouped_logits(q, k, rows, scale):
     return got.reshape(sequences, heads, m, -1)
 
 def parts_of_logits(logits, visible, rows, n) -> dict:
-    "Return the parts of each head except `logit_bound`: name -> array (heads,). The first `n` rows count for sums."
+    "Return sums and maxima for the statistics of each head: name -> array (heads,). `rows`: positions of queries; sums use the first `n` queries."
     distance = jnp.arange(logits.shape[-1], dtype=jnp.int32)-rows[..., None]
     log_weights = jax.nn.log_softmax(jnp.where(visible, logits, -jnp.inf), -1)
     weights = jnp.where(visible, jnp.exp(log_weights), 0.)
