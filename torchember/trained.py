@@ -100,7 +100,7 @@ class ClassPatch:
         self.cls,self.name,self.notify,self.after,self.former,self.patched = cls,name,notify,after,None,None
 
     def install(self):
-        "Replace the method of the class."
+        "Replace the method of the class by a function that also calls `notify`."
         if self.patched is not None: return
         former,notify,after = getattr(self.cls, self.name),self.notify,self.after
         @functools.wraps(former)

@@ -152,7 +152,7 @@ class Replacements:
     def __init__(self): self.functions,self.methods = {},{}
 
     def make(self, functions, methods):
-        """Replace functions of torch in all Python modules, and methods of tensors.
+        """Install replacements for torch functions, in all Python modules that imported them, and for tensor methods.
 
         `functions`: function of torch -> its replacement; `methods`: name of a method -> its replacement.
         """

@@ -111,7 +111,7 @@ def replace_step(o, run) -> ReplacedStep:
     def step(self, *args, **kwargs):
         "Call `run` with the original `step` of the object."
         def go(*args, **kwargs):
-            "Call the original `step` of the object."
+            "Call the original method `step` of the optimizer or scaler."
             return type(self).step(self, *args, **kwargs) if former is None else former(*args, **kwargs)
         return run(self, go, args, kwargs) if self is o else go(*args, **kwargs)
     # copies the attributes of the former `step`, because learning-rate schedulers set attributes of the `step` that they wrap

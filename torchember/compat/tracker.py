@@ -108,7 +108,7 @@ def stash_full_tensor(
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #0a49309d
 def exponents_stat(min_exp=-16, max_exp=16):
-    "Return the name of the statistic that counts the elements for each exponent in this range."
+    "Return the name of the statistic that counts the elements with each exponent from `min_exp` to `max_exp`."
     return f'exponents({min_exp}, {max_exp})'
 
 def builtin_statistics(stash_value): # stash_value: argument of `track`

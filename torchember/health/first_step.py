@@ -298,7 +298,7 @@ def judgeable_findings(found, h, n):
 few_steps_note = "In a model that calls or trains parts of it only in some steps, this is no fault: check more steps."
 
 def sentence_of(f, n):
-    """Return the text of a finding, with the number of steps corrected to `n`.
+    """Return the text of a finding, with `n` as the number of steps in it.
 
     Rules count the rows of a weight, which are one more than the steps.
     """

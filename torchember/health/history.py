@@ -244,7 +244,7 @@ class History:
         self.all = list(split_series(df, ~of_types(*of_no_tensor))) if len(df) else []
         self.evaluated = [s for s in self.all if s.phase=='eval']
         self.trained = [s for s in self.all if s.phase not in beside_training]
-        # without a pass in training mode, the model is trained in evaluation mode: all passes are training passes
+        # if no pass ran in training mode, the model was trained in evaluation mode, so all passes are training passes
         in_eval_mode = not any(s.ttype in ('input', 'output') for s in self.trained)
         if in_eval_mode: self.trained,self.evaluated = self.all,[]
         self.steps,self.graph = union_of_steps(self.trained),ModuleGraph(self.trained)

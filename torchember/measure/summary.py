@@ -121,7 +121,7 @@ def merged_moments(n, mean, m2, m3, m4, xp=np) -> tuple:
 
     `n`: number of finite elements of each tensor. `xp`: numpy, torch or jax.numpy, also inside `jax.jit`."""
     total = n.sum(-1)
-    # base: mean of the largest tensor. Distances from a near base are small, and so are their rounding errors
+    # base: mean of the largest tensor. It is close to the values, so the differences and their rounding errors are small
     base = xp.take_along_axis(mean, n.argmax(-1)[..., None], -1)
     d = xp.where(n>0, mean-base, 0.)
     shift = xp.where(total>0, (n*d).sum(-1)/xp.maximum(total, 1.), 0.)

@@ -35,7 +35,7 @@ most_blocks,most_slots,most_threads,most_depth,most_text = 256,256,16,126,1<<18
 BLOCK = 64
 # index where the table of slots (copies of steps) begins; an entry has the offset and size of a slot in bytes
 SLOT = BLOCK+4*most_blocks
-# Index where the table of threads begins. Each entry: id of the thread, number of its running modules, number of each running module
+# Index where the table of threads begins. Each entry: id of the thread, count of its running modules, number of each of these modules
 THREAD = SLOT+2*most_slots
 thread_width = 2+most_depth
 # Offset, in bytes, of the text with rows of the current step. Behind it is the text with late rows, which arrived after the end of their step
@@ -132,7 +132,7 @@ class BoxFile:
         return at, self.mapped[from_:from_+size]
 
     def append_line(self, line):
-        "Append a line to the text file of the box. Raise OSError if the disk is full."
+        "Append a line to the text file of the black box. Raise OSError if the disk is full."
         if os.write(self.side, line+b'\n')<=len(line): raise OSError('the disk has no space for one more line of the black box')
 
     def remove(self):

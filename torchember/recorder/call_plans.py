@@ -151,7 +151,7 @@ class PlannedPass:
 # %% ../../nbs/40_recorder/76_call_plans.ipynb #d7068812
 class LearnedTensors:
     "Nesting of a module's arguments or results, and the tap (place of a measured tensor) of each tensor in them, as compiled code needs."
-    tries = 4 # maximum number of structures to learn for a module. Arguments may have another structure in each call, and learning is slow
+    tries = 4 # maximum number of structures (nestings of arguments) to learn for a module. A module may get a new structure in each call, and learning is slow
     def __init__(self):
         self.structure,self.structures,self.words,self.names = None,[],None,()
         self.learned,self.taps,self.held = 0,[],[] # learned: number of attempts to learn a structure

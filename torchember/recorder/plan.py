@@ -265,7 +265,7 @@ def parameter_rows(r, ended=()) -> tuple: # a list of `PlannedTensor`, and remar
     return places, sorted(notes)
 
 def flow_rows(r) -> tuple: # a list of `PlannedTensor`, and remarks about rows whose number is unknown
-    """Return the expected rows of inputs and outputs when no example input is given.
+    """Return the rows of inputs and outputs to expect, for a plan without an example input.
 
     These are the rows of the last recorded pass. Without such a pass, expect one input and one output for each module.
     """

@@ -67,7 +67,7 @@ class Slopes:
         return self.known.get((layer, step, quantity), (math.nan,))[0]
 
     def own(self, layer, step, quantity, against, may_shrink=1.) -> float:
-        """Return the part of a slope that the slope of the input does not explain. Return 0 if this part is within the tolerance.
+        """Return the part of a layer's slope that is not explained by the slope of the layer's input. Return 0 if this part is within the tolerance.
 
         against: name of the size of the input
         may_shrink: factor of the tolerance for sizes that shrink

@@ -182,7 +182,7 @@ class JsonLines:
             or (path_exists if is_url(self.path) else os.path.exists)(self.path))
 
     @property
-    # A new log counts 0 bytes, even if a file of its name exists, because that file belongs to another run
+    # The size of a new log is 0, even if a file with this name exists, because that file belongs to another run
     def bytes_on_disk(self):
         "Return the size of the log's file in bytes; 0 for a new log."
         return os.path.getsize(self.path) if not self.fresh and os.path.exists(self.path) else 0

@@ -666,7 +666,7 @@ desk = WorkSpace()
 
 @cache
 def start_of(wanted):
-    "Return the flags for the groups `wanted`, the summary vector of no elements, and the length of this vector."
+    "Return a flag for each group of sums (True if in `wanted`), the summary vector before any element is read, and its length."
     v = no_elements(wanted)
     v[FINITE] = 0
     return sum(f for f,g in zip(flags, ('absolute', 'higher', 'powers', 'exponents'), strict=True) if g in wanted), v, len(v)
