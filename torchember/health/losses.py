@@ -323,7 +323,8 @@ def loss_spike(h, times=10., part=.5):
     if len(p.values)<12 or p.verdict in ('means nothing', 'rises') or (found := find_loss_jump(p, times, part)) is None: return
     i,usual = found
     v,step = p.values,p.steps[i]
-    if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return # no finding: if the shape of the data changes, the training has moved to another task
+    # no finding: if the shape of the data changes, the training has moved to another task
+    if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
     why = f" The data of this step are {fmt_times(data)} as large as usual." if data else ''
@@ -358,7 +359,8 @@ def report_constant_data(h, s, at, alone):
 
 def is_unchanging(s):
     "Return True if a tensor has the same statistics in all steps."
-    atol = 1e-6*s.rms[0] if np.isfinite(s.rms[0]) else 0 # 0 for an infinite rms, because with an infinite tolerance all values would count as equal
+    # 0 for an infinite rms, because with an infinite tolerance all values would count as equal
+    atol = 1e-6*s.rms[0] if np.isfinite(s.rms[0]) else 0
     return all(np.allclose(s[c], s[c][0], rtol=1e-5, atol=atol, equal_nan=True) for c in ('mean', 'std', 'max', 'min') if c in s)
 
 def count_different(ins):

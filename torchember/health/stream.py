@@ -35,7 +35,8 @@ class Blocks:
     def factors_without_massive(self):
         "Return factors (steps, blocks): how many times larger `added` would be without massive activations in the stream, or 1."
         with np.errstate(all='ignore'): by_median = self['rms']*self['median_ratio']/self['largest']
-        return np.fmax(by_median/1.5, 1) # 1.5: normally distributed values have an rms of 1.48 times their median absolute value
+        # 1.5: normally distributed values have an rms of 1.48 times their median absolute value
+        return np.fmax(by_median/1.5, 1)
 
 def streams_of(h) -> list:
     "Return the `Blocks` of each list of blocks, in the order of the rows. `h`: a `History`."

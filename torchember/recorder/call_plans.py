@@ -129,7 +129,8 @@ class PlannedPass:
                 patch = st.track.module.__dict__.get(KEY)
                 if patch is not None and patch.plan is not None: patch.plan.note_box(box)
         c[k.ENTRY],c[k.DEEPEST],c[k.ALIVE] = here.box[1] if here.box[0] is box.token else 0,most_depth,ALIVE
-        words = np.frombuffer(box.words, np.int64) # array on the memory of the box, kept alive so that the memory stays mapped until the pass ends
+        # array on the memory of the box, kept alive so that the memory stays mapped until the pass ends
+        words = np.frombuffer(box.words, np.int64)
         self.held,c[k.BOX] = (*self.held[:-1], words, self.held[-1]),address_of(words)
 
     def stop(self):
@@ -151,7 +152,8 @@ class PlannedPass:
 # %% ../../nbs/40_recorder/76_call_plans.ipynb #d7068812
 class LearnedTensors:
     "Nesting of a module's arguments or results, and the tap (place of a measured tensor) of each tensor in them, as compiled code needs."
-    tries = 4 # maximum number of structures (nestings of arguments) to learn for a module. A module may get a new structure in each call, and learning is slow
+    # maximum number of structures (nestings of arguments) to learn for a module. A module may get a new structure in each call, and learning is slow
+    tries = 4
     def __init__(self):
         self.structure,self.structures,self.words,self.names = None,[],None,()
         self.learned,self.taps,self.held = 0,[],[] # learned: number of attempts to learn a structure

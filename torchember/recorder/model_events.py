@@ -169,7 +169,8 @@ class RunningPasses:
             except BaseException: # reached with on_error='raise', for example if a schedule raises an error
                 self.running -= 1
                 raise
-            if self.running>1: self.planned.stop() # compiled code must stop, because it takes no lock, and a pass in several threads needs the lock
+            # compiled code must stop, because it takes no lock, and a pass in several threads needs the lock
+            if self.running>1: self.planned.stop()
             else: self.planned.begin(here)
 
     def end(self, here, compiled) -> bool|None:

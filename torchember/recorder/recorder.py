@@ -116,7 +116,8 @@ class ArmedModel:
         # watches: `OptimizerWatch` and `ClippingWatch`, if needed; graphs: `Graphs` or `UnrecordedGraphs` on a GPU
         self.watches,self.graphs = watches,graphs
         self.tracks,self.owner = (),None # tracks: `moduleTrack` of each module, root first; owner: returns the `torchEmber`
-        self.containers = Containers() # modules without torchember's hooks, to which child modules may be added that must be recorded
+        # modules without torchember's hooks, to which child modules may be added that must be recorded
+        self.containers = Containers()
         self.same_modules = None # `SameDicts` of all modules, to find new modules quickly; None if not made yet
 
     def arm(self, tracks, watched=None, owner=None, methods=None):

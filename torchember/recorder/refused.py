@@ -64,7 +64,8 @@ class TrainingPass:
         """
         if self.before is None: return False
         brought = [i for i,(b,a) in enumerate(zip(self.before, self.after or now, strict=True)) if a!=b]
-        if not brought: return self.after is None # no gradients were computed: they count as removed if the backward failed (`after` is None)
+        # no gradients were computed: they count as removed if the backward failed (`after` is None)
+        if not brought: return self.after is None
         def changed(i):
             "Return True if gradient `i` was changed or removed since the end of the backward."
             return now[i] is None or self.after is None or now[i]!=self.after[i]

@@ -25,7 +25,8 @@ def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks
     if ttype=='scalar':
         stats = {k: wait_for_number(v) for k,v in stats.items()}
         nans = sum(isinstance(v, float) and v!=v for v in stats.values())
-        if nans: stats = {**stats, 'nan': nans} # NaN are counted in a column of their own, because tables show missing numbers as NaN, too
+        # NaN are counted in a column of their own, because tables show missing numbers as NaN, too
+        if nans: stats = {**stats, 'nan': nans}
     extra = {} if pname is None else {'pname': pname}
     if micro is not None and many_passes.get(phase): extra['micro'] = micro
     if phase: extra['phase'] = phase

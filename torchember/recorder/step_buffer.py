@@ -60,13 +60,15 @@ def torch_generators(device):
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #ca5cd52a
 class Generators:
     "Random generators for users' functions, so that these functions do not change the random numbers of the training."
-    lock = threading.RLock() # shared by all instances, because all `torchEmber` objects of a process share the generators of the training
+    # shared by all instances, because all `torchEmber` objects of a process share the generators of the training
+    lock = threading.RLock()
     tries = 100 # slow generators are saved in this number of first calls of a function, and later only if the function used them
 
     def __init__(self):
         self.states = {} # name of a random generator -> its state while functions of the user run
         self.calls = Counter() # id of a function -> number of its calls
-        self.drawn = set() # pairs (id of a function, name of a random generator whose state is read slowly): the function has drawn numbers from this generator
+        # pairs (id of a function, name of a random generator whose state is read slowly): the function has drawn numbers from this generator
+        self.drawn = set()
 
     def call(self, f, x):
         "Return `f(x)` for a user's function `f`. Then restore the random generators, as if `f` had not been called."

@@ -213,7 +213,8 @@ class Steps:
     def remove_failed(self) -> int:
         "Remove the last pass, because it failed. Return its number among all passes of the step."
         number = self.state.remove_failed()
-        if not self.manual: self.state.opened = False # the step counts as not begun, because the next pass replaces the failed pass
+        # the step counts as not begun, because the next pass replaces the failed pass
+        if not self.manual: self.state.opened = False
         return number
 
     def remove_refused(self, number) -> bool:
