@@ -1374,10 +1374,10 @@ def test_labels_of_a_device_that_fails(gpu, monkeypatch, tmp_path):
     from torchember.recorder.losses import Labels
     labels = Labels()
     for _ in range(20): labels.add(late(torch.arange(3)))
-    assert len(labels.pending)==16
-    labels.read_pending()
-    assert len(labels.pending)==16 # nothing has arrived
+    assert len(labels.copies.pending)==16
+    labels.copies.read()
+    assert len(labels.copies.pending)==16 # nothing has arrived
     gpu.failed = True
-    labels.read_pending(True)
-    assert not labels.pending and labels.facts()=={}
+    labels.copies.read(True)
+    assert not labels.copies.pending and labels.facts()=={}
     gpu.failed = False

@@ -57,7 +57,7 @@ def a_temperature_that_falls_to_zero(arm):
     train(arm, model, torch.optim.AdamW(model.parameters(), 1e-5))
 
 
-@is_broken('uniform_heads', paths='layers.*')
+@is_broken('dead_heads', paths='layers.*')
 def a_head_whose_queries_and_keys_start_at_zero(arm):
     "Queries and keys of a head start at zero, so neither gets a gradient, and the head stays an average"
     torch.manual_seed(506)
@@ -65,3 +65,29 @@ def a_head_whose_queries_and_keys_start_at_zero(arm):
     with torch.no_grad():
         for f in (model.layers[1].attn.q, model.layers[1].attn.k): f.weight[:16] = 0; f.bias[:16] = 0
     train(arm, model)
+
+
+@is_broken('future_attention', paths='layers.*')
+def no_mask_in_any_layer(arm):
+    "Each letter is predicted from the whole passage, the letter itself included"
+    torch.manual_seed(507)
+    losses = train(arm, Reader([everything]*2))
+    assert losses[-1]<1 # the next letter is copied
+
+
+@is_broken('dead_heads', paths='layers.1.attn')
+def a_mask_that_hides_all_keys(arm):
+    "A mask that shows the keys is added to the logits after it was inverted twice too often, so no key is left"
+    torch.manual_seed(508)
+    train(arm, Reader([causal, lambda n: torch.full((n, n), -1e9)]))
+
+
+@is_broken('attention_collapse', 'attention_logits', paths='layers.*', steps=(40, 90))
+def a_temperature_that_falls_after_the_loss_has_fallen(arm):
+    "The loss falls until the factor of the logits begins to grow, and not any more from then on"
+    torch.manual_seed(509)
+    passes = [0]
+    def scale():
+        passes[0] += 1
+        return .25*1.2**min(max(passes[0]-100, 0), 60)
+    train(arm, Reader([causal]*2, scale=scale), n=200)

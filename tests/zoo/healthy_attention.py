@@ -73,3 +73,31 @@ def an_encoder_of_torch(arm):
     x,y = zip(*passages(40, 16), strict=True)
     x,y = torch.cat(x),torch.cat(y)
     fit(arm, model, torch.optim.AdamW(model.parameters(), 1e-3), (batch(16, x, x) for _ in range(100)), of_tokens, attention=True)
+
+
+@is_healthy
+def a_prefix_without_loss(arm):
+    "The first 14 letters see one another, and the loss is computed for the letters after them only"
+    torch.manual_seed(608)
+    def prefix(n): return causal(n) | (torch.arange(n)<14)
+    def later(out, y): return of_tokens(out, y.masked_fill(torch.arange(y.shape[1])<14, -100))
+    model = Reader([prefix]*2)
+    fit(arm, model, torch.optim.AdamW(model.parameters(), 3e-3), passages(120, 16), later, attention=True)
+
+
+@is_healthy
+def an_encoder_and_a_decoder(arm):
+    "The decoder has a mask, and predicts the next letter of a passage that the encoder reads backwards"
+    torch.manual_seed(609)
+    class Translator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed,self.place = nn.Embedding(len(letters), 32),nn.Embedding(24, 32)
+            self.both,self.head = nn.Transformer(32, 2, 1, 1, 64, 0., batch_first=True),nn.Linear(32, len(letters))
+
+        def forward(self, x):
+            place = self.place(torch.arange(x.shape[1]))
+            mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1])
+            return self.head(self.both(self.embed(x.flip(1))+place, self.embed(x)+place, tgt_mask=mask))
+    model = Translator()
+    fit(arm, model, torch.optim.AdamW(model.parameters(), 1e-3), passages(60, 16), of_tokens, attention=True)

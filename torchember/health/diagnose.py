@@ -49,7 +49,7 @@ severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of all rules: a rule that finds causes comes before the rules that find their consequences
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
     'broadcast', 'target_range', 'one_class', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'not_trained', 'resumed', 'schedule_per_batch',
-    'clipped_early', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention',
+    'clipped_early', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention', 'dead_heads',
     'attention_logits', 'peaked_attention', 'attention_collapse', 'attention', 'router_collapse', 'unused_expert',
     'no_gradient', 'underflow', 'lost_gradients', 'massive_activations', 'overflow', 'stream_grows', 'idle_blocks', 'autocast',
     'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',

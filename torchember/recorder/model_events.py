@@ -275,6 +275,7 @@ class ModelEvents(Listener):
         self.calls.current = state.track
         state.passes.shapes_known[0] = 0
         state.track.input_dt = {n: shape_of(x) for n,x in inputs}
+        if state.root and self.on: self.recorder.losses.note_inputs(inputs)
         self.sources.flow(state, 'input', inputs, call, here.phase)
         self.calls.enter(state.track, call)
         self.cost.add_work(since)

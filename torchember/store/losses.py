@@ -11,7 +11,7 @@ most_labels = 4096 # labels of at least this number are not counted one by one
 
 texts = 'name', 'tname', 'kind', 'takes', 'target_dtype', 'end'
 whole_numbers = ('first_step', 'seen', 'expanded', 'batches', 'single', 'distinct', 'smallest', 'largest',
-    'classes', 'ignore_index', 'softmax_dim', 'softmax_size')
+    'classes', 'ignore_index', 'softmax_dim', 'softmax_size', 'positions')
 
 def is_valid_loss(e) -> bool:
     "Return True if a value from a file has the keys and types of a loss entry in the metadata."
@@ -21,7 +21,7 @@ def is_valid_loss(e) -> bool:
     shapes = [e.get(k) for k in ('shape', 'target_shape', 'result_shape')]
     if not all(s is None or isinstance(s, list) and all(type(n) is int for n in s) for s in shapes): return False
     return (isinstance(e.get('activations'), list) and all(isinstance(a, str) for a in e['activations'])
-        and isinstance(e.get('share'), float|int|None))
+        and all(isinstance(e.get(k), float|int|None) for k in ('share', 'next_tokens')))
 
 def valid_losses(meta) -> list:
     "Return the valid entries of metadata of the kind 'losses'."
