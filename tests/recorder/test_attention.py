@@ -358,3 +358,20 @@ def test_nested_sequences_are_named():
     with pytest.warns(EmberWarning, match='nested'): model(x)
     te.disarm()
     assert not len(heads(te))
+
+
+def test_a_layer_whose_attention_cannot_be_seen_is_named():
+    from torch.nn.attention.flex_attention import flex_attention
+    class FlexAttention(nn.Module):
+        def forward(self, x):
+            with torch.no_grad(): y = flex_attention(*[x.detach()[:, None]]*3)[:, 0] # on a CPU, it has no backward
+            return x+y
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, 0., batch_first=True), FlexAttention(), FlexAttention())
+    te = torchEmber(model, attention=True)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        for _ in range(3): model(torch.randn(2, 16, 16)).mean().backward()
+    te.close()
+    said = [str(w.message) for w in seen if 'No attention' in str(w.message)]
+    assert len(said)==1 and 'model(Sequential).1(FlexAttention), model(Sequential).2(FlexAttention), although' in said[0] and 'flex_attention' in said[0]
+    assert set(heads(te).path)=={'0.self_attn'}
