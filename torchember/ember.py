@@ -58,12 +58,12 @@ class RecordedRun:
     def __init__(self, t, recorder): self.t,self.recorder = t,recorder
 
     def how_record(self,
-        *ttypes # Tensor types to record with this function
+        *ttypes # Tensor types to record with the decorated function
     ): # Decorator that returns its function unchanged
         """Choose how some tensor types are recorded: by your function from a tensor to a dict of statistics, or by a named set of statistics.
 
         Args:
-            *ttypes: Tensor types to record with this function
+            *ttypes: Tensor types to record with the decorated function
 
         Returns:
             Decorator that returns its function unchanged
@@ -75,7 +75,7 @@ class RecordedRun:
             raise ValueError("how_record needs the tensor types that your function measures, such as how_record('output'). "
                 f"Choose from: {', '.join(recorded)}.")
         def use(f):
-            "Use the function `f` to record these tensor types."
+            "Record the tensor types `ttypes` with `f`: a function, or a named set of statistics. Return `f`."
             self.recorder.buffer.use(f if callable(f) else stat_names(f), ttypes, self.recorder.sources.states)
             return f
         return use
@@ -95,7 +95,7 @@ class RecordedRun:
     def set_metric(self,
         ttype:str # 'in', 'out', 'weight' or 'grad'
     ): # Decorator that returns its function unchanged
-        """Choose how a tensor type is recorded. Same as `how_record`, with the names of torchember 0.2.
+        """Choose how a tensor type is recorded, as `how_record` does. Accepts the names of tensor types of torchember 0.2.
 
         Args:
             ttype: 'in', 'out', 'weight' or 'grad'
@@ -107,7 +107,7 @@ class RecordedRun:
         return self.how_record(words.get(ttype, ttype))
 
     def log(self, /, *unnamed, **numbers):
-        "Add numbers to the step of the last pass, in a row with the ttype 'scalar': `te.log(loss=loss)`. This does not wait for a GPU."
+        "Log numbers in the step of the last forward pass, with the ttype 'scalar': `te.log(loss=loss)`. The call does not wait for a GPU."
         check_numbers(unnamed, numbers)
         if numbers and not disabled(): self.recorder.log(numbers)
 
@@ -118,7 +118,7 @@ class RecordedRun:
         self.recorder.marks.check(marks, self.recorder.step, self.recorder.notices)
 
     def unmark(self, *names):
-        "Stop adding columns with these names, which `mark` has added, to rows. Without names, stop adding any."
+        "Stop adding the columns `names`, set by `mark`, to new rows. Without names, stop adding all columns set by `mark`."
         self.t.unmark(*names)
 
     def log_model(self): # This `torchEmber`
@@ -132,13 +132,13 @@ class RecordedRun:
 
     def watch_tensor(self,
         name:str, # Name of the tensor in the log, in column `tname`
-        tensor:torch.Tensor|None # A tensor that is in no module; None to stop recording this name
+        tensor:torch.Tensor|None # Tensor outside of all modules; None to stop recording the tensor of this name
     ): # The tensor, unchanged
         """Record a tensor that is in no module, and its gradient, at the end of each step, as a weight of the root module.
 
         Args:
             name: Name of the tensor in the log, in column `tname`
-            tensor: A tensor that is in no module; None to stop recording this name
+            tensor: Tensor outside of all modules; None to stop recording the tensor of this name
 
         Returns:
             The tensor, unchanged
@@ -149,12 +149,12 @@ class RecordedRun:
         return tensor
 
     def watch_attention(self,
-        steps=True # True for steps that become rarer; or steps like those of `every`; False to stop
+        steps=True # True: steps with growing intervals; or a schedule of steps, as for `every`; False: stop recording
     ): # The ember itself
-        """Record numbers of each attention head from now on, as `torchEmber(model, attention=True)` does.
+        """Record statistics of each attention head from now on, as `torchEmber(model, attention=True)` does.
 
         Args:
-            steps: True for steps that become rarer; or steps like those of `every`; False to stop
+            steps: True: steps with growing intervals; or a schedule of steps, as for `every`; False: stop recording
 
         Returns:
             The ember itself
@@ -192,7 +192,7 @@ class RecordedRun:
         Returns:
             The matplotlib Axes of the picture
         """
-        from torchember import overview # imported here, because the package `show` imports `ember`
+        from torchember import overview # imported here to avoid a circular import: the package `show` imports `ember`
         return overview(self, *args, **kwargs)
 
     def live(self,
@@ -231,13 +231,13 @@ def disarm_earlier(model):
     earlier.owner().disarm()
 
 def watched_modules(tracks, include, exclude):
-    "Return the modules to record, as a set of their ids."
+    "Return the set of the ids (`id(module)`) of the modules to record."
     pairs = [(p, t.module) for t in tracks for p in (t.path, *t.aliases)]
     return chosen(pairs, include, exclude)
 
 # %% ../nbs/57_ember.ipynb #c4a1e57b
 def last_finished_step(recorder):
-    """Return the number of the last finished step, or None.
+    """Return the number of the last finished step, or None if no step is finished.
 
     Without an optimizer an open step counts as finished, because only the next pass would end it."""
     steps = recorder.steps
@@ -246,14 +246,14 @@ def last_finished_step(recorder):
     return steps.number if recorder.watch is None and not steps.manual and steps.opened else steps.number-1
 
 def weight_reader(root):
-    """Return a function `read(path, name, stats)` that measures the current value of a parameter. It returns a dict, or None.
+    """Return a function that measures the current value of a parameter: `read(path, name, stats)` returns a dict of statistics, or None.
 
     root: `moduleTrack` of the model"""
     found = {key: p for p,_,names in every_parameter(root) for key in names}
     def read(path, name, stats):
         "Measure the current value of a parameter. Return a dict of statistics, or None if it cannot be measured."
         p = found.get((path, name))
-        # a DTensor holds only a shard, but the run has recorded the whole weight
+        # skip a DTensor: it has only a shard on this rank, but the run contains statistics of the whole weight
         if p is None or not p.requires_grad or hasattr(p, 'placements'): return None
         try: return get_stats(p.detach(), stats)
         except Exception: return None # for example, the weight has a dtype that cannot be measured
@@ -272,7 +272,7 @@ class ArmedModel(RecordedRun):
         self.include,self.exclude,self.armed = include,exclude,False
 
     def watched(self, tracks):
-        "Return the modules to record, as a set of their ids."
+        "Return the set of the ids (`id(module)`) of the modules to record."
         return watched_modules(tracks, self.include, self.exclude)
 
     def arm(self): # This `torchEmber`
@@ -379,7 +379,7 @@ class ArmedModel(RecordedRun):
         r = self.recorder
         finished = last_finished_step(r)
         if finished is None: raise RuntimeError(no_step)
-        # the user may not have passed all optimizers of the model to `torchEmber`
+        # search for optimizers, because the user may not have passed all optimizers to `torchEmber`
         with r.lock: r.sources.note_parameters(search=True)
         return check_step(self, rules, steps=steps, current=weight_reader(self.tracks[0]), finished=finished)
 
@@ -423,7 +423,7 @@ def merge_ranks(t, rank, world, tree):
         return None
     run,paths = weakref.ref(t),paths_in(tree)
     def about():
-        "Return facts about this rank for the merge of rows; None if the run was deleted."
+        "Return the metadata of this rank that are needed to merge rows of all ranks. Return None if the run was deleted."
         return None if (t := run()) is None else {'about': t.about.get('ranks'), 'paths': paths}
     def note(what):
         "Show a message to the user, unless the run was deleted."
@@ -431,7 +431,7 @@ def merge_ranks(t, rank, world, tree):
     return WholeSteps(part, rank, world, about, note, store)
 
 def report_of(recorder, views=(), rules=None, feeds=()) -> Report: # views: live views; rules: a `RuleWatch`; feeds: a `Feed` for each sink
-    "Return the report of an ended run. Write into its metadata how long recording has taken."
+    "Return the report of an ended run. Also write the time spent on recording into the metadata of the run."
     r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
     def spent():
         "Return the time that recording has taken, in seconds and as a share of the run's time."
@@ -456,7 +456,7 @@ class torchEmber(ArmedModel):
     Args:
         model: The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
         optimizer: Optimizer, or list of optimizers. A training step is over when all of them have stepped
-        ttypes: Tensor types; also 'output_grad', 'input_grad', 'optimizer' and others
+        ttypes: Tensor types to record; also 'output_grad', 'input_grad', 'optimizer'
         include: Modules to record: arguments of `select`, such as 'features.*' or nn.Linear; all by default
         exclude: Modules to leave out: arguments of `select`
         every: Steps to record: one step in 10, a time such as '60s', 'linear(5, 2)', log_spaced(5), or a function of the step. See `schedule`
@@ -468,14 +468,14 @@ class torchEmber(ArmedModel):
         store: Format of the log: 'jsonl' (lines of JSON) or 'parquet' (much smaller). Both are read in the same way
         overhead: Fraction of the training time that recording may take, such as 0.02. If needed, some steps of `every` are skipped
         scaler: The `GradScaler` in use, to record unscaled gradients and to mark skipped steps. Not needed with accelerate, whose optimizer has a scaler
-        ends: 'step': only `torchEmber.step` ends a step. Default: the optimizer does; without an optimizer, each pass until the first `step()`
+        ends: 'step': only `torchEmber.step` ends a step. Default: the optimizer ends it; without one, each pass, until `step()` is called
         rules: Rules that check the run during training: 'default', or a list of rules as for `diagnose`
         on_finding: What to do with a finding of these rules: 'warn', 'stop' (raise an error in the training), or a function that gets the finding
-        blackbox: Black box, a file of recent steps that survives a crash. None: if possible; False: none; 20: also 20 steps that `every` skips
+        blackbox: Black box (file of recent steps that survives a crash). None: if possible; False: no; 20: also 20 steps that `every` skips
         cuda_graphs: True to also record each replay of CUDA graphs that the program captures
-        attention: True to record numbers of each attention head, at steps that become rarer; or steps like those of `every`
-        routers: True to record how many tokens each expert of a mixture of experts gets; or steps, as for `attention`
-        stream: True to record the residual stream after each block; or steps, as for `attention`; or names of blocks: ['layers.*']
+        attention: True to record statistics of each attention head, at steps with growing intervals; or a schedule of steps, as for `every`
+        routers: True to record how many tokens each expert of a mixture of experts gets; or a schedule of steps, as for `attention`
+        stream: True to record the residual stream after each block; or a schedule, as for `attention`; or names of blocks: ['layers.*']
         sinks: Where to send the statistics of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce: 'step': listeners on rank 0 get the merged rows of all processes. No process waits for another
         first_step: Number of the first step, to continue from a checkpoint. Default: 0, or the step after the last step of a resumed run
@@ -486,7 +486,7 @@ class torchEmber(ArmedModel):
         model:nn.Module, # The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
         optimizer=None, # Optimizer, or list of optimizers. A training step is over when all of them have stepped
         *,
-        ttypes=('input', 'output', 'weight', 'weight_grad', 'prediction', 'target'), # Tensor types; also 'output_grad', 'input_grad', 'optimizer' and others
+        ttypes=('input', 'output', 'weight', 'weight_grad', 'prediction', 'target'), # Tensor types to record; also 'output_grad', 'input_grad', 'optimizer'
         include=None, # Modules to record: arguments of `select`, such as 'features.*' or nn.Linear; all by default
         exclude=None, # Modules to leave out: arguments of `select`
         every=1, # Steps to record: one step in 10, a time such as '60s', 'linear(5, 2)', log_spaced(5), or a function of the step. See `schedule`
@@ -498,14 +498,14 @@ class torchEmber(ArmedModel):
         store:str='jsonl', # Format of the log: 'jsonl' (lines of JSON) or 'parquet' (much smaller). Both are read in the same way
         overhead:float|None=None, # Fraction of the training time that recording may take, such as 0.02. If needed, some steps of `every` are skipped
         scaler=None, # The `GradScaler` in use, to record unscaled gradients and to mark skipped steps. Not needed with accelerate, whose optimizer has a scaler
-        ends:str|None=None, # 'step': only `torchEmber.step` ends a step. Default: the optimizer does; without an optimizer, each pass until the first `step()`
+        ends:str|None=None, # 'step': only `torchEmber.step` ends a step. Default: the optimizer ends it; without one, each pass, until `step()` is called
         rules=(), # Rules that check the run during training: 'default', or a list of rules as for `diagnose`
         on_finding='warn', # What to do with a finding of these rules: 'warn', 'stop' (raise an error in the training), or a function that gets the finding
-        blackbox:int|None=None, # Black box, a file of recent steps that survives a crash. None: if possible; False: none; 20: also 20 steps that `every` skips
+        blackbox:int|None=None, # Black box (file of recent steps that survives a crash). None: if possible; False: no; 20: also 20 steps that `every` skips
         cuda_graphs:bool=False, # True to also record each replay of CUDA graphs that the program captures
-        attention=False, # True to record numbers of each attention head, at steps that become rarer; or steps like those of `every`
-        routers=False, # True to record how many tokens each expert of a mixture of experts gets; or steps, as for `attention`
-        stream=False, # True to record the residual stream after each block; or steps, as for `attention`; or names of blocks: ['layers.*']
+        attention=False, # True to record statistics of each attention head, at steps with growing intervals; or a schedule of steps, as for `every`
+        routers=False, # True to record how many tokens each expert of a mixture of experts gets; or a schedule of steps, as for `attention`
+        stream=False, # True to record the residual stream after each block; or a schedule, as for `attention`; or names of blocks: ['layers.*']
         sinks=(), # Where to send the statistics of each step: 'wandb', 'tensorboard', a function of a step and its numbers, a `Sink`, or a list of these
         reduce:str|None=None, # 'step': listeners on rank 0 get the merged rows of all processes. No process waits for another
         first_step:int|None=None, # Number of the first step, to continue from a checkpoint. Default: 0, or the step after the last step of a resumed run
@@ -525,7 +525,7 @@ class torchEmber(ArmedModel):
         held_steps(blackbox)
         rules,on_finding,sinks = choose_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         ts = tracks(inner)
-        watched_modules(ts, include, exclude) # checks the arguments before the run is created
+        watched_modules(ts, include, exclude) # raises an error for an invalid `include` or `exclude`, before the run is created
         if isinstance(stream, list|tuple|set): watched_modules(ts, stream, None)
         t,rank,world = run_of_rank(type(inner).__name__, name, resume, home, store)
         first = number_of_first(t, resume, first_step)
@@ -582,12 +582,12 @@ class torchEmber(ArmedModel):
         "Return the tree of modules with statistics of the latest step, as HTML for notebooks."
         return tree_table(repr(self)[1:-1], self.mod_tree(), self.t.latest_line_list())
 
-    def __reduce_ex__(self, protocol): # for copies and pickles of a model that has its `torchEmber` as an attribute
+    def __reduce_ex__(self, protocol): # called to copy or pickle a model with its `torchEmber` as an attribute
         return EmberCopy, (self.model_name, self.fname, str(self.t.dir))
 
     def __deepcopy__(self, memo): return EmberCopy(self.model_name, self.fname, str(self.t.dir))
 
-    if not TYPE_CHECKING: # hidden from type checkers, which would accept every name because of this method
+    if not TYPE_CHECKING: # hidden from type checkers, which would accept any attribute name because of `__getattr__`
         def __getattr__(self, name):
             hint = f" Its run has this attribute: te.t.{name}." if not name.startswith('_') and hasattr(emberTracker, name) else ''
             raise AttributeError(f"a torchEmber has no attribute {name!r}.{hint}", name=name, obj=self)

@@ -55,13 +55,13 @@ def options_in(words, prog='torchember run', usage=None) -> dict: # words: list 
     from torchember.ground.record import check_ttypes
     parser = options_parser(prog, usage)
     found = vars(parser.parse_args(words))
-    # a single word can be the name of a set of statistics, or of one statistic
+    # pass a single name as a str, because it may be the name of a set of statistics
     if len(found.get('stats', ()))==1: found['stats'] = found['stats'][0]
     try:
         if 'every' in found: schedule(found['every'])
         if 'ttypes' in found: check_ttypes(found['ttypes'])
         if 'stats' in found:
-            # a late import, because this imports numpy: the program must be able to set environment variables before
+            # imported late, because it imports numpy, and the user's program may set environment variables for numpy
             from torchember.measure.columns import stat_names
             stat_names(found['stats'])
         if not 0<found.get('overhead', 1)<=1:
@@ -114,7 +114,7 @@ def as_module(name):
 
 # %% ../nbs/92_run.ipynb #af61adb3
 def own_part(tb, file):
-    "Return a traceback from the program on, without the frames of torchember above the program."
+    "Return the part of a traceback that begins in the user's program, without the frames of torchember before the program."
     while tb is not None and tb.tb_frame.f_code.co_filename!=file: tb = tb.tb_next
     return tb
 
@@ -201,12 +201,12 @@ def run_source(program, recording, is_module):
 
 # %% ../nbs/92_run.ipynb #5b0c7d21
 def load_program(program, is_module, command='torchember run'):
-    """Return the `Program` of a command line, and set `sys.argv` to its words. Print a message and return None if it cannot be found.
+    """Return the `Program` of a command line, and set `sys.argv`. If the program cannot be found, print a message and return None.
 
     program: the program and its arguments
     command: name for the message"""
     try:
-        # the current folder comes first, as with `python -m`, because `find_spec` must search it
+        # put the current folder first, as `python -m` does, because `find_spec` must search this folder
         if is_module and not sys.flags.safe_path: sys.path[0] = os.getcwd()
         found,sys.argv = (as_module if is_module else as_script)(program[0]),program
         return found

@@ -28,7 +28,7 @@ def parameters_in(module):
     except Exception: return set()
 
 def holders(modules, wanted):
-    """Return the modules with a parameter among the ids `wanted`, and modules whose parameters cannot be listed.
+    """Return the modules that contain a parameter with an id in `wanted`, and the modules with parameters that cannot be listed.
 
     Visit each module only once, for speed."""
     parents,todo,up,seen,done = {},list(modules),[],set(),set()
@@ -47,7 +47,7 @@ def holders(modules, wanted):
     return [m for m in modules if id(m) in done]
 
 def is_part_of_model(module, of):
-    "Return True if `module` is the module `of`, or is inside of it."
+    "Return True if `module` is the module `of` or one of its submodules."
     return any(m is module for m in of.modules())
 
 def is_lightning(module):
@@ -62,7 +62,7 @@ def outermost(some, modules):
 
 # %% ../nbs/91_trained.ipynb #0caac990
 def models_of(parameters, called=None, modules=None) -> list: # called: the outermost called module; modules: candidates, by default all modules
-    "Return the models whose parameters an optimizer trains. The model with most of these parameters comes first."
+    "Return the models that contain the parameters of an optimizer. The model with most of these parameters comes first."
     left,found = ids_of(parameters),[]
     candidates = live_objects(nn.Module) if modules is None else modules
     held = [(m, ids) for m in holders(candidates+[m for m in [called] if m is not None], left)
@@ -80,7 +80,7 @@ def models_of(parameters, called=None, modules=None) -> list: # called: the oute
 
 # %% ../nbs/91_trained.ipynb #f26aa0d0
 def optimizers_in_use(optimizers) -> list: # optimizers: in the order of their creation
-    "Return the optimizers in use. Of several optimizers with the same parameters, only the last, or a wrapper around it, is in use."
+    "Return the optimizers in use. Of several optimizers with the same parameters, return only the last one, or its wrapper."
     def is_replaced(o, other, is_later): # returns True if `other` has the parameters of `o`, and replaces or wraps `o`
         "Return True if `other` has the parameters of the optimizer `o`, and replaces or wraps `o`."
         if ids_of(parameters_of(o))!=ids_of(parameters_of(other)): return False
@@ -95,7 +95,7 @@ def names_of(optimizers):
 
 # %% ../nbs/91_trained.ipynb #1da3fab9
 class ClassPatch:
-    "Replaces a method of a class: each call also calls `notify`. Uninstalling it keeps replacements that were made later."
+    "Patch of a method: each call of the method also calls `notify`. `uninstall` keeps the method if other code has replaced it later."
     def __init__(self, cls, name, notify, after=False): # after: True to call `notify` after the method
         self.cls,self.name,self.notify,self.after,self.former,self.patched = cls,name,notify,after,None,None
 
@@ -114,7 +114,7 @@ class ClassPatch:
         setattr(self.cls, self.name, patched)
 
     def uninstall(self):
-        "Restore the method, unless it was replaced by other code since."
+        "Restore the original method, unless other code has replaced the patched method since."
         if self.patched is not None and vars(self.cls).get(self.name) is self.patched:
             setattr(self.cls, self.name, self.former)
         self.patched = None
@@ -125,7 +125,7 @@ def has_closure(args, kwargs):
     return callable(kwargs.get('closure')) or any(map(callable, args[1:]))
 
 def classes_with(cls, name):
-    "Return the class `cls` and its subclasses, but only classes that define the method `name` themselves."
+    "Return the classes that define the method `name` themselves, among `cls` and its subclasses."
     return [c for c in (cls, *(d for s in cls.__subclasses__() for d in classes_with(s, name))) if name in vars(c)]
 
 def running_scaler():
@@ -202,12 +202,12 @@ class PendingOptimizers:
         return [o for o in self.live() if ids & ids_of(parameters_of(o))]
 
     def settle(self, optimizers):
-        "Remove optimizers from the pending ones, because their models were found."
+        "Remove optimizers from the pending optimizers, because their models were found."
         self.settled |= {id(o) for o in optimizers}
         self.drop(optimizers)
 
     def drop(self, optimizers):
-        "Remove optimizers."
+        "Remove these optimizers, and deleted optimizers, from the pending optimizers."
         self.refs = [r for r in self.refs if (o := r()) is not None and not any(o is p for p in optimizers)]
 
 # %% ../nbs/91_trained.ipynb #5f3a9c10
@@ -216,7 +216,7 @@ class ModelArmer:
     def __init__(self, say, models, options, on_armed=lambda training: None):
         # say: function that shows a message; models: modules to record when they are called; on_armed: function called with each new `Training`
         self.say,self.models,self.options,self.on_armed = say,list(models),options,on_armed
-        # reasons: texts that say why a model is not recorded
+        # reasons: messages that explain why a model is not recorded
         self.pending,self.trainings,self.reports,self.reasons = PendingOptimizers(),[],[],[]
 
     def arm(self, optimizers, called=None, is_late=False):
@@ -236,7 +236,7 @@ class ModelArmer:
 
     def arm_model(self, model, optimizers, is_late=False):
         "Start to record one model, unless the program itself records it."
-        # imported late, because it takes seconds, and not every program trains
+        # import `torchEmber` late, because this takes seconds, and not every program trains a model
         from torchember.ember import torchEmber
         self.models = [m for m in self.models if not (parameters_in(m) & parameters_in(model))]
         kind = 'The model'
@@ -257,7 +257,7 @@ class ModelArmer:
             self.say(f"{te.fname}: step 0 has only weights and their gradients, because the optimizer stepped before a call of the model was observed.")
 
     def end_overlapping(self, model, optimizers):
-        "End other trainings of a model. Return `optimizers`, and from the ended trainings each optimizer of different parameters."
+        "End earlier trainings that record a part of `model`. Return `optimizers`, and optimizers of these trainings with other parameters."
         for t in [t for t in self.trainings if t.overlaps(model)]:
             others,ids = t.live_optimizers(),ids_of(trained_by(optimizers))
             self.end(t)
@@ -265,7 +265,7 @@ class ModelArmer:
         return optimizers
 
     def next_name(self):
-        "Return the name for the next run: the name chosen by the user, or `<name>_2`, ... if it is taken. None if the user chose no name."
+        "Return the name of the next run: the name that the user chose, or `<name>_2`, ... if this run exists. None if the user chose no name."
         from torchember.recorder.process import rank_and_size
         from torchember.store.jsonl import exists
         name = self.options.get('name')
@@ -306,7 +306,7 @@ class Patches:
         self.scales,self.handle = {},None
 
     def install(self):
-        "Notice new optimizers and optimizer steps from now on."
+        "Install the patch that reports new optimizers, and the hook that reports optimizer steps."
         self.inits.install()
         self.handle = register_optimizer_step_pre_hook(self.on_step)
 
@@ -370,7 +370,7 @@ class Trainings:
         self.patches.update(waits, waits or self.is_on and any(t.may_get_scaler for t in self.trainings))
 
     def is_active(self):
-        "Return True if models are still recorded. False in a forked process, which records nothing."
+        "Return True if this process still looks for models. Return False after `stop`, after an error, and in a forked process."
         return self.is_on and not self.has_failed and os.getpid()==self.pid
 
     @never_raises
@@ -409,7 +409,7 @@ class Trainings:
         if id(optimizer) not in self.stepped: self.on_first_step(optimizer)
 
     def on_first_step(self, optimizer):
-        "Decide which gradient scaler a training uses, because its first optimizer step shows this."
+        "Determine the gradient scaler of a training at its first optimizer step."
         self.stepped.add(id(optimizer))
         for t in self.trainings:
             if not t.has(optimizer): continue
@@ -419,7 +419,7 @@ class Trainings:
 
     @never_raises
     def on_scale(self, scaler, outputs, *args, **kwargs):
-        "Assign a gradient scaler to the training on whose parameters the loss depends. Called when a scaler scales a loss."
+        "Assign a gradient scaler to the training that has the parameters of the scaled loss. Called when a scaler scales a loss."
         if not self.is_active(): return
         found = [t for t in self.trainings if t.may_get_scaler and t.te() is not None]
         if len(found)>1:

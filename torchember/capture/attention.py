@@ -48,7 +48,7 @@ def is_attention(x, dim, heads) -> bool:
 
 # %% ../../nbs/10_capture/50_attention.ipynb #7e0a1002
 def first_head(x, module, heads:int) -> int:
-    """Return the number of the first head that this rank computes, counted over all ranks of tensor parallelism. 0 if no `DTensor` shows it.
+    """Return the index of the first head that this rank computes, counted over all ranks of tensor parallelism. 0 if no `DTensor` is split by heads.
 
     `x`: queries or logits, as the model passed them; `module`: module that calls attention, or None; `heads`: number of heads of this rank.
     """
@@ -59,7 +59,8 @@ def first_head(x, module, heads:int) -> int:
         if not hasattr(t, 'placements') or (at := t.device_mesh.get_coordinate()) is None: continue
         for i,ranks,p in zip(at, t.device_mesh.shape, t.placements, strict=True):
             if p.is_shard(dim) and ranks>1:
-                start,own = i*-(-t.shape[dim]//ranks),t.to_local().shape[dim] # as `torch.chunk` splits a dimension
+                # start of this rank's part: a `DTensor` is split in the same way as by `torch.chunk`
+                start,own = i*-(-t.shape[dim]//ranks),t.to_local().shape[dim]
                 return start*heads//own if own else 0
     return 0
 
@@ -70,11 +71,11 @@ def running_modules():
         if frame.f_code is module_call and not isinstance(m := frame.f_locals['self'], nn.Softmax): yield m
 
 # %% ../../nbs/10_capture/50_attention.ipynb #45cf5b4b
-# `inner.runs`: True while a replaced function runs in this thread. Calls of other replaced functions inside it are not reported
+# `inner.runs`: True while a replaced function runs in this thread. Nested calls of replaced functions are not reported
 inner = threading.local()
 
 def listeners_now() -> list:
-    "Return the listeners that record attention now. Empty in compiled or traced code, and inside `vmap` and `torch.func.grad`."
+    "Return the listeners that record attention now. The list is empty in traced or exported code, and inside `vmap` and `torch.func.grad`."
     if getattr(inner, 'runs', False) or is_exporting() or is_tracing() or inside_transform() is not None: return []
     return [w.listener for w in list(AttentionWatch.attached) if w.listener.records_attention()]
 
@@ -82,9 +83,9 @@ def with_report(function, report):
     "Wrap a function of torch: call `report(listener, *args, **kwargs)` for each listener that records attention now, then the function."
     @functools.wraps(function)
     def run(*args, **kwargs):
-        "Report the arguments, then call torch's function."
+        "Report the arguments to each listener that records attention, then call torch's function."
         if torch.compiler.is_compiling():
-            # `is_dynamo_compiling` is False if torch runs this function only to find the shape of its result: then report nothing
+            # `is_dynamo_compiling` is False if torch runs this function only to infer a shape; then report nothing
             if torch.compiler.is_dynamo_compiling() and AttentionWatch.wants.attention and not is_exporting(): report(in_graph, *args, **kwargs)
             return function(*args, **kwargs)
         if not (found := listeners_now()): return function(*args, **kwargs)
@@ -174,8 +175,10 @@ class Replacements:
 class AttentionWatch:
     "Reports each call of attention in this process to a listener."
     attached = weakref.WeakSet() # instances that report now: `attach` adds an instance, and `detach` removes it
-    replacements = Replacements() # torch's functions are replaced while any instance is attached
-    wants = union_of_wants(frozenset()) # `wants.attention` is True if compiled code reports attention to any attached instance
+    # replaced functions of torch, restored when no instance is attached any more
+    replacements = Replacements()
+    # its attribute `attention` is True if compiled code reports attention to any attached instance
+    wants = union_of_wants(frozenset())
 
     def __init__(self, listener):
         """Create a watch that calls three methods of `listener`.
@@ -188,7 +191,7 @@ class AttentionWatch:
         self.listener = listener
 
     def attach(self):
-        "Start to report. If no watch is attached yet, replace the functions of torch."
+        "Start reporting calls of attention. If no watch is attached yet, replace the functions of torch."
         if not self.attached:
             self.replacements.make({F.scaled_dot_product_attention: with_report(F.scaled_dot_product_attention, report_products),
                 torch.softmax: with_report(torch.softmax, report_logits),
@@ -204,7 +207,7 @@ class AttentionWatch:
         cls.wants = union_of_wants(frozenset(w.listener.wants for w in cls.attached))
 
     def detach(self):
-        "Stop reporting. If no watch is left, restore torch's functions."
+        "Stop reporting calls of attention. If no watch is left, restore torch's functions."
         if self not in self.attached: return
         self.attached.discard(self)
         self.renew_wants()

@@ -16,11 +16,11 @@ from .private_torch import norm_clipper
 # %% ../../nbs/10_capture/42_clipping.ipynb #d9115daf
 places = utils,utils.clip_grad # Python modules of torch with the clipping functions; each clipping function is in both of them
 clippers = 'clip_grad_norm_','clip_grad_value_','clip_grads_with_norm_',*([norm_clipper] if norm_clipper else [])
-# `running.clips`: True while a clipping function runs in this thread. Then clipping functions that it calls are not reported
+# `running.clips`: True while a clipping function runs in this thread. Nested clipping calls are not reported
 running = threading.local()
 
 def has_limit(args, kwargs):
-    "Return True if a clipping function gets a limit: training loops pass an infinite limit to measure the norm of gradients without clipping."
+    "Return True if the clipping limit is finite. Training loops pass an infinite limit to measure the norm of gradients without clipping."
     limit = args[0] if args else kwargs.get('max_norm', kwargs.get('clip_value'))
     return not (isinstance(limit, float) and limit==math.inf)
 
@@ -32,7 +32,7 @@ def with_clipping_report(clip):
     def run(parameters, *args, **kwargs):
         "Report the parameters to each attached `ClippingWatch`, then clip their gradients."
         if torch.compiler.is_compiling() or getattr(running, 'clips', False) or not has_limit(args, kwargs): return clip(parameters, *args, **kwargs)
-        # stored as a list, because `parameters` may be a generator, which can be read only once
+        # make a list, because `parameters` may be a generator, which can be read only once
         if not isinstance(parameters, torch.Tensor): parameters = list(parameters)
         for watch in list(ClippingWatch.attached): watch.listener.clips([parameters] if isinstance(parameters, torch.Tensor) else parameters)
         running.clips = True
@@ -44,7 +44,8 @@ class ClippingWatch:
     "Reports parameters to a listener before torch's clipping functions, such as `clip_grad_norm_`, clip their gradients anywhere in this process."
     attached = weakref.WeakSet() # all instances that report now: `attach` adds an instance, `detach` removes the instance
     replaced = [] # functions of torch to restore later, as tuples (Python module, name, torch's function, replacement)
-    def __init__(self, listener): self.listener = listener # listener: its method `clips(parameters)` is called before each clipping
+    # listener: object with a method `clips(parameters)`, which is called before each clipping
+    def __init__(self, listener): self.listener = listener
 
     def attach(self):
         "Start reporting clipped parameters. The first attached `ClippingWatch` replaces the clipping functions of torch."
@@ -57,7 +58,7 @@ class ClippingWatch:
         self.attached.add(self)
 
     def detach(self):
-        "Stop reporting. The last `detach` in this process restores torch's clipping functions, except functions wrapped by other code."
+        "Stop reporting clipped parameters. The last `detach` in this process restores torch's functions, except if other code has wrapped them."
         self.attached.discard(self)
         if self.attached: return
         for p,n,clip,run in self.replaced:

@@ -14,12 +14,13 @@ from .patch import Patch
 from .tree import data_parallel_error
 
 # %% ../../nbs/10_capture/20_forward.ipynb #e94f75de
-def refuse_data_parallel(): # `nn.DataParallel` calls this function before it copies a module
+# `nn.DataParallel` calls this function before it copies a module
+def refuse_data_parallel():
     "Raise a TypeError, because `nn.DataParallel` cannot be recorded."
     raise TypeError(data_parallel_error)
 
 def patch_of(module, known):
-    "Return the `Patch` of a module. If it has none, or if the user has replaced torchember's `forward`, make a new one with the former listeners."
+    "Return the `Patch` (replaced `forward`) of a module. If the module has no valid patch, make one with the listeners of the former patch."
     d = module.__dict__
     before = d.get(KEY)
     if before is not None and d.get('forward') is before.attributes['forward']: return before

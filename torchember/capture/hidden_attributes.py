@@ -41,7 +41,8 @@ class ArmedDict(dict):
     def __reversed__(self): return reversed(self.unarmed())
     def __len__(self): return len(self.unarmed())
     def __eq__(self, other): return self.unarmed()==(other.unarmed() if isinstance(other, ArmedDict) else other)
-    def __ne__(self, other): return not self==other # defined, because `dict` has a `__ne__` of its own
+    # needed, because the inherited `dict.__ne__` would not use `__eq__` of this class
+    def __ne__(self, other): return not self==other
     def __or__(self, other): return self.unarmed() | other
     def __ror__(self, other): return other | self.unarmed()
     def __repr__(self): return repr(self.unarmed())
@@ -60,12 +61,12 @@ class ArmedDict(dict):
         return self.unarmed()
 
     def update(self, *args, **more):
-        "Update the dict as `dict.update` does. Values added by torchember stay, to allow restoring a saved `__dict__`."
+        "Update the dict as `dict.update` does, but do not replace values added by torchember by the hidden values of a saved `__dict__`."
         for k,v in dict(*args, **more).items():
             if k not in self.installed or v is not self.installed[k][1]: self[k] = v
 
     def clear(self):
-        "Remove the attributes that the module had itself, and keep those that torchember added."
+        "Remove the module's own attributes, and keep the attributes that torchember added."
         for k in [k for k in super().keys() if k not in self.installed]: del self[k]
 
 # %% ../../nbs/10_capture/12_hidden_attributes.ipynb #bee541fe

@@ -12,13 +12,14 @@ import functools, inspect, weakref
 def signature_with_self(forward):
     "Return the signature of a bound `forward` with `self` as its first parameter."
     try: s = inspect.signature(forward)
-        # functions written in C may have no signature, so None is returned
+        # functions written in C may have no signature, so use the signature (*args, **kwargs)
     except (TypeError, ValueError): s = inspect.signature(lambda *args, **kwargs: None)
     me = inspect.Parameter('self', inspect.Parameter.POSITIONAL_ONLY)
     return s.replace(parameters=[me, *(p.replace(name='self_') if p.name=='self' else p for p in s.parameters.values())])
 
 # %% ../../nbs/10_capture/14_look_alike.ipynb #22fc2b57
-codes = weakref.WeakKeyDictionary() # replaced `forward` -> copy of the code object of torchember's function, used for this `forward` only
+# replaced `forward` -> copy of a code object of torchember, used for this `forward` only
+codes = weakref.WeakKeyDictionary()
 
 def code_for(forward, code):
     "Return a copy of `code` for use by `forward` only, because torch.compile limits the number of graphs per code object."
@@ -34,7 +35,8 @@ def look_like(f, forward, is_bound, is_own):
 
     `forward`: the replaced function. `is_bound`: True if it is bound to the module. `is_own`: True if it is an attribute of the instance."""
     functools.update_wrapper(f, forward)
-    del f.__wrapped__ # with `__wrapped__`, programs that unwrap functions would skip `f`.
+    # with the attribute `__wrapped__`, programs that unwrap functions would skip `f`
+    del f.__wrapped__
     # `__wrapped__` is kept only if the replaced function itself wraps a function
     if is_own and hasattr(forward, '__wrapped__'): f.__wrapped__ = forward.__wrapped__
     f.__code__ = f.__code__.replace() if is_bound else code_for(forward, f.__code__)

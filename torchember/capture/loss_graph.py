@@ -28,7 +28,7 @@ selections = {'Select', 'Slice', 'Index', 'Gather', 'Split', 'Unbind', 'IndexSel
 class Link(NamedTuple):
     "An operation between the last layer of the model and the loss, as found in the autograd graph."
     name:str # Name of the operation: a value of `activations`, or 'scale', 'shift', 'one_minus', 'normalize', 'select'
-    dim:int|None = None # Dimension along which a softmax or a division by a sum normalizes
+    dim:int|None = None # Dimension along which the operation normalizes: for a softmax or a division by a sum
     shape:tuple|None = None # Shape of the operation's result
 
 def only_child(node):
@@ -37,7 +37,7 @@ def only_child(node):
     return found[0] if len(found)==1 else (None, None)
 
 def arithmetic(node, word):
-    "Return the `Link` of an operation with a constant or of a division by a sum, and the next node towards the model. Else return None, None."
+    "Return the `Link` of an arithmetic operation (with a constant, or a division by a sum), and the next node towards the model. Else None, None."
     below,slot = only_child(node)
     if word=='Div' and below is None and len(node.next_functions)==2:
         above,total = (n for n,_ in node.next_functions)
@@ -91,7 +91,7 @@ class LossTerm(NamedTuple):
     "One term of a loss, such as a cross-entropy: its kind, prediction, target and their shapes, found in the autograd graph."
     # Kind of loss: 'cross_entropy', 'nll', 'mse', 'l1', 'huber', 'smooth_l1', 'bce', 'bce_with_logits', 'kl_div', 'margin', 'soft_margin'
     kind:str
-    takes:str # What the loss expects of the prediction: 'logits', 'log_probabilities', 'probabilities' or 'values'
+    takes:str # Form of prediction that the loss expects: 'logits', 'log_probabilities', 'probabilities' or 'values'
     # Prediction of the model. None if the autograd graph has not saved the prediction
     prediction:torch.Tensor|None = None
     target:torch.Tensor|None = None # Target of the loss. None if the autograd graph has not saved the target
@@ -110,17 +110,18 @@ class LossTerm(NamedTuple):
 def is_expanded(x) -> bool:
     "Return True if a tensor repeats its elements along a dimension, as after a broadcast."
     try: return any(stride==0 and n>1 for stride,n in zip(x.stride(), x.shape, strict=True))
-    except RuntimeError: return False # sparse and nested tensors have no strides
+    # torch raises RuntimeError for sparse and nested tensors, because they have no strides
+    except RuntimeError: return False
 
 def shape_of_tensor(x):
-    "Return the shape of a tensor as a tuple. Return None for a nested tensor, which has no shape, and for None."
+    "Return the shape of a tensor as a tuple. Return None if `x` is None or a nested tensor, which has no shape."
     try: return None if x is None else tuple(x.shape)
     except RuntimeError: return None
 
 def as_given(x):
     "Return a tensor without the dimensions along which it was expanded: a view of the elements that the user passed."
     repeated = [stride==0 and n>1 for stride,n in zip(x.stride(), x.shape, strict=True)]
-    # the broadcast has added leading dimensions: remove them
+    # number of leading dimensions that the broadcast has added; the next line removes these dimensions
     first = next((i for i,r in enumerate(repeated) if not r), len(repeated))
     return x[tuple(0 if i<first else slice(0, 1) if r else slice(None) for i,r in enumerate(repeated))]
 
@@ -156,7 +157,7 @@ def residual_term(node, word):
     difference = node.next_functions[0][0] if node.next_functions else None
     if difference is None or node_word(difference) not in ('Sub', 'Rsub'): return None
     below,slot = only_child(difference)
-    # no target: both terms of the difference need gradients, or the prediction is a parameter
+    # this is no loss: both terms of the difference need gradients, or the prediction is a parameter
     if below is None or hasattr(below, 'variable'): return None
     way,residual = find_path_to_model(below),saved(node, 'self')
     shape,whole = node_shape(below),node_shape(difference)
@@ -164,7 +165,7 @@ def residual_term(node, word):
     return LossTerm('l1' if word=='Abs' else 'mse', 'values', way.raw if shape==whole else None, target, shape, shape_of_tensor(target), way.links,
         shape is not None and shape!=whole and node_word(below)!='Unsqueeze', result_shape=whole, end=end_of(way))
 
-with_result = 'softmax', 'sigmoid', 'tanh', 'relu' # activations whose autograd node saves the result
+with_result = 'softmax', 'sigmoid', 'tanh', 'relu' # activations with an autograd node that saves the result
 
 def target_of(way, residual, is_first):
     """Return the target, computed from a prediction (the result of an activation) and `residual`, the difference of prediction and target.
@@ -183,7 +184,7 @@ def constant_of(node):
     return None if below is None else saved(node, 'self' if slot==1 else 'other'), below
 
 def is_distribution(x) -> bool:
-    "Return True if the elements of a tensor are not negative, and sum to 1 along the last dimension. False on a GPU: a test would wait for it."
+    "Return True if no element is negative and all sums along the last dimension are 1. False on a GPU, because the test would wait for the GPU."
     if not x.is_cpu or not x.is_floating_point() or not x.ndim or not x.numel(): return False
     return bool((x>=0).all()) and bool(((x.sum(-1)-1).abs()<1e-3).all())
 
@@ -194,7 +195,7 @@ def product_term(node, divergence=False):
     target,below = constant_of(node)
     if not isinstance(target, torch.Tensor) or not target.ndim or tuple(target.shape)!=node_shape(below): return None
     way = find_path_to_model(below)
-    # not a cross-entropy: the loss uses only some elements of the log-probabilities, as a policy gradient does
+    # not a cross-entropy: the product uses only some of the log-probabilities, as in a policy gradient
     if 'select' in way.names: return None
     shape,top = node_shape(below),way.names[:1]
     if top in (('log_softmax',), ('log',)):
@@ -215,7 +216,7 @@ def chosen_term(node, word):
     return LossTerm(kind, takes, way.raw, index, node_shape(below), tuple(index.shape), way.links, end=end_of(way))
 
 def read_indices(node):
-    "Return the last index tensor that an indexing node has saved: the labels `y` in `log_p[rows, y]`. Return None for less than two index tensors."
+    "Return the last index tensor that an indexing node has saved: the labels `y` in `log_p[rows, y]`. Return None for fewer than two index tensors."
     some = [i for i in saved(node, 'indices') or () if isinstance(i, torch.Tensor)]
     return some[-1].detach() if len(some)>1 and not some[-1].is_floating_point() and some[-1].dtype!=torch.bool else None
 
@@ -246,7 +247,7 @@ def is_weight(node, word) -> bool:
     return isinstance(factor, torch.Tensor) and factor.numel()>1
 
 def find_terms(loss, most:int=2000, most_terms:int=8) -> LossGraph:
-    """Find the terms of a loss in its autograd graph. If none is known, the result has no terms, and no exception is raised.
+    """Find the terms of a loss in its autograd graph. If the loss has no known term, return a result without terms.
 
     `loss`: any object; only a tensor has terms. `most`: largest number of nodes to visit. `most_terms`: largest number of terms to return."""
     root = getattr(loss, 'grad_fn', None) if isinstance(loss, torch.Tensor) else None

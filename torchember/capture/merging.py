@@ -15,7 +15,7 @@ from .private_torch import is_barrier, is_operation, operation_arguments, operat
 
 # %% ../../nbs/10_capture/13_merging.ipynb #6e120008
 def bytes_of(node):
-    "Return the bytes of the tensors that a node of an FX graph computes, infinity if unknown. Dynamic sizes are those of the first call."
+    "Return the size in bytes of the tensors that an FX node computes, infinity if unknown. For dynamic shapes, use the sizes of the first call."
     vals,total = node.meta.get('val'),0
     for v in vals if isinstance(vals, (tuple, list)) else (vals,):
         if not isinstance(v, torch.Tensor): continue
@@ -29,7 +29,7 @@ def is_view(node):
     return operation_arguments(node.target).view if is_operation(node) else node.target is operator.getitem
 
 class TensorLives:
-    "For each tensor of an FX graph, the position of the last node that uses its memory. Calls of torchember's operators (`ours`) do not count."
+    "Stores for each tensor of an FX graph the position of the last node that uses its memory. Calls of torchember's operators (`ours`) do not count."
     def __init__(self, nodes, ours):
         # base: node -> node that allocated the memory of its result
         # last: node that allocates memory -> position of the last node that uses this memory
@@ -45,11 +45,11 @@ class TensorLives:
         return sum(bytes_of(b) for b in {self.base[x] for x in xs} if self.last.get(b, 0)<at)
 
 # %% ../../nbs/10_capture/13_merging.ipynb #6e12000e
-# A group of calls keeps at most so many bytes of unused memory: this part of the graph's inputs and outputs, or `least_bytes`
+# limit for unused memory kept by a group of calls: the larger of `least_bytes` and this share of inputs and outputs
 most_part,least_bytes = .01,1<<20
 
 def groups_of_calls(graph, mergeable, least=least_bytes):
-    """Return groups of nodes of an FX graph. The nodes of a group call torchember's operators, and one call in place of the last can replace them.
+    """Return groups of FX nodes that call torchember's operators. A single call, in place of the last node, can replace all calls of a group.
 
     `mergeable`: operator whose calls may be merged -> True if an effect token keeps the order of the operator."""
     nodes = list(graph.nodes)
@@ -70,18 +70,18 @@ def groups_of_calls(graph, mergeable, least=least_bytes):
 # %% ../../nbs/10_capture/13_merging.ipynb #6e120014
 class Merged(NamedTuple):
     "Operators that replace a group of calls."
-    last:Any # replaces the last call of the group; gets tensors, keys, and the replaced calls as JSON
-    first:Any=None # replaces the first call of the group, if a call reports a module; gets two keys
-    modules:tuple=() # operators that report the begin or end of a module's call
+    last:Any # Operator in place of the last call. Its arguments: tensors, keys, and the replaced calls as JSON
+    first:Any=None # Operator in place of the first call, if a call reports a module. Its arguments: two keys
+    modules:tuple=() # Operators that report the start or end of a module's call
 
 def merge_operator_calls(graph, mergeable, merged):
-    "Merge calls of torchember's operators in an FX graph. `mergeable`: as in `groups_of_calls`; `merged`: value of `mergeable` -> `Merged`."
+    "Merge calls of torchember's operators in an FX graph. `mergeable`: as in `groups_of_calls`. `merged`: True (effect token) or False -> `Merged`."
     for group in groups_of_calls(graph, mergeable):
         op,_ = operator_call(group[0])
         merge_group(graph, group, merged[mergeable[op]])
 
 def ends_of(calls):
-    "Return two keys from a list of calls (tensors, key): of the first and of the last module that calls no other recorded module."
+    "Return two keys from a list of calls (tensors, key): the keys of the first and the last module that calls no other recorded module."
     keys = [key for xs,key,*_ in calls if xs] or [calls[0][1]]
     # a module that calls no other recorded module reports its outputs right after its inputs
     inner = [a for a,b in zip(keys, keys[1:], strict=False) if a is b] or keys
@@ -92,11 +92,11 @@ def insert_call(graph, op, token, *args):
     return graph.call_function(op, args) if token is None else graph.call_function(with_effects, (token, op, *args))
 
 def meta_of(node):
-    "Return a copy of the metadata of a node, for a call with other arguments: without the arguments of the node's call, which Inductor would use."
+    "Return a copy of the metadata of a node, without the recorded arguments of its call, because the copy is for a call with other arguments."
     return {k: v for k,v in node.meta.items() if k!='eager_input_vals'}
 
 def merge_group(graph, group, merged):
-    "Replace the calls of a group of nodes by a call of `merged.first` in place of the first node, and a call of `merged.last` in place of the last node."
+    "Replace a group of calls by two calls: `merged.first` in place of the first call, and `merged.last` in place of the last call."
     calls,xs,keys,events = [operator_call(node) for node in group],{},{},[]
     first,last,token = group[0],group[-1],group[0].args[0] if group[0].target is with_effects else None
     for called,(tensors,key,*rest) in calls:
@@ -110,7 +110,8 @@ def merge_group(graph, group, merged):
     with graph.inserting_before(last): new = insert_call(graph, merged.last, token, [*xs], [*keys], json.dumps(events))
     new.meta = meta_of(last)
     last.replace_all_uses_with(new)
-    for node in group[-2::-1]: # the users of these nodes only pass the effect token on
+    # the users of these nodes only pass on the effect token, so replace the users by the token
+    for node in group[-2::-1]:
         for user in list(node.users):
             user.replace_all_uses_with(token)
             graph.erase_node(user)

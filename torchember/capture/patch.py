@@ -25,11 +25,11 @@ from .tensors import lone_output, inputs, outputs, argument_names
 for f in (inputs, outputs): never_compile(f)
 
 def traced_forward(self, patch, args, kwargs):
-    "Run the forward of a module while torch.compile traces it, and add operators to the graph, to report the wanted tensors."
+    "Run the forward of a module while torch.compile traces the module, and add operators to the graph that report the wanted tensors."
     former,wants,reports_passes = patch.former,patch.wants,patch.passes
     if is_exporting(): wants,reports_passes = no_wants,False
     if reports_passes: compiled.began([patch.key] if torch.is_grad_enabled() else [], patch.key)
-    # reads `wants.attention`, so that torch.compile adds a guard, and compiles again when this attribute changes
+    # read `wants.attention`, so that torch.compile adds a guard and compiles again when this attribute changes
     if wants.attention or wants.inputs: report_compiled(compiled.entered, 'input', inputs(args, kwargs, patch.names, patch.rest), patch.key, wants.input_grad)
     result = (patch.function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
     if wants.outputs:
@@ -38,7 +38,7 @@ def traced_forward(self, patch, args, kwargs):
     if reports_passes: compiled.ended([], patch.key)
     return result
 
-no_wants = union_of_wants(frozenset()) # `WantsUnion` of a module whose listeners want no tensors
+no_wants = union_of_wants(frozenset()) # `WantsUnion` of a module with listeners that want no tensors
 
 def report_compiled(op, ttype, named, key, wants_gradients):
     "Add the operator `op`, which reports tensors, to the graph being compiled, and register hooks to report their gradients."
@@ -48,13 +48,13 @@ def report_compiled(op, ttype, named, key, wants_gradients):
     hook_compiled(hooked, key, f'{ttype}_grad')
 
 def without_dtensors(ttype, named, key):
-    "Return the (name, tensor) pairs without `DTensor` objects, which operators refuse. Compiled code reports their names as missed."
+    "Return the (name, tensor) pairs without `DTensor` objects, because operators refuse them. Compiled code reports their names as missed."
     missed = [n for n,x in named if hasattr(x, 'placements')]
     if missed: compiled.missed([], key, ttype, missed)
     return [(n,x) for n,x in named if not hasattr(x, 'placements')]
 
 def with_gradient(named, wanted):
-    "Return the (name, tensor) pairs whose tensor will get a gradient; an empty list if no gradients are `wanted`, or none can be reported."
+    "Return the (name, tensor) pairs of tensors that will get a gradient. The list is empty if gradients are not `wanted` or cannot be reported."
     wanted = wanted and hooks_in_graphs and torch.is_grad_enabled()
     return [(n,x) for n,x in named if wanted and x.requires_grad]
 
@@ -65,7 +65,8 @@ def hook_compiled(named, key, ttype):
 
 def compiled_hook(key, ttype, n):
     "Return a hook with which compiled code reports the gradient of a tensor that is not a leaf."
-    def hook(g): # no test for None (gradient of an unused tensor), because torch.compile traces this hook with a tensor
+    # without a test for None (gradient of an unused tensor), because torch.compile traces this hook with a tensor
+    def hook(g):
         "Report the gradient of the tensor, and return it unchanged."
         compiled.grads_arrived([g], key, ttype, [n])
         return g # returns the gradient, because hooks in compiled autograd may not return None
@@ -80,7 +81,7 @@ def compiled_hook_once(key, ttype, n, x):
         return g
     return hook
 
-# code object of the inner function `hook`, by which `remove_our_hooks` recognizes torchember's hooks
+# code object of the inner function `hook`: `remove_our_hooks` compares it to find torchember's hooks
 hook_once = next(c for c in compiled_hook_once.__code__.co_consts if hasattr(c, 'co_code'))
 
 def remove_our_hooks(x):
@@ -98,15 +99,16 @@ def patched(former=None, function=None, inner=None):
     on the instance. `inner`: for each listener after the first, its `ModuleState`, the callable that it replaces, and the `Patch`."""
     place = function if former is None else former
     def forward(self, *args, **kwargs):
-        "Notify the listener, and call the module's own forward."
+        "Notify the listener of the call, and call the module's own `forward`."
         if inner is None:
             patch = getattr(self, KEY, None) # uses `getattr`, because torch.compile can trace `getattr`
-            # torchember has removed this forward from the module, but other code still calls it
+            # torchember has removed this forward from the module, but other code still holds and calls it
             if patch is None or patch.place is not place:
                 return (function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
             if torch.compiler.is_compiling(): return traced_forward(self, patch, args, kwargs)
             plan = patch.plan
-            if plan is not None and (code := plan.enter(plan.address, args, kwargs, -1)): # code 0: the plan cannot record this call
+            # `enter` returns code 0 if the plan cannot record this call
+            if plan is not None and (code := plan.enter(plan.address, args, kwargs, -1)):
                 if code>1: plan.finish_inputs(code, args, kwargs)
                 try: result = (function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
                 except BaseException:
@@ -117,7 +119,8 @@ def patched(former=None, function=None, inner=None):
             st,call = patch.first
         else: st,call,patch = inner
         listener = st.listener
-        if not listener.on and listener.running and not st.root or is_exporting() or is_tracing(): # not recorded now: call only the original
+        # if this call is not recorded now, call only the original `forward`
+        if not listener.on and listener.running and not st.root or is_exporting() or is_tracing():
             return type(self).forward(self, *args, **kwargs) if call is None else call(*args, **kwargs)
         if recomputing():
             wants = listener.on and st.watched and st.wants
@@ -154,7 +157,7 @@ def patched(former=None, function=None, inner=None):
 variables = patched().__code__.co_varnames
 
 # %% ../../nbs/10_capture/19_patch.ipynb #fbcbb8c5
-# (replaced function, True if a function of the class) -> our forward, shared by all modules with the replaced function
+# (replaced function, True if it belongs to the class) -> torchember's forward, shared by all modules with this function
 shared_forwards = weakref.WeakValueDictionary()
 
 def patched_like(forward, former, function):
@@ -166,25 +169,28 @@ def patched_like(forward, former, function):
     return f
 
 def inner_forward(*inner):
-    "Return a new forward for the second and later listeners. Its code seems to be in a file of `torch.nn`, so that torch.compile does not trace it."
+    "Return a new forward for the second and later listeners. Its code object names a file of `torch.nn`, so that torch.compile skips it."
     f = patched(inner=inner)
     f.__code__ = code_for(nn.Identity.forward, f.__code__)
     return f
 
 # %% ../../nbs/10_capture/19_patch.ipynb #5d2e8f03
 class Patch:
-    "The replaced forward of one module, and the states of its listeners."
-    def __init__(self, module, known): # known: forward function -> result of `argument_names`, a cache
+    "The replacement of one module's `forward`, with the `ModuleState` of each listener of the module."
+    # known: cache from a forward function to the result of `argument_names`
+    def __init__(self, module, known):
         d,of_class = module.__dict__,inspect.getattr_static(type(module), 'forward', None)
         found = d.get('forward')
         takes_module = isinstance(found, types.MethodType) and found.__self__ is module and isinstance(found.__func__, types.FunctionType)
-        # the replaced function, if set on the instance, not on the class, and called with the module as first argument; else None
+        # the replaced function, if it was set on the instance and gets the module as first argument; else None
         self.function = found.__func__ if takes_module else None
-        # is_plain: True if `forward` is a Python method of the class; False if set on the instance, written in C, static, or scripted
+        # True if `forward` is a Python method of the class, not set on the instance, written in C, static or scripted
         is_plain = 'forward' not in d and isinstance(of_class, types.FunctionType)
         own = self.function or (is_plain and of_class)
-        self.covered = None if is_plain else module.forward # the callable that the new forward replaces; None if it is a method of the class
-        self.former = None if own else self.covered # the replaced callable, if it is called without the module as first argument; else None
+        # the callable that the new forward replaces; None if the callable is a method of the class
+        self.covered = None if is_plain else module.forward
+        # the replaced callable, if it is called without the module as first argument; else None
+        self.former = None if own else self.covered
         # parameter names of the module's own forward
         self.names,self.rest = known.get(own) or argument_names(module.forward)
         if own: known[own] = self.names,self.rest
@@ -199,22 +205,22 @@ class Patch:
         for st in reversed(self.states[1:]): call = types.MethodType(inner_forward(st, call, self), st.track.module)
         # state of the first listener, and the callable that the patched forward calls; None means `type(module).forward`
         self.first = (self.states[0], call) if self.states else None
-        # place: the callable that `forward` replaces. A `forward` that was made for another callable is no longer installed
+        # place: the callable that the installed `forward` replaces. A `forward` made for another callable is outdated
         self.place = self if not self.states else self.function if self.former is None else self.former
-        # passes: True if compiled code reports begin and end of a pass
+        # passes: True if compiled code reports the start and the end of each pass
         self.passes = any(st.passes.outermost for st in self.states)
         self.wants = union_of_wants(frozenset(st.wants for st in self.states if st.watched))
         self.renew_plan()
 
     def renew_plan(self):
-        "Ask the module's only listener for a plan, which records calls faster. With several listeners there is no plan."
+        "Get a plan (fast recording of calls) from the module's only listener. With several listeners, use no plan."
         state = self.states[0] if len(self.states)==1 and self.states[0].watched else None
         self.plan = None if state is None else state.listener.plan_of(state, (self.names, self.rest))
 
     # ---- methods that operators in compiled code call; an output that is a single tensor has an empty name
 
     def memory_reused(self):
-        "Have the listeners drop cached summaries, because compiled code changes memory without changing version counters."
+        "Make the listeners drop cached summaries, because compiled code changes memory without changing version counters."
         for st in self.states: st.memory_reused()
 
     def began(self, grad=False):
@@ -227,18 +233,18 @@ class Patch:
         for st in self.states: st.ended()
 
     def pending_until(self, last):
-        "Report to the listeners that a compiled graph begins, which reports its calls from this module to that of the `Patch` `last` later."
+        "Report to the listeners that a compiled graph begins and will report its calls later: from this module to the module of the `Patch` `last`."
         for st in self.states:
             if (end := next((s for s in last.states if s.listener is st.listener), None)) is not None: st.pending_until(end)
 
     def entered(self, named, hooked):
-        "Report to the listeners that compiled code has called the module with these (name, tensor) pairs."
+        "Report to the listeners that compiled code has called the module. `named`: (name, tensor) pairs of the inputs."
         for st in self.states: st.entered(named, hooked)
         # setting `passes` invalidates the compiled graph, so that torch.compile makes a graph that reports passes
         if not self.passes and any(st.passes.outermost for st in self.states): self.passes = True
 
     def exited(self, named, hooked):
-        "Report to the listeners that a call in compiled code returns these (name, tensor) pairs."
+        "Report to the listeners that a call in compiled code has ended. `named`: (name, tensor) pairs of the outputs."
         named,hooked = [(n or lone_output, x) for n,x in named],[n or lone_output for n in hooked]
         for st in self.states: st.exited(named, hooked)
 
@@ -252,7 +258,8 @@ class Patch:
         for st in self.states:
             if st.listener.on and getattr(st.wants, ttype): st.grads_arrived(ttype, named)
 
-def refuse_scripting(module): # `torch.jit.script` calls this method before it compiles the module
+# `torch.jit.script` calls this method before it compiles the module
+def refuse_scripting(module):
     "Raise TypeError with instructions, because `torch.jit.script` cannot compile a module with torchember's hooks."
     raise TypeError(f"torch.jit.script compiles the source of `forward`, but torchember replaces the `forward` of this {type(module).__name__} "
         "while the model is recorded. Stop the recording (model.disarm(), Monitor.close(), Activations.remove()), script the model, and arm the model again.")

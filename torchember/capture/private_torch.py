@@ -53,7 +53,7 @@ warned = set() # private names for which a warning was given
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #eecc44ea
 def warn_missing():
-    "Warn once about missing private names, if this torch is newer than all tested versions."
+    "Warn once about missing private names, if the installed torch is newer than all tested versions."
     new = missing.keys()-warned
     if not new or torch_version()<=newest: return
     warned.update(new)
@@ -67,10 +67,10 @@ def torch_version(): # (major, minor)
     return tuple(int(n) for n in torch.__version__.split('.')[:2])
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch14
-# Returns how many modes are active that intercept operations (FLOP counters, fake tensors). Exists in torch 2.0 and later
+# Returns the number of active modes that intercept operations, such as a FLOP counter. Exists in torch 2.0 and later
 count_dispatch_modes = private('torch._C._len_torch_dispatch_stack', lambda: 1, 'every tensor is read as if a mode were active, which takes longer')
 
-# Returns how many modes are active that intercept function calls, such as a default device. Exists in torch 2.0 and later
+# Returns the number of active modes that intercept functions, such as a default device. Exists in torch 2.0 and later
 count_function_modes = private('torch._C._len_torch_function_stack', lambda: 1, 'every tensor is read as if a mode were active, which takes longer')
 
 # Returns the innermost running transform of `torch.func`, such as vmap or grad, or None. Exists in torch 2.0 and later
@@ -95,7 +95,7 @@ running_node = private('torch._C._current_autograd_node', lambda: None, 'what an
 saving_hooks = private('torch._C._autograd._top_saved_tensors_default_hooks', lambda ignore: None,
     'what is computed again inside a custom backward is recorded again')
 
-# an autograd Function whose name contains one of these words recomputes its forward in its backward
+# words in the names of autograd Functions that recompute their forward in their backward
 recomputing_words = 'checkpoint', 'compiled', 'recompute', 'revers', 'invert'
 
 def recomputes(function):
@@ -103,7 +103,7 @@ def recomputes(function):
     return any(w in function.__name__.lower() for w in recomputing_words)
 
 def recomputing():
-    "Return True if a backward is recomputing a forward, as in checkpointing. In other backward passes, modules compute new values."
+    "Return True if a backward pass is recomputing a forward pass, as in checkpointing."
     if running_backward()==-1: return False
     function = getattr(type(running_node()), '_forward_cls', None)
     # torch's own node, not an autograd Function, runs modules only to recompute tensors that a checkpoint did not save
@@ -119,7 +119,7 @@ def function_call_in(frame):
     """Return weak references that identify the call of an autograd Function in a stack frame. None if there is no such call, or if the
     Function only repeats a forward pass for a checkpoint."""
     if apply_code is not None:
-        # compiled code runs in an autograd Function, too: `recomputes` excludes this Function by its name
+        # compiled code also runs in an autograd Function: `recomputes` excludes that Function by its name
         if frame.f_code is not apply_code or recomputes(frame.f_locals['cls']): return None
         return tuple(weakref.ref(x) for x in frame.f_locals['args'] if isinstance(x, torch.Tensor))
     ctx = function_context_in(frame)
@@ -132,14 +132,14 @@ def function_context_in(frame):
     return frame.f_locals.get(code.co_varnames[0]) if code.co_name=='forward' and code.co_argcount else None
 
 def running_frames():
-    "Yield the frames of this thread, from the innermost one outwards."
+    "Yield the stack frames of this thread, from the innermost frame outwards."
     frame = sys._getframe(1)
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 def enclosing_call():
-    "Return an identifier of the autograd Function whose forward is running in this thread; True in a backward, None if no such Function is running."
+    "Return an identifier of the autograd Function with a running forward in this thread, True in a backward pass, None without such a Function."
     if running_backward()!=-1: return True
     if torch.is_grad_enabled(): return None
     return next((found for frame in running_frames() if (found := function_call_in(frame)) is not None), None)
@@ -156,12 +156,12 @@ def in_training_function():
     return False
 
 def is_same_call(now, before):
-    "Return True if two results of `enclosing_call` are the same autograd Function, or if `now` is from a backward."
+    "Return True if two results of `enclosing_call` identify the same call of an autograd Function, or if `now` is from a backward pass."
     if now is None or now is True or before is None or before is True: return now is True
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #3231aa52
-# functions of `torch.distributed.pipelining.stage` that run a model to find the shapes of its outputs, in torch 2.4 and later
+# functions of `torch.distributed.pipelining.stage` that run a model to infer output shapes, in torch 2.4 and later
 metadata_passes = '_forward_metadata_inference', '_shape_inference'
 
 def is_metadata_pass():
@@ -190,8 +190,9 @@ def calling_module(known):
 # %% ../../nbs/10_capture/05_private_torch.ipynb #4f60f8ab
 variable_class = private('torch.autograd.variable.Variable', None, 'batches whose gradients are thrown away are merged with later ones')
 
-def call_after_backward(f) -> bool: # returns False if this version of torch cannot call functions after a backward
-    "Have torch call `f` when the running backward of this thread has ended without an exception."
+# returns False if this version of torch cannot call functions after a backward
+def call_after_backward(f) -> bool:
+    "Make torch call `f` when the running backward pass of this thread has ended without an exception."
     try: variable_class._execution_engine.queue_callback(f)
     except (AttributeError, RuntimeError): return False
     return True
@@ -211,17 +212,19 @@ def leaves_below(node, most=16):
         else: todo += [below for below,_ in n.next_functions]
 
 def writes_gradients() -> bool:
-    "Return False if the running backward belongs to `torch.autograd.grad`, which writes into no `.grad`. Call this function in a hook."
+    "Return False if the running backward pass belongs to `torch.autograd.grad`, which writes no `.grad`. Call this function in a hook."
     any_leaf = False
     for n in leaves_below(running_node()) if will_execute is not None else ():
         any_leaf = True
         try:
-            if will_execute(n): return True # usually true for the first leaf, so no other leaf is searched
-        except RuntimeError: return False # torch raises RuntimeError for nodes of the inputs of `torch.autograd.grad`
+            # usually true for the first leaf, so the search ends early
+            if will_execute(n): return True
+        # torch raises RuntimeError for nodes of the inputs of `torch.autograd.grad`
+        except RuntimeError: return False
     return not any_leaf
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e02
-# Functions that return the number of this thread's next autograd node (torch 2.0 and later), and run autograd nodes (torch 2.3 and later)
+# get the number of this thread's next autograd node (torch 2.0 and later); run autograd nodes (torch 2.3 and later)
 next_number = private('torch._C._autograd._get_sequence_nr', lambda: 0, 'locate does not know of which line of the forward a backward is')
 engine = private('torch.autograd.graph._engine_run_backward', None, 'locate takes what is computed again in a backward for a part of what calls that')
 
@@ -230,7 +233,7 @@ def node_number(node):
     return node._sequence_nr() if hasattr(node, '_sequence_nr') else -1
 
 def is_engine_code(code):
-    "Return True if a code object belongs to the function with which torch starts the autograd engine for a backward pass."
+    "Return True if a code object belongs to torch's function that starts the autograd engine for a backward pass."
     return engine is not None and code is engine.__code__
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #d2d017bf
@@ -239,14 +242,15 @@ def node_word(node) -> str:
     return type(node).__name__.partition('Backward')[0]
 
 def saved(node, name):
-    """Return a value that an autograd node has saved under a name, such as 'target'. Tensors have no graph. None if the value is missing or freed.
+    """Return a value that an autograd node has saved under a name, such as 'target', detached from the graph. None if the value is missing or freed.
 
     A tensor is not unpacked if it was packed by hooks, because then unpacking may compute a forward again, as in checkpoints."""
     # `_raw_saved_*` attributes exist in torch 1.9 and later, and have `unpack_hook` in torch 2.8 and later
     raw = getattr(node, f'_raw_saved_{name}', None)
     if getattr(raw, 'unpack_hook', None) is not None: return None
     try: value = getattr(node, f'_saved_{name}', None)
-    except RuntimeError: return None # the backward has freed the tensor, or the tensor was changed in place
+    # torch raises RuntimeError if the backward has freed the tensor, or if the tensor was changed in place
+    except RuntimeError: return None
     if isinstance(value, torch.Tensor): return value.detach()
     # torch returns negative integers as unsigned 64-bit integers
     return value-2**64 if isinstance(value, int) and value>=2**63 else value
@@ -278,12 +282,12 @@ def has_spectral_norm(module):
 DispatchMode = private('torch.utils._python_dispatch.TorchDispatchMode', nullcontext, 'locate sees no operation, and finds nothing')
 reads_number = 'aten._local_scalar_dense' # name of the operation that `Tensor.item` calls, in all versions of torch
 
-# fields: names of all arguments in order, of written arguments, of unread arguments; `view`: True if the result is a view of an argument
+# names: all arguments in order; written, unread: subsets of these names; view: True if the result is a view of an input
 Arguments = namedtuple('Arguments', 'names written unread view')
 
 @functools.cache
 def operation_arguments(op) -> Arguments:
-    "Return which arguments an operation reads and writes, from its `_schema` (torch 2.0 and later). Without a schema the result is empty."
+    "Return the names of the arguments that an operation reads and writes, from its `_schema` (torch 2.0 and later). Empty without a schema."
     schema = getattr(op, '_schema', None)
     if schema is None: return Arguments((), frozenset(), frozenset(), False)
     written = frozenset(a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write)
@@ -295,14 +299,14 @@ def is_dynamo_frame(frame) -> bool:
     "Return True if `frame` runs the wrapper of `torch.compile` around a function or module. Works in all versions of torch."
     dynamo = sys.modules.get('torch._dynamo.eval_frame')
     if dynamo is None or frame.f_code.co_filename!=dynamo.__file__: return False
-    # the class is tested, too, because other wrappers in this file of torch run functions without compiling them
+    # the class is also tested, because other wrappers in the same file of torch run functions without compiling them
     return type(frame.f_locals.get('self')).__name__ in ('OptimizeContext', 'OptimizedModule')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch20
-# Returns True while `torch.jit.trace` runs. Exists in all versions of torch. The public function is slower: it calls two more functions
+# Returns True while `torch.jit.trace` runs. Exists in all versions of torch. The public function is slower
 is_tracing = private('torch._C._is_tracing', torch.jit.is_tracing, 'a call of a recorded module takes a little longer')
 
-# name of the flag in `torch.compiler` that says whether torch exports a model, None if there is none. Exists in torch 2.7 and later
+# name of the flag in `torch.compiler` that is True while torch exports a model. None before torch 2.7
 exporting_flag = '_is_exporting_flag' if hasattr(torch.compiler, '_is_exporting_flag') else None
 if exporting_flag:
     def is_exporting():
@@ -321,7 +325,7 @@ note,strategy,action = (private(f'torch._C._dynamo.eval_frame.{n}', None, 'Dynam
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #b9aaed09
 def never_compile(f):
-    "Make Dynamo begin no compilation at `f`, or at functions that `f` calls. Return `f`. Dynamo still traces `f` as a part of other code."
+    "Prevent Dynamo from starting a compilation at `f` or functions that `f` calls. Dynamo still traces `f` as part of other code. Return `f`."
     if note and strategy and action: note(f.__code__, strategy(action.SKIP, action.SKIP))
     return f
 
@@ -329,7 +333,7 @@ def never_compile(f):
 hooks_in_graphs = torch_version()>=(2, 13) # True if compiled code can register hooks on tensors in the graph
 
 def warn_no_hooks():
-    "Warn once if compiled code of this torch cannot report gradients of activations."
+    "Warn once if compiled code of the installed torch version cannot report gradients of activations."
     if hooks_in_graphs or 'hooks' in warned: return
     warned.add('hooks')
     warn(f"Compiled code of torch {torch.__version__} cannot report the gradients of inputs and outputs, so these are not recorded there. "
@@ -337,7 +341,7 @@ def warn_no_hooks():
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch30
 def thread_token(op, lib) -> bool:
-    "Register an operator of the library `lib` as an ordered effect, so that its calls stay in order. Return False if this torch has no effects."
+    "Register an operator of the library `lib` as an ordered effect, to keep its calls in order. Return False if torch has no effects."
     # torch 2.10 and later register an effect with this function and these arguments
     with noting_failure('torch.library._register_effectful_op', 'compiled code is kept in order by Inductor alone'):
         torch.library._register_effectful_op(op.name(), torch.library.EffectType.ORDERED, lib=lib)
@@ -361,11 +365,12 @@ def keep_in_order(op, token:bool):
     lowering = sys.modules.get('torch._inductor.lowering')
     if lowering is None: return
     utils = sys.modules.get('torch._inductor.utils')
-    # excludes the operator from CUDA graphs, whose replay would not run its Python code
+    # keep the operator out of CUDA graphs, because a replay would not run the operator's Python code
     if hasattr(utils, 'FORBIDDEN_CUDAGRAPH_OPS'): utils.FORBIDDEN_CUDAGRAPH_OPS |= {'with_effects'}
     with noting_failure('torch._inductor.lowering', unordered):
         if op in lowering.lowerings: return
-        plain = lowering.fallback_handler(op, False) # the function with which Inductor generates code for operators that it does not know
+        # the function that Inductor uses to generate code for unknown operators
+        plain = lowering.fallback_handler(op, False)
         def lower(*args):
             "Lower a call of the operator as Inductor does, and keep its order among effects."
             place = lowering_state(lowering)
@@ -389,7 +394,7 @@ def order_graph_operations(graph, n, last, token):
     with noting_failure('torch._inductor.graph.GraphLowering.additional_buffer_deps', unordered):
         for o in graph.operations[n:]:
             if last: graph.additional_buffer_deps[o.get_operation_name()].add(last.get_name())
-            # for an operator registered as an effect (`token`), torch itself notes the last side effect
+            # for an operator registered as an effect (`token`), torch itself stores the last side effect
             if not token: graph.effectful_ops[torch.library.EffectType.ORDERED] = o
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5c20f0a1
@@ -403,11 +408,11 @@ def operator_call(node):
     return (node.args[1], node.args[2:]) if with_effects is not None and node.target is with_effects else (node.target, node.args)
 
 def is_operation(node):
-    "Return True if a node of an FX graph calls an operator that has a schema, as all of aten."
+    "Return True if a node of an FX graph calls an operator that has a schema, such as any aten operator."
     return isinstance(node.target, torch._ops.OpOverload)
 
 def is_barrier(node):
-    "Return True if a call of our operators must not be moved behind this node of an FX graph, which may write in place or call a graph."
+    "Return True if calls of torchember's operators must stay before this node of an FX graph, because it may write in place or call a graph."
     if isinstance(node.target, torch._ops.HigherOrderOperator): return True
     return is_operation(node) and (node.target.namespace=='torchember' or bool(operation_arguments(node.target).written))
 
@@ -415,7 +420,7 @@ def is_barrier(node):
 watched_operators = set() # operators for which `on_inductor_graphs` has registered a function
 
 def on_inductor_graphs(ops, f):
-    """Have Inductor, if it is loaded, call `f(graph)` for each functionalized FX graph that calls one of the operators `ops`.
+    """Make Inductor, if loaded, call `f(graph)` for each functionalized FX graph that calls one of the operators `ops`.
 
     Uses the pattern matcher of Inductor (torch 2.1 and later)."""
     post = sys.modules.get('torch._inductor.fx_passes.post_grad')
@@ -447,7 +452,7 @@ def has_unscaled(scaler) -> bool:
     return any(s['stage'].name!='READY' for s in getattr(scaler, '_per_optimizer_states', {}).values())
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #05clip01
-# Name of the function that `clip_grad_norm_` calls to clip, in torch 2.6 and later, else None. `ClippingWatch` replaces this function
+# Name of the function that `clip_grad_norm_` calls to clip (torch 2.6 and later), or None. `ClippingWatch` replaces it
 norm_clipper = getattr(private('torch.nn.utils.clip_grad._clip_grads_with_norm_', None,
     '`unclipped_grad` has no rows if clip_grad_norm_ is imported by name'), '__name__', None)
 
@@ -477,19 +482,20 @@ def group_between_shards(module):
     return getattr(module, '_inter_node_pg', None)
 
 def may_free_parameters():
-    "Return True if FSDP may be in use. FSDP frees the memory of gathered parameters after a forward, so parameters must be read at once."
+    "Return True if FSDP may be in use. Then parameters must be read at once, because FSDP frees gathered parameters after a forward pass."
     return 'torch.distributed.fsdp' in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
 
-def is_fsdp(module): # `fully_shard` adds this attribute
+# `fully_shard` adds the attribute `_get_fsdp_state` to a module
+def is_fsdp(module):
     "Return True if `fully_shard` was applied to the module."
     return hasattr(module, '_get_fsdp_state')
 
 def running_ddp():
-    "Return the `DistributedDataParallel` whose forward is running, or None. Works in all versions of torch."
+    "Return the `DistributedDataParallel` with a running forward, or None. Works in all versions of torch."
     return getattr(torch.nn.parallel.DistributedDataParallel, '_active_ddp_module', None)
 
 def pipeline_stages(model):
-    """Return the pipeline stages running modules of a model: triples of a stage, its module, and the divisor of gradients.
+    """Return the pipeline stages that run modules of a model: triples of a stage, its module, and the divisor of gradients.
     Works in torch 2.5 and later."""
     stages,schedules = (sys.modules.get(f'torch.distributed.pipelining.{n}') for n in ('stage', 'schedules'))
     if stages is None or not hasattr(stages, '_PipelineStageBase'): return []
@@ -513,20 +519,20 @@ def lists_parameters_as_torch(module):
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c04
 def hook_callers(module, ours):
-    """Return the ids of the frames in torch that will call the forward hooks of a module whose forward is running.
+    """Return the ids of the frames in torch that will call the forward hooks of a module after its running forward.
     Return () if there are no hooks, or if `forward` was called directly. `ours`: names of the variables in torchember's forwards."""
     if not (module._forward_hooks or getattr(torch.nn.modules.module, '_global_forward_hooks', None)): return ()
     frame,inside = sys._getframe(1),False
-    # skips all frames of torchember, because its forward for the first listener calls its forward for the second
+    # skip all frames of torchember: its forward for the first listener calls its forward for the second listener
     while frame is not None and not (inside and frame.f_code.co_varnames!=ours):
         inside,frame = inside or frame.f_code.co_varnames==ours,frame.f_back
     known = frame is not None and frame.f_code.co_filename==torch.nn.Module.register_forward_hook.__code__.co_filename
     if not known or frame.f_locals.get('self') is not module: return ()
-    # returns both frames of torch, because after an exception the outer frame calls the hooks with `always_call`
+    # return both frames of torch, because after an exception the outer frame calls the hooks with `always_call`
     return id(frame), id(frame.f_back)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #a77e0002
-# Fills Dynamo's table of torch's functions. This function exists in torch 2.1 and later
+# function that fills Dynamo's table of torch functions; exists in torch 2.1 and later
 fill_function_table = private('torch._dynamo.trace_rules.get_torch_obj_rule_map', lambda: None,
     'attention compiled while it is recorded may run as ordinary Python code')
 # Returns the table of `torch.jit.script`: id of a function -> operator that scripted code calls. Exists in torch 2.0 and later
@@ -537,7 +543,7 @@ modules_of_compilers = tuple(f'torch.{n}' for n in ('_C', '_dynamo', '_inductor'
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5c0de005
 def copy_for_dynamo(function):
-    "Return a copy of a Python function of torch. torch.compile traces the code of the copy, and so the functions that it calls."
+    "Return a copy of a Python function of torch. torch.compile traces the code of the copy, and also the functions called in it."
     copy = types.FunctionType(function.__code__, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
     copy.__kwdefaults__ = function.__kwdefaults__
     return functools.wraps(function)(copy)
@@ -549,7 +555,8 @@ def report_softmax(report):
         if report is None:
             if 'method_softmax' in vars(cls): del cls.method_softmax
             return
-        def method_softmax(self, tx, *args, **kwargs): # returns None, so Dynamo still adds the softmax to the graph itself
+        # returns None, so that Dynamo itself still adds the softmax to the graph
+        def method_softmax(self, tx, *args, **kwargs):
             "Trace a call of `report` with the arguments of `Tensor.softmax`."
             function(report).call_function(tx, [self, *args], kwargs)
         cls.method_softmax = method_softmax

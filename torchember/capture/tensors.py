@@ -19,25 +19,26 @@ def keyed_items(value):
     "Return the (key, item) or (index, item) pairs of a container. Return None if `value` is no container."
     if isinstance(value, Mapping): return value.items()
     if isinstance(value, tuple) and hasattr(value, '_fields'): return zip(value._fields, value, strict=True)
-    if isinstance(value, (tuple, list)): return enumerate(value) # a tuple of types, because Dynamo before torch 2.10 does not support `tuple|list`
+    # a tuple of types, because Dynamo before torch 2.10 does not support `tuple|list`
+    if isinstance(value, (tuple, list)): return enumerate(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
 
 def find_tensors(value, name, joint='.', inside=()):
-    """Return (name, tensor) pairs of all tensors in `value`, in order. `name`: name of `value`, with which the names of its tensors begin.
+    """Return (name, tensor) pairs of all tensors in `value`, in order. `name`: name of `value`, used as prefix of the tensor names.
 
     `joint`: text between the name and a key, at the first level. `inside`: ids of the containers around `value`, to search a list that contains
     itself only once."""
     if isinstance(value, torch.Tensor): return [(name, value)]
     pairs = None if value is None or (inside and id(value) in inside) else keyed_items(value)
     if pairs is None: return []
-    # torch.compile unrolls this recursion, so it needs no protection against a list that contains itself
+    # torch.compile unrolls this recursion, so a protection against a list that contains itself is not needed there
     if not torch.compiler.is_compiling(): inside = (*inside, id(value))
     return [o for k,v in pairs if type(v) not in scalars for o in find_tensors(v, f'{name}{joint}{k}', '.', inside)]
 
 # %% ../../nbs/10_capture/00_tensors.ipynb #a80e6279
 def argument_names(forward) -> tuple:
-    "Return the names of the positional parameters of a bound `forward`, and the name of its varargs ('args' if it has none)."
+    "Return the names of the positional parameters of a bound `forward`, and the name of its varargs parameter ('args' without varargs)."
     try: ps = list(inspect.signature(forward).parameters.values())
     except (TypeError, ValueError): return (), 'args'
     names = tuple(p.name for p in ps if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
@@ -52,7 +53,7 @@ def inputs(args, kwargs, names, rest) -> list:
     return out + [o for k,v in kwargs.items() for o in find_tensors(v, k)]
 
 # %% ../../nbs/10_capture/00_tensors.ipynb #607d2799
-# name of an output that is a single tensor. It is compared with `is`, because the first tensor of a tuple has an equal name
+# name of an output that is a single tensor. Compare with `is`, because the first tensor of a tuple has an equal name
 lone_output = 'output_0'
 
 def outputs(result) -> list:

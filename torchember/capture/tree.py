@@ -16,12 +16,12 @@ data_parallel_error = ("nn.DataParallel copies the model in every pass, and the 
 
 # %% ../../nbs/10_capture/10_tree.ipynb #87667a70
 wrappers = dict(OptimizedModule='_orig_mod', DistributedDataParallel='module', FullyShardedDataParallel='_fsdp_wrapped_module')
-# Key in a module's `__dict__` for the class name of the activation that the module applies last, such as 'ReLU'; set by integrations
+# key in a module's `__dict__`: class name of the activation at the module's end, such as 'ReLU', set by integrations
 ACTIVATION = '_torchember_activation'
 
 # %% ../../nbs/10_capture/10_tree.ipynb #d5fdf751
 def unwrap(module):
-    "Return the model inside its wrappers, such as `torch.compile`'s and DDP's. Raise TypeError for `nn.DataParallel`: its copies cannot be recorded."
+    "Return the model inside wrappers such as torch.compile and DDP. Raise TypeError for `nn.DataParallel`: its copies cannot be recorded."
     while True:
         kind = type(module).__name__
         if isinstance(module, nn.DataParallel): raise TypeError(data_parallel_error)
@@ -31,7 +31,7 @@ def unwrap(module):
 
 # %% ../../nbs/10_capture/10_tree.ipynb #a6a5d9ed
 class moduleTrack:
-    """Names, position in the tree, own tensors and last shapes of one module.
+    """Describes one module: its names, position in the tree, own tensors, and shapes in the last call.
 
     Args:
         module: The module that this object describes
@@ -50,9 +50,10 @@ class moduleTrack:
         self.module,self.name,self.root_module,self.path = module,name or type(module).__name__,root_module,path
         self.short = short or self.name
         self.id,self.children,self.parent,self.aliases = id(module),[],None,[]
-        # keeps the present dicts of the module, because an integration may replace them only while the tree is built
+        # keep the current dicts of the module: an integration may replace them temporarily, while the tree is built
         self.parameters,self.buffers,self.activation = module._parameters,module._buffers,module.__dict__.get(ACTIVATION)
-        self.input_dt,self.output_dt = {},{} # name of a tensor -> its shape in the last recorded call
+        # name of a tensor -> shape of the tensor in the last recorded call
+        self.input_dt,self.output_dt = {},{}
 
     @property
     def base_module(self):

@@ -31,7 +31,7 @@ def draw_blocks(png, columns, env=None):
     "Return a picture as text with `columns` block characters per line. `png`: bytes of a PNG file"
     env = os.environ if env is None else env
     image = scale_image(png, columns)
-    # an even number of pixel rows, because each character shows two of them
+    # make the number of pixel rows even, because each character shows two pixel rows
     image = scale_image(png, columns, image.height+image.height%2)
     rows = np.asarray(image).tolist()
     pairs = [zip(upper, lower, strict=True) for upper,lower in zip(rows[::2], rows[1::2], strict=True)]

@@ -34,7 +34,7 @@ module_of_command = { # name of a command -> its Python module, and one line of 
     'run': ('cli.program', 'run a program, and record the models that it trains'),
     'check': ('cli.check', 'run the first step of a program, and show what is wrong'),
     'completion': ('cli.completion', 'print the script for completion in your shell'),
-    'complete': ('cli.completion', None)} # command for the completion scripts of shells, which --help does not show
+    'complete': ('cli.completion', None)} # called by the completion scripts of shells; not shown by --help
 
 # %% ../../nbs/95_cli/10_commands.ipynb #63654fba
 class Command(NamedTuple):
@@ -71,7 +71,7 @@ def command_names():
     return external | {name: text for name,(_,text) in module_of_command.items()}
 
 def command_named(name):
-    "Return the `Command` of a name. If its Python module was not imported yet, import it."
+    "Return the `Command` with this name. If the Python module of the command was not imported yet, import the module."
     if name in commands: return commands[name]
     if name in module_of_command: import_module(f'torchember.{module_of_command[name][0]}')
     else: load_plugin(find_plugins('commands')[name])
@@ -82,23 +82,23 @@ def command_named(name):
 
 # %% ../../nbs/95_cli/10_commands.ipynb #7a56846c
 class LazyParser(argparse.ArgumentParser):
-    "Parser that adds its arguments at the first use, so that only the Python modules of the used command are imported."
+    "Argument parser of one command. It adds its arguments only when it parses, so that only the module of the used command is imported."
     def __init__(self, *args, fill=None, **kwargs):
-        # positionals: arguments without a dash; options: other arguments, by their text such as '--home'
+        # positionals: arguments without a dash; options: dict of the options, by text such as '--home'
         self.positionals,self.options = [],{}
         super().__init__(*args, **kwargs, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
             conflict_handler='resolve')
         self.fill = fill
 
     def add_argument(self, *args, **kwargs):
-        "Add an argument, and remember it for completions."
+        "Add an argument, and store the argument for shell completion."
         action = super().add_argument(*args, **kwargs)
         if not action.option_strings: self.positionals.append(action)
         self.options.update(dict.fromkeys(action.option_strings, action))
         return action
 
     def parse_known_args(self, *args, **kwargs):
-        "Add the arguments of the command at the first use, then parse the words."
+        "Add the arguments of the command at the first call, then parse the words of the command line."
         fill,self.fill = self.fill,None
         if fill: fill(self)
         return super().parse_known_args(*args, **kwargs)
@@ -126,13 +126,13 @@ class Version(argparse.Action):
 exit_codes = 'exit codes: 0 success, 1 something was found (diagnose, diff, tail), 2 wrong use or an error, 130 Ctrl-C'
 
 def make_parser(words=()):
-    "Return the parser of the command line, with one subparser per command. `words`: words to parse; a hidden command is added only as the first."
+    "Return the command line parser, with a subparser for each command. A hidden command is added only if it is the first of the `words` to parse."
     p = LazyParser(prog='torchember', description=wrap_text('See what every tensor of a network does while it trains.'),
         epilog=wrap_text(exit_codes)+'\n'+wrap_text('torchember <command> --help has the arguments of a command, and an example.'))
     p.add_argument('--version', action=Version, nargs=0, help='print the version')
     subparsers = p.add_subparsers(dest='command', required=True, metavar='command')
     for name,text in command_names().items():
-        # a hidden command is added only if it is called, so that error messages do not list it
+        # add a hidden command only if the user calls this command, so that error messages do not list the command
         if not text and name not in words[:1]: continue
         subparsers.add_parser(name, fill=argument_adder(name),
             **({'help': printable(text).replace('%', '%%')} if text else {}))
@@ -141,14 +141,14 @@ def make_parser(words=()):
 # %% ../../nbs/95_cli/10_commands.ipynb #5152847e
 @contextmanager
 def print_warnings_as_lines():
-    "Print each warning as one line, without file and line number: users of the command line do not know the code."
+    "Return a context manager that prints each warning as one line, without file and line number, because command line users do not know the code."
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print_lines(f'torchember: {printable(message)}',
             file=sys.stderr)
         yield
 
 def discard_output():
-    "Discard all further output, because the program that reads standard output has closed it."
+    "Discard all further output, because the program that reads the standard output (such as `head`) has closed the pipe."
     with suppress(OSError, AttributeError): os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 def run_command_line(argv):
@@ -176,7 +176,7 @@ def main(
         Exit code
     """
     argv = sys.argv[1:] if argv is None else argv
-    # the words after `run` and `check` are a program of the user, which may raise any exception
+    # `run` and `check` execute a user's program, so exceptions are not caught here
     if argv[:1] in (['run'], ['check']): return command_named(argv[0]).function(argv[1:])
     try:
         try: return run_command_line(argv)

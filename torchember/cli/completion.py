@@ -21,14 +21,14 @@ def list_run_names(home):
     return sorted({re.sub(r'\.rank\d{1,6}$', '', n) for n in names if n.isprintable()})
 
 def find_positional(p, words):
-    "Return the positional argument of parser `p` for the next word after `words`. Return None if there is none."
+    "Return the positional argument of parser `p` for the next word after `words`. Return None if no positional argument is left."
     with_value = [w for w in words if w.startswith('-') and w in p.options and p.options[w].nargs!=0]
     n = len([w for w in words if not w.startswith('-')])-len(with_value)
     positionals = p.positionals
     return positionals[min(n, len(positionals)-1)] if positionals and (n<len(positionals) or positionals[-1].nargs in ('*', '+')) else None
 
 def complete_words(words):
-    "Return completions of the last word. words: the words of the command line after 'torchember'"
+    "Return the possible completions of the last word in `words`, the words of the command line after 'torchember'."
     *before,current = words or ['']
     names = command_names()
     name = next((w for w in before if w in names), None)
@@ -74,7 +74,7 @@ def split_line(line):
     return line.split(), ''
 
 def complete_for_bash(line):
-    "Return the completions of a command line in the form that bash inserts."
+    "Return the completions of a command line in the form required by bash: escaped, and without the part before the last '=' or ':'."
     words,quote = split_line(line)
     found = complete_words(words[1:])
     if quote: return found

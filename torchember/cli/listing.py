@@ -23,7 +23,7 @@ def format_start(row):
     except (ValueError, TypeError): return ''
 
 def select_runs(patterns, home):
-    "Return a dict for each matching run, the newest first. Raise FileNotFoundError for a pattern without a match."
+    "Return a dict of metadata for each matching run, the newest run first. Raise FileNotFoundError for a pattern without a match."
     from torchember.frames.listing import list_runs
     every = sorted(list_runs(home), key=format_start, reverse=True)
     for p in patterns:
@@ -47,7 +47,7 @@ def describe_state(row, home):
     return 'ended'
 
 def report_no_runs(home):
-    "Print that the folder has no runs."
+    "Print a message that the folder of logs has no runs yet."
     from torchember.store.base import folder
     print_lines(f"There are no runs in {printable(folder('torchember', home))} yet.", file=sys.stderr)
 

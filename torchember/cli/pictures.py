@@ -20,7 +20,7 @@ pictures = ('overview', 'scalar_line', 'scalar_global_heatmap', 'tree', 'updates
 def draw_figure(picture, runs, args):
     "Draw a picture of some runs, and return the matplotlib figure. `picture`: one of the names in the dict `pictures`"
     import matplotlib
-    # a command draws into files, so matplotlib must open no window
+    # draw without a window, because the command writes a file or prints the picture
     if 'matplotlib.pyplot' not in sys.modules: matplotlib.use('agg')
     import torchember
     asked = {k: getattr(args, k) for k in ('path', 'ttype', 'stat') if getattr(args, k) is not None}

@@ -40,8 +40,8 @@ class StepReport:
 
     @property
     def trouble(self):
-        "Text about the non-finite values of the step. '' if there are none."
-        # the gradient norm is left out, because the row of the gradient itself shows the cause
+        "Text about the non-finite values of the step. '' if all values are finite."
+        # leave out a non-finite gradient norm, because the row of the gradient itself shows the cause
         parts = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and computed_in(k)!='grad_norm']
         if self.first_nonfinite is not None:
             parts.append(tensor_line(self.first_nonfinite)+(f' and {self.n_nonfinite-1} more' if self.n_nonfinite>1
@@ -68,7 +68,7 @@ def tensor_line(r):
     return f"{what} in {r.get('ttype')} of {'.'.join(str(p) for p in (path, r.get('pname')) if p) or 'the model'}"
 
 def fit_line(parts, problem, color):
-    "Join the parts of a line and a colored text `problem` to a line that fits the terminal. If space is short, drop the last parts first."
+    "Join `parts` and the colored text `problem` to a line that fits the terminal. If the line is too long, omit the last parts first."
     space,text = line_width(),''.join(parts)
     while space is not None and problem and len(parts)>1 and text_width(text)+2+min(text_width(problem), 30)>space:
         text = ''.join(parts := parts[:-1])
@@ -78,7 +78,7 @@ def fit_line(parts, problem, color):
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d426294
 class OpenSteps:
-    "Steps that are not printed yet. Collects the rows of several logs, one per process, until a step is complete."
+    "Collects the rows of steps that are not printed yet, from one log per process, until each step is complete."
     def __init__(self): self.open,self.last = {},{} # open: a `StepReport` for each step that is not complete; last: the last step of each log
 
     def add(self, log, r):
@@ -89,13 +89,13 @@ class OpenSteps:
         self.last[log] = max(step, self.last.get(log, step))
 
     def pop_complete(self, logs):
-        "Remove and return the complete steps: steps before the last step of every running log. `logs`: names of the running logs"
+        "Remove and return the complete steps. A step is complete if every running log has a later step. `logs`: names of the running logs"
         least = min((self.last.get(n, -math.inf) for n in logs), default=math.inf)
         return [self.open.pop(s) for s in sorted(self.open) if s<least]
 
 # %% ../../nbs/95_cli/40_steps.ipynb #c5c569b0
 class RunLog:
-    "Log of one process of a run. The log may still grow."
+    "Reader for the log of one process of a run, possibly while the process still writes the log."
     def __init__(self, name, path, data): self.name,self.path,self.data,self.tail = name,path,data,None
 
     def metadata(self):
@@ -125,7 +125,7 @@ class RunLog:
 
 # %% ../../nbs/95_cli/40_steps.ipynb #69a40d17
 def find_logs(name, home):
-    "Return the logs of a run, one for each process. Raise FileNotFoundError if there are none."
+    "Return a `RunLog` for each process of a run. Raise FileNotFoundError if the run does not exist."
     from torchember.frames.handle import open_run
     run = open_run(name, home)
     found = [RunLog(s.name, s.path, s.path.parent.parent/'data') for s in run.logs.values()]
@@ -142,12 +142,12 @@ def format_finding(r, json_=False):
         label if label in ('error', 'warning') else None)
 
 class LinePrinter:
-    "Prints the lines of a run: first the last `n` existing lines, then each new line at once."
+    "Prints a line for each step of a run: first the last `n` existing lines, then each new line immediately."
     def __init__(self, logs, n, json_):
         self.logs,self.json,self.steps,self.last,self.n = logs,json_,OpenSteps(),deque(maxlen=n),n
 
     def print_line(self, line):
-        "Print a line. Until `print_last` is called, keep the line instead of printing it."
+        "Print a line. Before the call of `print_last`, store the line instead of printing."
         if self.last is None: print_lines(line)
         else: self.last.append(line)
 
@@ -176,12 +176,12 @@ class LinePrinter:
             self.print_line(to_json(s.as_dict(), None) if self.json else s.line())
 
     def print_last(self):
-        "Print the last lines that existed at the start, which were kept until now. Afterwards, `print_line` prints at once."
+        "Print the stored lines, the last lines that existed at the start. After this call, `print_line` prints immediately."
         lines,self.last = list(self.last),None
         print_lines(*lines)
 
     def read_end(self, running):
-        "Read the end of each log: as many rows as the last `n` lines need. `running`: names of the running logs"
+        "Read enough rows at the end of each log for the last `n` printed lines. `running`: names of the running logs"
         for most in (1<<22, 1<<25, None):
             self.steps,self.last = OpenSteps(),deque(maxlen=self.n)
             whole = all([log.open_at(most) for log in self.logs])
@@ -191,7 +191,7 @@ class LinePrinter:
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d60052d
 def follow_run(p, wait):
-    "Print new lines until the run has ended. `wait`: seconds between two reads"
+    "Print new lines until the run has ended. `wait`: seconds between two reads of the logs"
     quiet = 0
     while running := [log.name for log in p.logs if log.is_running()]:
         quiet = 0 if p.read_rows(running, quiet*wait>=2) else quiet+1

@@ -15,7 +15,7 @@ def is_terminal(stream=None):
     "Return True if a stream is a terminal. Without an argument, test standard output."
     stream = sys.stdout if stream is None else stream
     try: return stream is not None and stream.isatty()
-    except ValueError: return False # a closed stream is no terminal
+    except ValueError: return False # `isatty` of a closed stream raises ValueError
 
 def line_width():
     "Return the maximum width of a printed line in columns. Return None (no limit) if the output is no terminal."
@@ -29,7 +29,7 @@ def has_colors(stream=None):
     return is_terminal(stream) and not os.environ.get('NO_COLOR') and os.environ.get('TERM')!='dumb'
 
 def colorize(text, color, stream=None):
-    "Return a text in a color. If the stream has no colors, return the text unchanged."
+    "Return a text with escape sequences for a color. If the stream has no colors, return the text unchanged."
     return f'\x1b[{colors[color]}m{text}\x1b[0m' if color and has_colors(stream) else text
 
 def print_lines(*lines, file=None):
@@ -41,12 +41,12 @@ def print_lines(*lines, file=None):
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #948183ee
 def text_width(text):
-    "Return how many columns a text takes on a terminal."
+    "Return the number of terminal columns that a text needs."
     columns_of = lambda c: 0 if unicodedata.category(c) in ('Mn', 'Me', 'Cf') else 2 if unicodedata.east_asian_width(c) in 'WF' else 1
     return len(text) if text.isascii() else sum(map(columns_of, text))
 
 def cut_text(text, space):
-    "Return as much of the beginning of a text as fits into `space` columns of a terminal."
+    "Return the longest beginning of a text that fits into `space` columns of a terminal."
     at = 0
     while at<len(text) and text_width(text[:at+1])<=space: at += 1
     return text[:at]
@@ -71,13 +71,13 @@ def format_size(n):
         n /= 1000
     return f'{n:,.3g} TB'
 
-# matches numbers and sizes, because columns of numbers are aligned at the right
+# pattern for numbers and sizes. A column with only such cells is aligned at the right
 is_amount = re.compile(r'(-?[\d,.]+(e[+-]\d+)?|-?inf)?( [kMGT]?B)?')
 
-min_width = 16 # narrow a column of names to this width before dropping any column
+min_width = 16 # shrink columns of names to this width before leaving out other columns
 
 def fit_widths(widths, elastic, space):
-    """Shrink columns, the widest first, until a line of the table fits the terminal. Return all widths, or None if no line can fit.
+    """Shrink table columns, the widest first, until a line fits into `space`. Return the width of each column, or None if no line can fit.
 
     `elastic`: columns to shrink"""
     widths,gaps = dict(widths),2*(len(widths)-1)
@@ -89,7 +89,7 @@ def fit_widths(widths, elastic, space):
     return widths
 
 def format_table(rows, columns, elastic=(), drop=(), color=None):
-    "Return the lines of a table of dicts. If space is short, shrink the columns `elastic`, then leave out the columns `drop`, in this order."
+    "Return the lines of a table of dicts. If the lines are too long, shrink the columns `elastic`, then leave out the columns `drop`, in order."
     cells = [{c: format_cell(r.get(c)) for c in columns} for r in rows]
     space,drop = line_width(),[c for c in drop if c in columns]
     full = {c: max([text_width(c), *(text_width(r[c]) for r in cells)]) for c in columns}

@@ -22,8 +22,8 @@ from ..show.surfaces import Surface3d
 # %% ../../nbs/80_compat/40_taiyi.ipynb #e6960b82
 class DrawingPace:
     "Limits how often plots are drawn, so that drawing takes about 5% of the training time."
-    share = 20 # the time between two plots is at least this multiple of the duration of the last plot
-    def __init__(self): self.last,self.took = 0.,0. # last: time when the last plot was finished; took: its duration in seconds
+    share = 20 # minimum time between two plots, as a multiple of the time needed for the last plot
+    def __init__(self): self.last,self.took = 0.,0. # last: time of the last plot; took: seconds needed for it
 
     def is_due(self):
         "Return True if enough time has passed since the last plot to draw the next plot."
@@ -31,7 +31,7 @@ class DrawingPace:
 
     @contextmanager
     def measure(self):
-        "Measure the time that the `with` block needs to draw a plot."
+        "Return a context manager that measures the time for drawing a plot inside the `with` block."
         began = time.perf_counter()
         yield
         self.last = time.perf_counter()
@@ -100,7 +100,7 @@ def draw_vectors(ax, vectors, name): # vectors: step -> vector of this step
     ax.set(title=name, xlabel='step', ylabel='channel')
 
 class FigureSink:
-    "Sink that draws a matplotlib figure with a panel for each quantity. Redraws the figure only at intervals, because drawing is slow."
+    "Sink that draws a matplotlib figure with a panel for each quantity. The figure is redrawn only at intervals, because drawing is slow."
     def __init__(self, figure):
         self.figure,self.pace = figure,DrawingPace()
         # lines: name of a number -> {step: number}; vectors: name of a vector -> {step: vector}
@@ -160,15 +160,15 @@ def split_value(key, v):
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #c5a1vis0
 class Visualization:
-    """Shows the values of a `Monitor`: call `Visualization.show` after each `Monitor.track`.
+    """Shows the values that a `Monitor` measures. Call `Visualization.show` after each call of `Monitor.track`.
 
     Args:
-        monitor: The `Monitor` whose values are shown
+        monitor: `Monitor` that measures the values to show
         sink: Where to show values: wandb or a W&B run, a `SummaryWriter`, `matplotlib.pyplot`, a figure (default), or an object with log(dict)
     """
     most_steps = 300 # maximum number of steps that a surface plot of a vector shows
     def __init__(self,
-        monitor, # The `Monitor` whose values are shown
+        monitor, # `Monitor` that measures the values to show
         sink=None # Where to show values: wandb or a W&B run, a `SummaryWriter`, `matplotlib.pyplot`, a figure (default), or an object with log(dict)
     ):
         if not hasattr(monitor, 'get_output'):
@@ -202,7 +202,7 @@ class Visualization:
     def add_vector(self, key, step, v):
         "Store the vector of a step for later plots. A `FigureSink` stores its vectors itself."
         past = self.history.setdefault(key, {})
-        # earlier vectors are deleted if their length differs, because the layer was resized
+        # delete earlier vectors with a different length: the layer was resized, so they cannot be in the same plot
         if past and np.size(next(iter(past.values())))!=np.size(v): past.clear()
         past[step] = np.ravel(v)
         for old in list(past)[:-self.most_steps]: del past[old]
@@ -211,7 +211,7 @@ class Visualization:
 
     def _put_surfaces(self, numbers, step):
         "Send numbers to the sink, and surface plots of the changed vectors."
-        with self.pace.measure(): # the time to send the images counts as drawing time
+        with self.pace.measure(): # includes the time for sending images
             self.sink.put(numbers, {k: Surface3d(self.history[k], k) for k in sorted(self.changed)}, step)
         self.changed.clear()
 
@@ -228,6 +228,6 @@ class Visualization:
         self.sink.put(dict(ext or {}), {}, self.monitor.last_step if step is None else step)
 
     def close(self):
-        "Show the last plots. Finish the W&B run, or close the file of TensorBoard."
+        "Show the last plots, and close the sink (finish the W&B run, or close the TensorBoard file)."
         if self.changed: self._put_surfaces({}, self.monitor.last_step)
         self.sink.close()

@@ -38,14 +38,14 @@ def wrapper_prefix(module):
 
 # what: name of the argument, for messages; prefix: text in front of each module name
 def select_by_pattern(pattern, what, prefix):
-    "Return a `Selection` of modules whose names match a regular expression, or match another argument of `select`. Return None for None."
+    "Return a `Selection` of modules by a regular expression for module names, or another argument of `select`. Return None for None."
     if isinstance(pattern, list|tuple|set): return select([select_by_pattern(p, what, prefix) for p in pattern])
     found = compile_pattern(pattern, what)
     if not isinstance(found, re.Pattern): return None if found is None else select(found)
     return Selection(f're {found.pattern!r}', lambda pairs: {id(m) for p,m in pairs if found.search(dotted(prefix, p))})
 
 def check_exclude(exclude, module):
-    "Return the `Selection` of modules to leave out. If it matches no module, warn and return None."
+    "Return the `Selection` of modules to leave out unchanged. If the selection matches no module, warn and return None."
     inner = unwrap(module)
     if exclude is None or not isinstance(inner, torch.nn.Module) or exclude.ids(list(inner.named_modules())):
         return exclude
@@ -53,7 +53,7 @@ def check_exclude(exclude, module):
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #a723ea83
 class TorchTracker(Tracker):
-    "Records a training with torch. `step` ends each step, and the end of the `with` block writes a LogFrame. `track` returns such an object."
+    "Records a torch training, and writes a LogFrame (table of statistics) at the end of the `with` block. Returned by `track`."
     def __init__(self, te, **kwargs): # te: a `torchEmber` that is recording
         super().__init__(te.t, **kwargs)
         self.te = te
@@ -81,7 +81,7 @@ class TorchTracker(Tracker):
         if kind is None: self.warn_about_steps(trained)
 
     def warn_about_steps(self, trained): # trained: True if trainable weights were recorded
-        "Warn if `step` was never called, or if the run has no gradients of weights."
+        "Warn if `step` was never called, or if steps have no weight gradients."
         r = self.te.recorder
         if r.tally.steps and not self.calls:
             r.notices.once('stalled', "tracker.step() was never called, so all rows are in one step. Call it after optimizer.step().", 'warning')
@@ -103,7 +103,7 @@ def track(
     offload_inc:int=10, # Number of steps between calls of `offload_fn`
     offload_type:str='.pkl', # File type of the LogFrame: '.pkl' or '.parquet'
     use_wandb:bool=False, # Send the mean statistics of each step to the open W&B run, and the LogFrame at the end
-    only_stash_during_training:bool=True, # True to skip passes in `eval()` mode
+    only_stash_during_training:bool=True, # True to skip forward passes in `eval()` mode
     init_step:int|None=None, # Number of the first step, to continue from a checkpoint
     *,
     offload_fn=None, # Function that is called with run name, step, and a LogFrame of the rows since its last call
@@ -111,7 +111,7 @@ def track(
     home=None, # Folder for the log and the LogFrame, instead of `~/.torchember`
     store:str='jsonl' # Format of the log: 'jsonl', or 'parquet' for much smaller files
 ) -> TorchTracker:
-    """Record a training and write a `LogFrame`: `with track(model) as tracker: ...`, with `tracker.step()` after each `optimizer.step()`.
+    """Record a training in `with track(model) as tracker: ...`, and write a table (LogFrame). Call `tracker.step()` after each `optimizer.step()`.
 
     Args:
         module: The model. It may be wrapped, for example by `DistributedDataParallel`
@@ -125,7 +125,7 @@ def track(
         offload_inc: Number of steps between calls of `offload_fn`
         offload_type: File type of the LogFrame: '.pkl' or '.parquet'
         use_wandb: Send the mean statistics of each step to the open W&B run, and the LogFrame at the end
-        only_stash_during_training: True to skip passes in `eval()` mode
+        only_stash_during_training: True to skip forward passes in `eval()` mode
         init_step: Number of the first step, to continue from a checkpoint
         offload_fn: Function that is called with run name, step, and a LogFrame of the rows since its last call
         name: Name of the run. Default: `<ModelClass>_<YYYYmmdd_HHMMSS>`
@@ -142,7 +142,8 @@ def track(
         exclude=check_exclude(select_by_pattern(exclude, 'exclude', prefix), module), stats=stats,
         only_training=only_stash_during_training, ends='step',
         first_step=init_step or 0, name=name, home=home, store=store)
-    te.recorder.sources.parameters.hint.silent = True # `warn_about_steps` warns instead of this hint
+    # switch off this hint about missing gradients, because `warn_about_steps` gives the same warning
+    te.recorder.sources.parameters.hint.silent = True
     tracker = TorchTracker(te, prefix=prefix, offload_inc=offload_inc, offload_fn=offload_fn,
         offload_type=offload_type, wandb=wandb)
     return tracker

@@ -28,7 +28,7 @@ from ..store.lines import parse
 from ..store.reading import frame, without_superseded
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #6c051b87
-# names of the statistics that a LogFrame contains for each tensor
+# names of the statistics in a LogFrame (table of the library Track & Visualize) for each tensor
 scalars = tuple(s for s in sets['numerics'] if s not in ('shape', 'exponents'))
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #be6033ed
@@ -40,10 +40,10 @@ class Library:
     counts:Callable
     copy:Callable # Function that copies a tensor
 
-libraries = {} # class of a tensor -> `Library`; the Python modules for torch and JAX add their classes
+libraries = {} # tensor class -> `Library`. The Python modules for torch and JAX each add their tensor class
 
 def find_library(tensor) -> Library:
-    "Return the `Library` for a tensor. Values of other classes, such as lists, are measured by the first library."
+    "Return the `Library` that measures this tensor. For a value of another class, such as a list, return the first library."
     if not libraries:
         raise RuntimeError("the stash functions need a tensor library. Import them from torchember (torch) or torchember.jaxember (JAX).")
     return next((lib for c,lib in libraries.items() if isinstance(tensor, c)), next(iter(libraries.values())))
@@ -52,7 +52,7 @@ def find_library(tensor) -> Library:
 def stash_scalar_stats(
     tensor # Tensor of torch, or array of JAX, also inside a traced function
 ) -> dict: # Dict: name of a statistic -> number
-    """Return mean, std, mean_abs, max_abs, min_abs, rm2, rm4 and rm8 of a tensor. rm4 is the 4th root of the mean of 4th powers.
+    """Return mean, std, mean_abs, max_abs, min_abs, rm2, rm4 and rm8 of a tensor. rm4 is the 4th root of the mean of abs(x)**4.
 
     Args:
         tensor: Tensor of torch, or array of JAX, also inside a traced function
@@ -112,7 +112,7 @@ def exponents_stat(min_exp=-16, max_exp=16):
     return f'exponents({min_exp}, {max_exp})'
 
 def builtin_statistics(stash_value): # stash_value: argument of `track`
-    "Return the names of the built-in statistics that replace a stash function of torchember. Return None for a user's function."
+    "Return the names of built-in statistics equal to a stash function of torchember (such as `stash_hist`). Return None for a user's function."
     f,kwargs = ((stash_value.func, stash_value.keywords) if isinstance(stash_value, partial) and not stash_value.args
         else (stash_value, {}))
     if f is stash_scalar_stats: return ('shape', *scalars)
@@ -153,7 +153,7 @@ class Stash:
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #8af682a0
 def hist_columns(hist, bins):
-    "Return the columns of the log for a histogram: the counts, and the exponent of the first counted bin."
+    "Return the log columns of an exponent histogram: the counts, and the exponent of the first bin that has its own count."
     bins = [int(b) for b in bins[1:-1]]
     if not bins or bins!=[*range(bins[0], bins[0]+len(bins))] or len(hist)!=len(bins)+2:
         raise ValueError("an 'exp_hist' must have as many counts as bins, and bins that increase by 1: below, lo, ..., hi, above. "
@@ -162,7 +162,7 @@ def hist_columns(hist, bins):
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #25019a77
 def means_by_type(lf) -> dict: # returns a dict: 'Numerics.<tensor type>/<statistic>' -> number
-    "Return the mean of each statistic over the tensors of each type, for W&B. `lf`: LogFrame of one step."
+    "Return the mean of each statistic over all tensors of one tensor type, for each type, for W&B. `lf`: LogFrame (table) of one step."
     stats,counts = lf[STAT].copy(),lf[EXP]
     n = counts.sum(axis=1).where(counts.any(axis=1))
     stats['underflow_rate'],stats['overflow_rate'] = counts[-float('inf')]/n,counts[float('inf')]/n
@@ -176,7 +176,7 @@ def open_wandb_run():
     return Wandb()
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #a7f14363
-def check_arguments(offload_type, offload_inc, init_step, stash_value, name, home): # arguments: as in `track`
+def check_arguments(offload_type, offload_inc, init_step, stash_value, name, home): # for the arguments, see `track`
     "Raise ValueError or TypeError for invalid arguments of `track`, FileExistsError if the run exists."
     if offload_type not in ('.pkl', '.parquet'):
         raise ValueError(f"offload_type must be '.pkl' or '.parquet', got {offload_type!r}.")
@@ -216,7 +216,7 @@ class TensorStash:
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #0495c1c5
 def tensor_stash(row):
-    "Convert a row of a LogFrame to a `TensorStash`."
+    "Convert a row of a LogFrame (table) to a `TensorStash` with the statistics of one tensor."
     part = {top: {c: v for (t,c),v in row.items() if t==top} for top in (META, STAT, EXP)}
     bins = [*part[EXP]]
     bins = [bins[1]-1, *bins[1:-1], bins[-2]+1]
@@ -226,7 +226,7 @@ def tensor_stash(row):
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #61676271
 class Tracker:
-    "Base class of trackers. A tracker records a run and writes its LogFrame. It is also a sequence of `TensorStash`es of the latest step."
+    "Base class of trackers. A tracker records a run and writes a LogFrame (table). As a sequence, it contains the latest step's `TensorStash`es."
     current_step = 0 # number of the current step, which has begun but not ended
     what = 'a model' # name of the model, for `repr`
     # t: the run, an `emberTracker`; prefix: text before the module names in the LogFrame; wandb: sink for W&B, or None
@@ -234,21 +234,21 @@ class Tracker:
         self.t,self.prefix,self.wandb = t,prefix,wandb
         self.offload_inc,self.offload_fn,self.offload_type = offload_inc,offload_fn,offload_type
         self.out_path = None # path of the LogFrame file; None until this file is written
-        # calls: number of calls of `step`; read: bytes of the log whose rows were passed to `offload_fn`
+        # calls: number of calls of `step`; read: number of bytes of the log that were passed to `offload_fn` as rows
         self.calls,self.read = 0,0
         self.place = None # path of this tracker's folder; None until the folder is created
 
     name = property(lambda self: self.t.fname, doc="Name of the run.")
     stashes = property(lambda self: list(self), doc="A `TensorStash` for each tensor of the latest step.")
 
-    def note_step_end(self, n, seen=True): # seen: True if the step was recorded. Other steps have no means
-        "Record the end of step `n`: send means of its statistics to W&B, and call `offload_fn` every `offload_inc` steps."
+    def note_step_end(self, n, seen=True): # seen: True if the step was recorded. Means exist only for a recorded step
+        "Handle the end of step `n`: send mean statistics of the step to W&B, and call `offload_fn` every `offload_inc` steps."
         self.calls += 1
         if seen and self.wandb is not None: self.log_to_wandb(n)
         if self.offload_fn and n%self.offload_inc==0: self.offload(n)
 
     def logframe(self, rows):
-        "Convert rows of the log to a LogFrame. Return None if no row is about a tensor that a LogFrame can contain."
+        "Convert rows of the log to a LogFrame (table). Return None if the rows contain no tensor type that a LogFrame supports."
         if not len(rows) or not rows['ttype'].isin(('output', 'output_grad', 'weight', 'weight_grad', 'optimizer')).any():
             return None
         lf = to_logframe(rows)
@@ -266,7 +266,7 @@ class Tracker:
         return self.place
 
     def offload(self, step):
-        "Call `offload_fn` with a LogFrame of the rows written since its last call."
+        "Call the user's `offload_fn` with a LogFrame (table) of the rows written since the last call of `offload_fn`."
         self.t.barrier()
         if not os.path.exists(self.t.log_path): return
         with open(self.t.log_path, 'rb') as f:
@@ -287,7 +287,7 @@ class Tracker:
         if lf is not None and lf[META, 'step'].iloc[0]==step: self.wandb.put(step, means_by_type(lf))
 
     def finish(self, failed:bool): # failed: True if an exception ended the training
-        "Call `offload_fn` for the last rows, write the LogFrame, and send its file to W&B. Called after the end of the run."
+        "Call `offload_fn` for the last rows, write the LogFrame (table), and send the file to W&B. Called after the end of the run."
         try:
             if self.offload_fn: self.offload(self.current_step)
             self.write()
@@ -297,7 +297,7 @@ class Tracker:
             warn(f"The LogFrame was not written: {type(e).__name__}: {e}. The log is complete: make a LogFrame with to_logframe({self.name!r}).")
 
     def write(self):
-        "Write all steps of the run to a LogFrame file, if anything was recorded."
+        "Write all steps of the run to a LogFrame file (table). Without recorded tensors, print a message instead."
         lf = self.logframe(self.t.df) if os.path.exists(self.t.log_path) else None
         if lf is None:
             recorded = os.path.exists(self.t.log_path)

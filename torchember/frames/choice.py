@@ -21,7 +21,7 @@ def to_list(value):
     return list(value) if isinstance(value, list|tuple|set|frozenset|range) else [value]
 
 def to_python(value):
-    "Convert a value of numpy, pandas or torch to Python numbers and lists."
+    "Convert arrays and scalars of numpy, pandas or torch to Python numbers and lists. Return other values unchanged."
     if isinstance(value, slice): return slice(*map(to_python, (value.start, value.stop, value.step)))
     if isinstance(value, list|tuple|set|frozenset): return [to_python(v) for v in value]
     return value.tolist() if hasattr(value, 'tolist') else value
@@ -30,7 +30,7 @@ column_of_condition = dict(path='module', ttype='ttype', tname='tname', steps='s
 
 # %% ../../nbs/50_frames/01_choice.ipynb #973c6dc8
 class Choice:
-    "Conditions that select rows of a run: `path`, `ttype`, `tname` and `steps`. A condition that is None selects all rows."
+    "Conditions that select rows of a run: `path`, `ttype` (tensor type), `tname` (tensor name) and `steps`. None selects all rows."
     def __init__(self, path=None, ttype=None, tname=None, steps=None):
         self.conditions = {k: to_python(v) for k,v in dict(path=path, ttype=ttype, tname=tname, steps=steps).items()
             if v is not None}
@@ -46,7 +46,7 @@ class Choice:
                     raise TypeError(f"{k} must be a name, or a list of names, got {n!r:.80}.")
 
     def select_paths(self, paths):
-        "Return the set of all `paths` matching the condition `path`."
+        "Return the set of all module paths in `paths` that match the condition `path`."
         return {p for p in paths if any(p==w or fnmatchcase(p, w) if isinstance(w, str) else w.search(p)
             for w in to_list(self.conditions['path']))}
 
@@ -60,7 +60,7 @@ class Choice:
         return any(isinstance(s, int) and s<0 for s in ends)
 
     def select_steps(self, steps, last=None):
-        "Return the set of all `steps` matching the condition `steps`. `last`: last step of the run, by default the largest of `steps`."
+        "Return the set of all step numbers in `steps` that match the condition 'steps'. `last`: last step of the run, default: max(steps)."
         wanted,last = self.conditions['steps'],max(steps, default=-1) if last is None else last
         if isinstance(wanted, slice): return set(steps).intersection(range(*wanted.indices(last+1)))
         if callable(wanted): return {s for s in steps if wanted(s)}
@@ -68,7 +68,7 @@ class Choice:
         return {s for s in steps if s in wanted or s-last-1 in wanted}
 
     def select(self, name, values, last=None):
-        "Return the set of all `values` matching the condition `name`, such as 'path' or 'steps'."
+        "Return the set of all elements of `values` that match the condition `name`, such as 'path' or 'steps'."
         values = [v for v in values if isinstance(v, int if name=='steps' else str)]
         if name=='path': return self.select_paths(values)
         if name=='steps': return self.select_steps(values, last)
@@ -77,7 +77,7 @@ class Choice:
 # %% ../../nbs/50_frames/01_choice.ipynb #98ae9352
 class RowFilter:
     "Callable that takes a block of rows and returns a list of booleans: True for each row that a `Choice` selects."
-    # last: last step of the run; paths: cache, display name of a module -> its path
+    # last: last step of the run; paths: cache of a dict: display name of a module -> its path
     def __init__(self, choice, last=None): self.choice,self.last,self.paths = choice,last,{}
 
     def __call__(self, block):
@@ -86,30 +86,30 @@ class RowFilter:
         return [all(row) for row in zip(*masks, strict=True)]
 
     def mask_of_distinct(self, name, block):
-        """Return the mask of the rows that satisfy a condition. Test each distinct value of its column once.
+        """Return a boolean mask of the rows that satisfy a condition. Test each distinct value of the column only once.
 
         Return None if the distinct values of the column are unknown."""
         if (known := block.distinct(column_of_condition[name])) is None or name=='path' and 'path' in block.part.kinds:
             return None
         values,codes = known
         values = [self.path_of(m) if isinstance(m, str) else m for m in values] if name=='path' else values
-        # False is appended for missing values: their code is -1, which selects the last element
+        # append False for missing values: their code -1 selects the last element
         return np.array([*self.mask(name, values), False])[codes].tolist()
 
     def values(self, name, block):
-        "Return for each row of a block the value that the condition `name` tests, such as the path of its module."
+        "Return the list of values to test by the condition `name`, one for each row of a block, such as the module paths."
         values = block[column_of_condition[name]]
         if name!='path': return values
         return [p if isinstance(p, str) else self.path_of(m) if isinstance(m, str) else m
             for m,p in zip(values, block['path'], strict=True)]
 
     def path_of(self, module):
-        "Return the path of a module from its display name. Paths are cached."
+        "Convert the display name of a module to its path. Store each path in a cache."
         if module not in self.paths: self.paths[module] = path_of(module)
         return self.paths[module]
 
     def mask(self, name, values):
-        "Return a list of booleans: True for each value matching the condition `name`."
+        "Return one boolean for each value: True if the value matches the condition `name`."
         distinct = {v for v in values if isinstance(v, int if name=='steps' else str)}
         kept = self.choice.select(name, distinct, self.last)
         return [isinstance(v, int|str) and v in kept for v in values]
@@ -122,7 +122,7 @@ def no_rows_message(name='The run'):
 class NothingChosen(ValueError): "Error: no row of the run satisfies the conditions."
 
 def explain_empty(choice, known):
-    "Return the error message for conditions that no row satisfies. `known`: condition, such as 'path' -> its values in the log."
+    "Return the error message for conditions that select no row. `known`: name of a condition, such as 'path' -> values in the log."
     nouns = dict(path='path matches', ttype='tensor type', tname='tensor name', steps='step')
     if not known['ttype']: return no_rows_message()
     for name,wanted in choice.conditions.items():

@@ -34,9 +34,9 @@ from torchember.store.reading import marks_in, path_of
 # %% ../../nbs/50_frames/07_chunks.ipynb #49035eb0
 @dataclass(frozen=True)
 class Segment:
-    "Location of consecutive rows of a log: a Parquet part, or some lines of a file."
+    "Location of consecutive rows of a log: a Parquet part, or a range of lines in a file."
     path: object # file that contains the rows
-    start: int # offset of the first byte: in the whole log for a Parquet part, in the file for lines
+    start: int # position of the first byte: in the whole log for a Parquet part, in the file for lines
     end: int
     rows: int
     first: int|None # smallest step; None if a row has no step
@@ -44,8 +44,8 @@ class Segment:
     entry: tuple|None = None # entry of the Parquet part in the list of the log's parts; None for a segment of lines
     of: str|None = None # id of the log, as in the list of its Parquet parts
     more: bytes = b'' # lines that the recording process has not written to the file yet
-    log: object = None # path of the log to which the lines belong
-    before: int = 0 # number of bytes of the log in earlier files
+    log: object = None # path of the log that contains the lines
+    before: int = 0 # number of bytes of the log that are in earlier files
 
     @contextmanager
     def open(self, steps=None): # steps: (first, last) step to read, None for all
@@ -61,12 +61,13 @@ class Segment:
             with open_file(path) as f:
                 f.seek(start)
                 data = f.read(self.end-self.start)
-            if self.locate()==(path, start): break # otherwise the file was renamed during the read, and is read again
+            # otherwise read again, because the file was renamed during the read
+            if self.locate()==(path, start): break
         if len(data)<self.end-self.start: raise OSError(shorter_message(path))
         return data if data.endswith(b'\n') else data+b'\n'
 
     def locate(self):
-        "Return (file, first byte) where the segment's lines are now. The file may have been renamed for its conversion to Parquet."
+        "Return (file, first byte) of the segment's lines now. The file may have been renamed for its conversion to Parquet."
         if self.log is None or is_url(self.log): return self.path, self.start
         listing,files = parts_and_lines(self.log)
         at,first,end = (listing or {}).get('removed', 0),self.before+self.start,self.before+self.end
@@ -78,11 +79,11 @@ class Segment:
 
     @property
     def is_shared(self):
-        "True if several logs share the Parquet file of the segment."
+        "True if the Parquet file of the segment is shared by several logs."
         return self.entry is not None and any(k=='holder' for k,_ in self.entry)
 
     def overlaps(self, steps):
-        "Return True if the segment may have rows of some steps. `steps`: (first, last), or None for all steps."
+        "Return True if the segment may have rows in the range `steps`: (first, last), or None for all steps."
         return overlaps((self.first, self.last), steps)
 
 def shorter_message(path):
@@ -91,7 +92,7 @@ def shorter_message(path):
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #6db2682e
 def common_kind(kinds):
-    """Return the column kind that can hold values of all `kinds` (such as 'double'): 'json' for a mixture of numbers and texts.
+    """Return a column kind that can store the values of all `kinds`, such as 'double', or 'json' for a mixture of numbers and texts.
 
     None among `kinds` stands for a column without values."""
     kinds = set(kinds)-{None}
@@ -102,9 +103,9 @@ def common_kind(kinds):
 # %% ../../nbs/50_frames/07_chunks.ipynb #4b5de9d0
 @dataclass
 class LogContents:
-    "Segments of a log, and the kinds and layouts of its columns. A layout is the tuple of a row's keys."
+    "Contents of a log: its segments, the kinds of its columns, and the layouts of its rows (tuples of keys)."
     segments: list = field(default_factory=list)
-    kinds: dict = field(default_factory=dict) # name of a column -> set of the kinds of its values
+    kinds: dict = field(default_factory=dict) # column name -> set of the kinds of its values, such as 'double'
     layouts: list = field(default_factory=list) # layouts of the rows (tuples of keys) that have a new key
 
     def __iter__(self): return iter((self.segments, self.kinds, self.layouts))
@@ -115,7 +116,7 @@ class LogContents:
         return 'supersedes' in self.kinds
 
     def add(self, segments, kinds, layouts):
-        "Add the segments of more rows, with the kinds of their columns and the layouts (tuples of keys). Return this object."
+        "Add segments, the kinds of their columns, and the layouts (tuples of keys) of their rows. Return this object."
         self.segments += segments
         for k,kind in kinds.items(): self.kinds.setdefault(k, set()).update(kind)
         for keys in layouts:
@@ -123,14 +124,14 @@ class LogContents:
         return self
 
 def step_bounds(ranges):
-    "Return the (smallest, largest) step in several ranges of steps. Return (None, None) if a range is unknown."
+    "Return (smallest, largest) step of several ranges (first, last). Return (None, None) if a range is unknown."
     known = list(chain.from_iterable(ranges))
     return (None, None) if None in known or not known else (min(known), max(known))
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #1698eed2
 class LineIndex:
-    "Cached index of the JSON lines of a growing file: segments and columns. With this cache, only new lines must be read."
-    # start: first byte to read; rows: maximum number of rows in a segment; expected: `Expected` keys and types, to parse lines faster
+    "Index of the JSON lines of a growing file: segments and columns. The index is kept in a cache, so that only new lines are read."
+    # start: first byte to read; rows: maximum rows in a segment; expected: `Expected` object that speeds up parsing
     def __init__(self, start, rows, expected):
         self.start = self.at = start
         self.rows,self.expected,self.contents,self.tail = rows,expected,LogContents(),b''
@@ -139,7 +140,7 @@ class LineIndex:
         "Read new lines up to the byte `stop`. Return the `LogContents` of all lines up to this byte."
         with open_file(path) as f:
             f.seek(self.at-len(self.tail))
-            # the index starts again if another log has replaced the file
+            # start again if the file now has different content, because another log has replaced the file
             if self.at>stop or f.read(len(self.tail))!=self.tail: self.__init__(self.start, self.rows, Expected())
             while self.at<stop:
                 data = next_lines(f, self.at, stop, self.rows)
@@ -150,7 +151,7 @@ class LineIndex:
             out = LogContents().add(*self.contents)
             if self.at>=stop: return out
             f.seek(self.at)
-            # the last line may be incomplete, so the next call reads this line again
+            # the next call reads the last line again, because this line may be incomplete
             return out.add(*inspect_lines(f.read(stop-self.at), path, self.at, Expected()))
 
 def inspect_lines(data, path, at, expected):
@@ -170,16 +171,16 @@ def kind_of_lines(values, types):
     A mixture of whole numbers and floats becomes floats, as in the table from `read`."""
     return 'double' if types=={int, float} else column_kind(values, types) if types else None
 
-indexes,most_indexes = {},2000 # cache: (file, first byte, rows in a segment) -> `LineIndex`
+indexes,most_indexes = {},2000 # cache: (file, first byte, maximum rows in a segment) -> `LineIndex`
 
 def index_lines(path, start, stop, rows, expected):
-    "Return the `LogContents` of a file's JSON lines from byte `start` to byte `stop`. Do not read lines in the cache again."
+    "Return the `LogContents` of a file's JSON lines from byte `start` to byte `stop`. Read only lines that are not in the cache."
     while len(indexes)>=most_indexes: indexes.pop(next(iter(indexes)))
     return indexes.setdefault((str(path), start, rows), LineIndex(start, rows, expected)).read_to(path, stop)
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #4aaec88e
 def inspect_log(log, rows=1<<17, expected=None):
-    """Return the segments and columns of a log as `LogContents`. `log`: a `LogReader`. A log of an older version is small, and is read completely.
+    """Return the segments and columns of a log as `LogContents`. `log`: a `LogReader`. Logs of older versions are read completely.
 
     `rows`: largest number of rows in a segment. `expected`: `Expected` from other logs of the run, which saves time.
     """
@@ -193,7 +194,7 @@ def inspect_log(log, rows=1<<17, expected=None):
     return out.add(*inspect_unwritten(more, log.path)) if more else out
 
 def inspect_files(log, listing, files, size, rows, expected):
-    "Return the `LogContents` of a log: of its Parquet parts, then of its lines. `size`: bytes of the log's file to read, None for all."
+    "Return the `LogContents` of a log's Parquet parts and lines. `size`: bytes of the log's file to read, None for all."
     out,before = LogContents(),(listing or {}).get('removed', 0)
     for entry in listing['parts'] if listing else ():
         part = open_part(log.path, entry, listing['id'])
@@ -211,23 +212,23 @@ def inspect_files(log, listing, files, size, rows, expected):
     return out
 
 def kinds_of_part(part):
-    "Return the kinds of the columns in a Parquet part: column name -> set with its kind, such as 'double', or with None if it has no values."
+    "Return a dict for a Parquet part: column name -> {kind}, such as {'double'}, or {None} for a column without values."
     has_values = {k: bool(set(part.layouts.types_of(k))-{none, Missing}) for k in part.kinds}
     return {k: {kind if has_values[k] else None} for k,kind in part.kinds.items()}
 
 def inspect_unwritten(data, path):
-    """Split JSON lines that are still in memory into segments. Return the segments, and the kinds and layouts of the rows. `data`: the lines;
+    """Return the segment, column kinds and layouts of JSON lines that are still in memory. `data`: the lines;
     `path`: file of the log."""
     [segment],kinds,layouts = inspect_lines(data, path, 0, Expected())
     return [replace(segment, more=data)], kinds, layouts
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #94d7c8b6
 def split_steps(segments, most):
-    "Split all steps of a run into ranges (first, last) of steps with about `most` rows each. `segments`: the segments of all logs of the run."
+    "Split the steps of a run into ranges (first, last) with about `most` rows each. `segments`: segments of all logs of the run."
     known = [(s.first, s.last+1, s.rows) for s in segments if s.first is not None]
     if not known: return []
     at = np.unique([b for a,z,_ in known for b in (a, z)])
-    # Estimated number of rows before each step in the array `at`, if the rows of a segment are evenly distributed over its steps
+    # estimated number of rows before each step in `at`, assuming an equal number of rows in each step of a segment
     rows = sum(n*np.clip((at-a)/(z-a), 0, 1) for a,z,n in known)
     cuts = np.unique(np.ceil(np.interp(np.arange(most, rows[-1], most), rows, at)).astype(np.int64)).tolist()
     ends = [int(at[0]), *(c for c in cuts if at[0]<c<at[-1]), int(at[-1])]
@@ -236,9 +237,9 @@ def split_steps(segments, most):
 # %% ../../nbs/50_frames/07_chunks.ipynb #0a0fd86a
 @dataclass(frozen=True)
 class Chunk:
-    "Description of some rows of a run to read together. A chunk can be sent to a second process for reading."
+    "Description of rows of a run that are read together. A chunk can be sent to another process for reading."
     run: str
-    # True if several runs are read, so that the table has a column with the name of the run
+    # True if several runs are read. The table then has a column with the name of the run
     labelled: bool = field(default=False, kw_only=True)
     # Last step of the run, if the selection counts steps from the end, such as steps=-1
     last: int|None = field(default=None, kw_only=True)
@@ -248,13 +249,14 @@ class Chunk:
     merged: bool = False # True if the rows of several ranks are merged
     plain: bool = False # True if no row replaces another row, and the rows of ranks are not merged
     home: object = None
-    # (logs, steps) of the first chunk, from which all chunks take the same new names of modules
+    # (logs, steps) of the run's first chunk, so that all chunks use its new names of modules
     start: tuple = ()
-    asked: int = 0 # time of the call of `scan`, as a cache key, so that each call reads the metadata of ranks only once
+    # time of the call of `scan`: a cache key, so that each call reads rank metadata only once
+    asked: int = 0
 
     @property
     def known(self):
-        "Range (first, last) of the steps that may be in the chunk. (None, None) if the steps are unknown."
+        "Range (first, last) of steps that the chunk may contain; (None, None) if the steps are unknown."
         bounds = step_bounds([(s.first, s.last) for _,_,of in self.logs for s in of])
         return bounds if self.steps is None or None in bounds else (max(bounds[0], self.steps[0]),
             min(bounds[1], self.steps[1]))
@@ -281,11 +283,11 @@ class StepFilter:
         return [first<=s<=last if is_step(s) else self.rest for s in steps]
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #a31584f1
-# Maximum number of rows in a chunk: of rows from one log, and of merged rows from several logs
+# maximum number of rows in a chunk: most_rows for one log, most_merged for merged rows of several logs
 most_rows,most_merged = 1<<17,1<<18
 
 def limit_logs(logs, steps):
-    "Drop the segments of logs that have no rows in a range of steps. Return the remaining segments of each log."
+    "Return the logs without the segments that have no rows in the range `steps`."
     return tuple((name, rank, tuple(s for s in of if s.overlaps(steps))) for name,rank,of in logs)
 
 def chunk_steps(segments, most):
@@ -324,11 +326,11 @@ def rank_metadata(home, names, kind='ranks'):
     return {rank: v for rank,v in out.items() if isinstance(v, dict)}
 
 def names_and_ranks(logs):
-    "Return (name, rank) of each log in a chunk. `logs`: tuples (name, rank, segments)."
+    "Return the tuple (name, rank) for each log of a chunk. `logs`: tuples (name, rank, segments)."
     return tuple((name, rank) for name,rank,_ in logs)
 
 def segment_blocks(segments, steps=None, whole=False):
-    "Return a function that opens the segments and yields their rows in blocks. `whole`: True to load all columns at once, which is faster."
+    "Return a function that yields the rows of the segments in blocks. `whole`: True to load all columns at once, for speed."
     def blocks():
         "Yield the rows of the segments, one block at a time."
         for s in segments:
@@ -347,12 +349,12 @@ def rank_rows(logs, steps):
 
 @lru_cache(8)
 def read_rank_metadata(home, names, asked):
-    "Read the metadata of all ranks and the paths of their modules, only once in each call of `scan`."
+    "Return the metadata of all ranks and the paths of their modules, cached during one call of `scan`."
     return rank_metadata(home, names), paths_of_ranks(rank_metadata(home, names, 'structure'))
 
 @lru_cache(8)
 def names_of_first_chunk(home, logs, steps, asked):
-    "Return new paths of modules whose weights differ between ranks. Use only the first chunk, so that all chunks get the same paths."
+    "Return new paths of modules with different weights on different ranks. Use only the first chunk, so that all chunks get equal paths."
     return own_names(rank_rows(logs, steps), *read_rank_metadata(home, names_and_ranks(logs), asked))
 
 def frame_of(chunk):
@@ -367,7 +369,7 @@ def frame_of(chunk):
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #cc461e1a
 def output_columns(contents, merged=False, per_rank=False, several=False):
-    """Return the columns of a table from `read`, in the order of that table: column -> kind, such as 'double'.
+    """Return the columns of a table from `read`, in order, as a dict: column name -> kind, such as 'double'.
 
     `contents`: `LogContents` of each log. `several`: True if several runs are read, so that the column `run` has the
     name of the run.
@@ -376,7 +378,7 @@ def output_columns(contents, merged=False, per_rank=False, several=False):
     kinds = {k: common_kind(chain.from_iterable(c.kinds.get(k, ()) for c in contents)) for k in names}
     if not kinds: kinds = dict.fromkeys(identity[:7], 'text')|dict(step='int64', call='int64')
     if several: kinds = {'mark_run' if k=='run' else k: kind for k,kind in kinds.items()}
-    # kind 'text', because recorded paths of other types are ignored
+    # the kind is 'text', because `read` ignores recorded paths of other types
     if {'module', 'ttype', 'tname'}<=kinds.keys(): kinds['path'] = 'text'
     for c in bad:
         if not any(of.kinds.get(c, set())-{None} for of in contents): kinds[c] = 'int64'
@@ -385,7 +387,7 @@ def output_columns(contents, merged=False, per_rank=False, several=False):
     if merged:
         kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind
             for k,kind in kinds.items() if k not in shard_columns}
-    # Kind 'double', because only floats can be NaN, and some merged rows lack the number of elements
+    # the kind is 'double', because some merged rows have no number of elements, and only floats can be NaN
     if merged: kinds['numel'] = 'double'
     return {k: kinds[k] for k in column_order(kinds, output_marks(contents, several))}
 
@@ -393,13 +395,13 @@ def all_layouts(contents):
     "Return the layouts of the rows in all logs. A layout is the tuple of a row's keys."
     return [keys for c in contents for keys in c.layouts]
 
-# the columns of the user's marks are the last columns of a table
+# the columns added by the user (marks) are the last columns of a table
 def output_marks(contents, several):
     "Return the names of the columns that the user's code added to rows. `several`: True if several runs are read."
     return ['mark_run' if m=='run' and several else m for m in marks_in(all_layouts(contents))]
 
 def output_type(kind):
-    "Return the Arrow type of a column in the result of `scan`, from the column's kind."
+    "Convert the kind of a column, such as 'double', to its Arrow type in the result of `scan`."
     return pa.string() if kind=='text' else arrow_type(kind)
 
 def output_schema(fields):
@@ -408,7 +410,7 @@ def output_schema(fields):
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #fc34202c
 def json_text(v):
-    "Return a value as JSON, or None for a missing value."
+    "Convert a value to JSON text. Return None for a missing value (None or NaN)."
     return None if v is None or isinstance(v, float) and v!=v else json.dumps(v, default=str)
 
 def parse_times(texts):
@@ -417,11 +419,11 @@ def parse_times(texts):
         unit='s', error_is_null=True)
 
 def to_arrow(values, kind):
-    "Convert a pandas column to an Arrow array of this kind of column."
+    "Convert a pandas column to an Arrow array. `kind`: kind of the column, such as 'double'."
     to = output_type(kind)
     if kind=='text':
         try: return pa.array(values.astype(object), to, from_pandas=True)
-        # raised if a value is not a text, for example if a module is a number
+        # raised if a value is not a text, for example if a module name is a number
         except pa.ArrowTypeError:
             return pa.array([v if isinstance(v, str) else json_text(v) for v in values.tolist()], to)
     if kind=='json': return pa.array([json_text(v) for v in values.tolist()], to)
@@ -445,7 +447,7 @@ def table_of_frame(df, fields):
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #7a2e6bc4
 def cast_column(x, was, kind):
-    "Convert an Arrow array of a Parquet part from the column kind `was` to another kind."
+    "Convert an Arrow array of a Parquet part from the column kind `was`, such as 'text', to `kind`."
     if was=='text':
         if kind=='text': return x.dictionary_decode()
         texts = [t if kind=='time' else json.dumps(t) for t in x.dictionary.to_pylist()]
@@ -458,13 +460,13 @@ def cast_column(x, was, kind):
     return pc.if_else(pc.is_nan(x), pa.scalar(None, pa.float64()), x)
 
 def paths_in_part(part):
-    "Return the module path of each row as an Arrow array: the recorded path, else the path in the display name of its module."
+    "Return the module path of each row as an Arrow array: the recorded path, else the path taken from the module's display name."
     modules = part.column('module')
     paths = pa.array([path_of(m) for m in modules.dictionary.to_pylist()], pa.string()).take(modules.indices)
     return pc.coalesce(part.column('path').dictionary_decode(), paths) if 'path' in part.kinds else paths
 
 def part_column(part, name, kind):
-    "Return one column of a Parquet part as `scan` returns it: paths and counts of NaN are filled in, and all chunks use the same kind."
+    "Return one column of a Parquet part for the result of `scan`. Fill in missing paths and counts of NaN. Convert to `kind`."
     n = part.rows
     if name=='path': return paths_in_part(part)
     raw = 'run' if name=='mark_run' else name
@@ -478,7 +480,7 @@ def has_text_names(part):
     return part.kinds.get('module')=='text' and part.kinds.get('path') in (None, 'text')
 
 def chunk_table(chunk, fields, steps=None):
-    "Read a chunk as an Arrow table. `fields`: column -> kind. `steps`: (first, last); the table may lack rows of other steps."
+    "Read a chunk as an Arrow table. `fields`: column -> kind. `steps`: (first, last) step needed by the caller."
     if chunk.plain and len(chunk.logs)==1 and (of := chunk.logs[0][2])[0].entry is not None:
         with of[0].open(steps) as part:
             same = {k: v for k,v in dict(run=chunk.run if chunk.labelled else None, rank=chunk.logs[0][1]).items()

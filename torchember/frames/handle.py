@@ -37,7 +37,7 @@ def is_run_name(name):
     except ValueError: return False
 
 def log_files(log):
-    "Return the file names in a folder of logs, without hidden files and files `*_latest`. Some names may be no valid names of runs."
+    "Return the names of all files in a folder of logs, except hidden files and `*_latest`. Names may be invalid as run names."
     names = [f.name for f in list_folder(log) if not f.is_dir(follow_symlinks=False)]
     return sorted(n for n in names if not n.endswith('_latest') and n[0]!='.')
 
@@ -49,38 +49,39 @@ def older_runs(log):
 rank_pattern = re.compile(r'(.+)\.rank(0|[1-9][0-9]{0,5})')
 
 def rank_logs(name, home):
-    "Return the logs of a distributed run: rank -> name of its log. `name`: name of the run."
+    "Return a dict of the logs of a distributed run: rank -> name of its log. `name`: name of the run."
     log = folder('torchember', home)/'log'
     return {r: n for r,n in ranks_among(log_files(log), name).items() if is_url(log) or (log/n).is_file()}
 
 def ranks_among(names, run):
-    "Find the logs that the ranks of a run have written among `names`. Return a dict: rank -> name of its log."
+    "Find the logs of the ranks of a run in the list `names`. Return a dict: rank -> name of its log."
     found = {int(m[2]): n for n in names if n.startswith(f'{run}.rank') and (m := rank_pattern.fullmatch(n))
         and m[1]==run}
     return dict(sorted(found.items()))
 
 def without_ranks(names):
-    "Convert names of logs to names of runs: the logs of all ranks of a run become one name."
+    "Convert log names to run names. The logs 'a.rank0' and 'a.rank1' become one run 'a'."
     return list(dict.fromkeys(m[1] if (m := rank_pattern.fullmatch(n)) else n for n in names))
 
 # %% ../../nbs/50_frames/04_handle.ipynb #6875fa8b
 def has_orphan_box(boxes):
     "Return True if the folder `boxes` may have a black box (file of recent steps) of a dead process. This check does not import torch."
-    # black boxes of this process are not opened, because closing a box file would release its lock
+    # do not open the files: closing a black box of this process would release the lock on its file
     if 'torchember.recorder.black_box' in sys.modules: return os.path.isdir(boxes)
     try: import fcntl
     except ImportError: return os.path.isdir(boxes)
     for name in [n for n in (os.listdir(boxes) if os.path.isdir(boxes) else ()) if n.endswith('.box')]:
         try:
             with open(os.path.join(boxes, name), 'rb') as f: fcntl.lockf(f, fcntl.LOCK_SH|fcntl.LOCK_NB)
-        except FileNotFoundError: continue # another process has just recovered this black box
-        except BlockingIOError: continue # the process of this black box is running
-        except OSError: pass # an error is ignored here, because `recover_all` raises the same error with an explanation
+        except FileNotFoundError: continue # another process has already recovered this black box
+        except BlockingIOError: continue # the process that writes this black box is running
+        # ignore this error: `recover_all` will raise an error with an explanation
+        except OSError: pass
         return True
     return False
 
 def recover_boxes(folder):
-    "Write the rows in the black boxes (files of recent steps) of dead processes into the logs. `folder`: home of the runs."
+    "Write rows from the black boxes (files of recent steps) of dead processes to the logs. `folder`: home of the runs."
     if is_url(folder) or not has_orphan_box(os.path.join(folder, 'box')): return
     try: from torchember.recorder.recovery import recover_all
     except ImportError as e:
@@ -88,7 +89,7 @@ def recover_boxes(folder):
     recover_all(folder)
 
 def log_names(home):
-    "Return the sorted names of all logs in a home. First write all queued rows, and recover the rows of dead processes from black boxes."
+    "Return the sorted names of all logs in a home, after writing queued rows and recovering rows of dead processes."
     log = folder('torchember', home)/'log'
     recover_boxes(log.parent)
     flush_logs(log)
@@ -96,7 +97,7 @@ def log_names(home):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #5ab7ec68
 def read_facts(name, data):
-    """Return a pair: the metadata 'base' of a log ({} if missing), and the reason why they cannot be read (None if they can).
+    """Return (general metadata of a log, None). For missing metadata, return ({}, None); for unreadable metadata, ({}, reason).
 
     `data`: folder of metadata.
     """
@@ -109,7 +110,7 @@ class LogReader:
     "Log of one process, open for reading. `tracker`: the run as a `tracker`; None for a file that is not in a home."
     def __init__(self, path, tracker=None):
         self.path,self.t,self.name = path,tracker,path.name
-        self.store = JsonLines(path) if tracker is None else tracker.file.disk # `LogStore`: reads the rows of the log
+        self.store = JsonLines(path) if tracker is None else tracker.file.disk # `LogStore` object that reads the log
 
     def blocks(self, after=(0, 0)):
         "Yield the rows of the log in blocks. `after`: (bytes of the log, rows) to skip at the start."
@@ -117,12 +118,12 @@ class LogReader:
         return older_blocks(self.path) if is_older(self.path) else self.store.rows(after)
 
     def complete_file(self):
-        "Return path and size of the log. Return None if some of its rows are only in memory so far."
+        "Return (path, size in bytes) of the log. Return None if some rows are only in memory so far."
         if self.t is not None: return self.t.whole_file()
         return None if is_older(self.path) else self.store.complete_file()
 
     def may_supersede(self):
-        "Return False if certainly no row replaces an earlier row. Return True if this is unknown without reading the rows."
+        "Return False if no row of the log replaces an earlier row. Return True if a row does, or if this is unknown."
         layouts = None if self.complete_file() is None else self.store.layouts()
         return layouts is None or any('supersedes' in keys for keys in layouts)
 
@@ -132,16 +133,16 @@ class LogReader:
             default=-1)
 
     def metadata(self, kind):
-        "Return metadata of the log by their kind, such as 'structure'. Return None if they are missing or cannot be read."
+        "Return the log's metadata of one kind, such as 'structure'. Return None if they are missing or cannot be read."
         try: return None if self.t is None else self.t.about.get(kind) or self.t[f'{kind}_{self.name}']
-        except (KeyError, ValueError, OSError): return None # a killed process may have left no metadata
+        except (KeyError, ValueError, OSError): return None # a killed process may not have written metadata
 
     def rows(self):
-        "Return all rows of the log as dicts."
+        "Return all rows of the log as a list of dicts."
         return parse_blocks(self.blocks, self.complete_file())[0]
 
     def table(self, choice, columns=None):
-        "Read the rows that satisfy the conditions `choice` as a table. `columns`: columns that the caller needs; all by default."
+        "Read the rows selected by `choice` as a pandas table. `columns`: columns that the caller needs; None for all."
         keep = RowFilter(choice, self.last_step() if choice.needs_last_step else None) if choice.conditions else None
         return table_of_blocks(self.blocks, self.complete_file(), keep,
             columns and columns_to_read(columns, self.may_supersede()))
@@ -160,13 +161,13 @@ def open_log(run, home=None):
         raise TypeError(f"a run must be a name, a file, a torchEmber or its tracker te.t, got {an(run)}. Use a table directly, without reading it.")
     if not isinstance(t, tracker): t = emberTracker(run, home)
     recover_boxes(t.dir)
-    t.barrier() # write the queued rows first. This has an effect only if this process records the run
+    t.barrier() # write queued rows first (if this process records the run)
     t.require_exists()
     return LogReader(t.log_path, t)
 
 # %% ../../nbs/50_frames/04_handle.ipynb #4016b2c9
 class Run:
-    "Run open for reading. `logs`: rank -> `LogReader`, or {None: reader} for one process. `given`: a table of rows that replaces the logs."
+    "Run open for reading. `logs`: rank -> `LogReader`, or {None: reader} for one process. `given`: table of rows to use instead of logs."
     def __init__(self, name, logs, given=None): self.name,self.logs,self.given = name,logs,given
 
     def __repr__(self): return printable(f"<Run {self.name}{f' of {len(self.logs)} ranks' if self.is_ranked else ''}>")
@@ -207,34 +208,34 @@ class Run:
         return max(log.last_step() for log in self.logs.values())
 
     def rows(self):
-        "Return all rows of all ranks as dicts, without merging ranks."
+        "Return the rows of all ranks as a list of dicts, without merging ranks."
         if self.given is not None: return self.given.to_dict('records')
         return [r for log in self.logs.values() for r in log.rows()]
 
     def metadata(self, kind):
-        "Return metadata of a kind, such as 'structure', for each rank: rank -> metadata. Ranks without readable metadata are left out."
+        "Return the metadata of one kind, such as 'structure', as a dict: rank -> metadata. Omit ranks without readable metadata."
         found = {rank: log.metadata(kind) for rank,log in self.logs.items()}
         return {rank: v for rank,v in found.items() if isinstance(v, dict)}
 
     def parameters(self):
-        "Return a list of descriptions of the model's parameters, as in `store.parameters`."
+        "Return a list of dicts from `store.parameters`, each describing one parameter of the model."
         known = {rank: read_parameters(log.t) for rank,log in self.logs.items() if log.t is not None}
         return merge_parameters(known, self.whole_model_paths()) if self.is_ranked else known.get(None, [])
 
     def losses(self):
-        """Return a list of descriptions of the loss terms, as in `store.losses`.
+        """Return a list of dicts from `store.losses`, each describing one loss term.
 
         With several ranks, return those of the first rank that has descriptions."""
         known = [read_loss_entries(log.t) for log in self.logs.values() if log.t is not None]
         return next(filter(None, known), [])
 
     def facts(self):
-        "Return facts about the training from the metadata, such as the state of autocast. With several ranks, return the facts of the lowest rank."
+        "Return a dict of facts about the training from the metadata, such as the state of autocast. Use the lowest rank with metadata."
         found = self.metadata('parameters')
         return facts_in(found[min(found, key=lambda r: -1 if r is None else r)]) if found else {}
 
     def structure(self):
-        "Return the tree of modules of the recorded model. Return None if it is missing or cannot be read."
+        "Return the module tree of the recorded model. Return None if the tree is missing or cannot be read."
         if self.is_ranked: return merge_trees(self.metadata('structure'), self.whole_model_paths())
         return None if self.t is None else tree_in(self.t)
 
@@ -243,12 +244,12 @@ class Run:
         return whole_model_paths(self.metadata('ranks'), self.metadata('structure'))
 
     def complete_file(self):
-        "Return the path of the run, and the total size of its logs. Return None if some rows are only in memory so far."
+        "Return (path, total size of all logs in bytes) of the run. Return None if some rows are only in memory so far."
         files = [log.complete_file() for log in self.logs.values()]
         return None if None in files else (self.path, sum(size for _,size in files))
 
     def table(self, choice=None, columns=None, per_rank=False, label=False):
-        """Read the rows as a table. Merge the rows of several ranks to rows of the whole model and batch, unless `per_rank` is True.
+        """Read the rows of the run as a table. Merge rows of several ranks into rows of the whole model and batch, unless `per_rank`.
 
         `choice`: `Choice` of rows. `columns`: columns that the caller needs; the table may have more. `label`: add a column with the name of the run."""
         if self.given is not None: return self.given
@@ -261,11 +262,11 @@ class Run:
         return concat_tables([tidy(log.table(choice, columns)).assign(rank=r) for r,log in self.logs.items()])
 
     def merged_table(self, choice):
-        "Merge the rows of all ranks, then select rows. Read all rows, because merging a tensor needs the rows of all its shards."
+        "Merge the rows of all ranks, then select rows. Read all rows first, because merging needs the rows of all shards of a tensor."
         shared,after = shared_files({r: log.path for r,log in self.logs.items()})
         df,invalid = read_ranks({r: partial(log.blocks, after[r]) for r,log in self.logs.items()}, self.complete_file(), shared=shared)
         messages = [f"Invalid lines in the log of rank {r}: {n}. Merged rows lack their values." for r,n in invalid.items() if n]
-        # Findings (faults found during training) are sentences, so they cannot be merged
+        # keep findings (problems found during training) unmerged, because they are sentences
         is_finding = (df['ttype']=='finding').to_numpy(bool)
         rows,more = ranks.merge_and_check(df[~is_finding], self.metadata('ranks'), paths_of_ranks(self.metadata('structure')))
         df = concat_tables([rows, add_rank_to_findings(df[is_finding])]) if is_finding.any() else rows
@@ -275,7 +276,7 @@ class Run:
         return self.select(df, choice)
 
     def select(self, df, choice):
-        "Return the rows of the table `df` selected by a `Choice`."
+        "Return the rows of the table `df` that satisfy the conditions of `choice`."
         last,kept = self.last_step() if choice.needs_last_step else None,np.ones(len(df), bool)
         for name in choice.conditions:
             values = df[name if name=='path' else column_of_condition[name]]
@@ -285,19 +286,19 @@ class Run:
 
 # %% ../../nbs/50_frames/04_handle.ipynb #515361e0
 def add_rank_to_findings(df):
-    "Write the rank into the text of each finding that reports the death of a process (rule 'died')."
+    "Add the rank to the text of each finding (problem report) about a process that died (rule 'died')."
     if not {'rule', 'text'}<=set(df.columns): return df
     return df.assign(text=[f'Rank {r}: {t}' if rule=='died' and isinstance(t, str) else t for r,rule,t in zip(df['rank'], df['rule'], df['text'], strict=True)])
 
 def values_of_conditions(runs):
-    "Return the values that the conditions can select: condition, such as 'path' -> values in the rows. For the message about an empty selection."
+    "Return a dict for the message about an empty selection: name of a condition, such as 'path' -> its values in all rows."
     rows = ColumnBlock.from_rows([r for run in runs for r in run.rows()])
     found = {name: RowFilter(None).values(name, rows) for name in column_of_condition}
     return {name: list(dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str))) for name,values in found.items()}
 
 # %% ../../nbs/50_frames/04_handle.ipynb #f9241c5a
 def split_url(run, home):
-    "Split the URL of a run: `s3://bucket/x/log/resnet` is the run 'resnet' in the home 's3://bucket/x'. Return other values unchanged."
+    "Split the URL of a run into (name, home): 's3://b/x/log/resnet' gives 'resnet' and 's3://b/x'. Return other values unchanged."
     if not is_url(run): return run, home
     path = located(run)
     return (path.name, path.parent.parent) if path.parent.name=='log' else (run, home)
@@ -307,7 +308,7 @@ def is_glob(run):
     return isinstance(run, str) and os.sep not in run and bool(set(run)&set('*?['))
 
 def matching_runs(run, names):
-    "Return the names of runs matching a name or a pattern. If no run matches, return matching names of the logs of single ranks."
+    "Return the names of all runs that match a name or pattern. If no run matches, return matching log names of single ranks."
     known = without_ranks(names)
     if run in names or run in known or not is_glob(run): return [run]*(run in names or run in known)
     return [n for n in known if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]
@@ -317,7 +318,7 @@ def is_dataframe(run):
     return 'pandas' in sys.modules and isinstance(run, sys.modules['pandas'].DataFrame)
 
 def open_named(run, home):
-    "Open the run with this name or file, or of a `torchEmber` or tracker. Return a `Run`. A distributed run has the logs of all ranks."
+    "Open a run by name, file, `torchEmber` or tracker. Return a `Run`, with the logs of all ranks for a distributed run."
     run,home = split_url(run, home)
     if not isinstance(run, str) or os.sep in run: return open_single_log(open_log(run, home))
     log = folder('torchember', home)/'log'
@@ -334,11 +335,11 @@ def open_named(run, home):
     return Run(run, {r: open_log(n, home) for r,n in found.items()})
 
 def open_single_log(log):
-    "Return a `Run` with a single log."
+    "Return a `Run` of one process, with the `LogReader` `log`."
     return Run(log.name, {None: log})
 
 def open_runs(run, home=None):
-    "Return a list of `Run` objects, and a boolean: True if `run` is a list or a pattern, which may select several runs."
+    "Return a list of `Run` objects, and a boolean: True if `run` is a list or pattern that may select several runs."
     if isinstance(run, list|tuple|set):
         found = {str(r.path): r for one in run for r in open_runs(one, home)[0]}
         if not found: raise ValueError("read needs a run, got an empty list. runs() lists all runs.")
@@ -352,7 +353,7 @@ def open_runs(run, home=None):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #bf4dff6b
 def open_run(
-    run, # Name, pattern that one run matches, file or URL of a log, `torchEmber`, its tracker, table of rows, or `Run`
+    run, # Name or pattern of one run, file or URL of a log, `torchEmber`, its tracker, table of rows, or `Run`
     home=None # Folder or URL of logs, instead of `~/.torchember`
 ) -> Run:
     "Open one run for reading. Raise FileNotFoundError if no run matches, ValueError for several runs, TypeError for other objects"

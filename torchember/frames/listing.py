@@ -26,10 +26,10 @@ from torchember.store.parts import group_beside, many_logs, read_current, size_o
 from torchember.store.shared import share_parts
 
 # %% ../../nbs/50_frames/04_listing.ipynb #661e914e
-counted = {} # cache: (file, first byte, bytes removed before the file) -> (last byte counted, number of lines)
+counted = {} # cache: (file, first byte, bytes of the log removed before) -> (last byte counted, number of lines)
 
 def count_lines(path, size, start=0, removed=0):
-    "Return the number of lines of a file from byte `start` to byte `size`. The cache stores earlier counts, so only new bytes are read."
+    "Return the number of lines of a file from byte `start` to byte `size`. Read only bytes that were not counted before."
     done,n = counted.get((path, start, removed), (start, 0))
     if size<done: done,n = start,0
     with open_file(path, buffering=0) as f:
@@ -39,11 +39,11 @@ def count_lines(path, size, start=0, removed=0):
     counted[path, start, removed] = size, n
     return n
 
-# Maximum number of bytes to read for counting lines; the number of lines in a longer file is estimated
+# maximum number of bytes to read for counting lines. In a longer file, the number of lines is estimated
 most_counted = 1<<24
 
 def estimate_lines(path, size, start=0, removed=0):
-    "Return the number of lines of a file. If more than 16 MB are uncounted, estimate their number from the last 1 MB."
+    "Return the number of lines of a file. If more than 16 MB are not counted yet, estimate the number from the last 1 MB."
     done,n = counted.get((path, start, removed), (start, 0))
     if size-done<=most_counted: return count_lines(path, size, start, removed)
     with open_file(path, buffering=0) as f:
@@ -54,17 +54,17 @@ def estimate_lines(path, size, start=0, removed=0):
 def estimate_rows(path):
     "Return the number of rows of a log: exact for Parquet parts, estimated for a long file of lines."
     def rows(listing, files):
-        "Add up the rows of the Parquet parts and of the files of lines."
+        "Return the sum of the rows in all Parquet parts and files of lines."
         before,n = (listing['removed'],sum(p['rows'] for p in listing['parts'])) if listing else (0, 0)
         for f,start in files:
             n += estimate_lines(f, size := size_or_zero(f), start, before)
-            # The log continues in the next file, because a file is renamed before its conversion to Parquet
+            # the log continues in the next file, because a file is renamed before its conversion to Parquet
             before += size
         return n
     return read_current(path, rows)
 
 def count_steps(path, size):
-    "Return the number of steps of a log. Read only the last lines, because step numbers only grow."
+    "Return the number of steps of a log. Read only the last lines, because step numbers increase."
     with open_file(path, buffering=0) as f:
         f.seek(max(size-4096, 0))
         last = last_step_in_block(f.read(4096))
@@ -72,12 +72,14 @@ def count_steps(path, size):
 
 # %% ../../nbs/50_frames/04_listing.ipynb #5befa20d
 def process_exists(pid, host):
-    "Return True if a process is running on this machine. Return False for a process of another host, because it cannot be checked."
+    "Return True if the process `pid` is running on this machine. Return False for another host, because its processes are unknown."
     if host!=gethostname() or not isinstance(pid, int) or not 0<pid<2**31: return False
-    if os.name=='nt': return True # Windows has no signal for this test: on Windows, `os.kill` ends the process
+    # no test on Windows, because `os.kill` would end the process
+    if os.name=='nt': return True
     try: os.kill(pid, 0)
     except ProcessLookupError: return False
-    except OSError: return True # a permission error means that the process exists, but belongs to another user
+    # no permission: the process exists, but belongs to another user
+    except OSError: return True
     return True
 
 def is_running(base):
@@ -91,7 +93,7 @@ def may_continue(base):
 
 # %% ../../nbs/50_frames/04_listing.ipynb #fcb40182
 def model_class(name, data, base):
-    "Return the class name of the model of a run, from its metadata, or None."
+    "Return the class name of a run's model from the metadata, or None if it is unknown."
     if 'model' in base: return printable(base['model'], 200)
     try:
         with open_file(data/f'structure_{name}.json') as f: text = f.read(4096).decode(errors='replace')
@@ -100,7 +102,7 @@ def model_class(name, data, base):
     return printable(found[1], 200) if found else None
 
 def format_time(seconds):
-    "Return a time, in seconds since 1970, as text in local time."
+    "Convert a time in seconds since 1970 to text in local time."
     return datetime.fromtimestamp(seconds).strftime('%Y-%m-%d %H:%M:%S')
 
 def stat_file(path):
@@ -108,7 +110,7 @@ def stat_file(path):
     return call_store(path, path.stat) if is_url(path) else os.stat(path)
 
 def describe_log(name, place):
-    "Return one row of the table of `runs()`, as a dict, for the log `name` in the home `place`. Raise an error if the log cannot be read."
+    "Return a dict that describes the log `name` in the home `place`: one row of the table of `runs()`. Raise an error if it is unreadable."
     path,data = place/'log'/safe_name(name, 'run'),place/'data'
     base,problem = read_facts(name, data)
     s = stat_file(path)
@@ -119,15 +121,17 @@ def describe_log(name, place):
     running = is_running(base)
     end = None if running else base.get('end') or format_time(s.st_mtime)
     parts = summarize_parts(path)
-    same = base.get('bytes')==s.st_size+parts['lines'] # True if no rows were added after the recorded end of the run
+    # True if no rows were added after the end of the run
+    same = base.get('bytes')==s.st_size+parts['lines']
     rows = base['rows'] if same and 'rows' in base else estimate_rows(path)
     steps = base['steps'] if same and 'steps' in base else count_steps(path, s.st_size)
     return known | dict(steps=steps, rows=rows, size=s.st_size+parts['size'], end=end, running=running)
 
 def try_describe_log(name, place):
-    "Call `describe_log`. If the log cannot be read, return a row with the reason as `problem`. Return None if the log no longer exists."
+    "Call `describe_log`. For an unreadable log, return a row with the reason as `problem`. Return None if the log no longer exists."
     try: return describe_log(name, place)
-    except Exception as e: # one unreadable file must not hide the other runs
+    # continue after any error, so that one unreadable file does not hide the remaining runs
+    except Exception as e:
         path = place/'log'/name
         if not path_exists(path): return None
         size = file_size(path) if is_url(path) else os.lstat(path).st_size
@@ -135,13 +139,13 @@ def try_describe_log(name, place):
             problem=printable(explain(path, e)))
 
 def explain(path, error):
-    "Return the message of an error about the file `path`, as text for the column `problem`."
+    "Return the text for the column `problem` about an error in the file `path`."
     if not is_url(path) and os.path.islink(path) and not os.path.exists(path):
         return f"{path} is a link to a file that does not exist."
     return error if isinstance(error, ValueError|OSError) else f'{type(error).__name__}: {error}'
 
 def runs_without_log(place, names):
-    """Return rows for the table of `runs()` about runs with metadata but without a log, as after an interrupted `rm`.
+    """Return rows for the table of `runs()` about runs that have metadata but no log, as after an interrupted `rm`.
 
     `names`: names of the existing logs."""
     files = list_folder(place/'data')
@@ -158,7 +162,7 @@ def runs_without_log(place, names):
 
 # %% ../../nbs/50_frames/04_listing.ipynb #a1c0ffee
 def group_ranks(rows, place):
-    "Merge the rows that describe the logs of one distributed run into one row of the table of `runs()`."
+    "Merge rows that describe logs of one distributed run. Return the rows of the table of `runs()`, one for each run."
     # groups: name of a distributed run -> {rank: row of its log}; for another run, id of its row -> the row
     names,groups = {r['name'] for r in rows},{}
     for r in rows:
@@ -168,11 +172,11 @@ def group_ranks(rows, place):
     return [merge_rank_rows(k, dict(sorted(r.items())), place) if isinstance(k, str) else r for k,r in groups.items()]
 
 def describe_ranks(run):
-    "Describe a distributed run, a `Run`, as one row of the table of `runs()`."
+    "Return a dict that describes the distributed run `run`: one row of the table of `runs()`."
     return merge_rank_rows(run.name, {k: r for k,log in run.logs.items() if (r := try_describe_log(log.name, run.home))}, run.home)
 
 def merge_rank_rows(name, rows, place):
-    "Merge the rows that describe the logs of all ranks of a run into one row of the table of `runs()`. `rows`: rank -> row of its log."
+    "Merge the descriptions of all logs of a distributed run into one row of the table of `runs()`. `rows`: rank -> row of its log."
     every,running = list(rows.values()),any(r['running'] for r in rows.values())
     known = lambda c: [r[c] for r in every if r.get(c)]
     return dict(name=name, model=next(iter(known('model')), None), ranks=len(rows),
@@ -182,7 +186,7 @@ def merge_rank_rows(name, rows, place):
         running=running, problem=rank_problems(name, rows, running, place))
 
 def rank_problems(name, rows, running, place):
-    "Return a sentence about ranks whose log is missing, unreadable, or shorter than the logs of other ranks. None if there is no problem."
+    "Return a sentence about ranks with a missing, unreadable or shorter log. Return None if there is no problem."
     try: world = read_meta(place/'data'/f'ranks_{name}.rank{min(rows)}.json')['world']
     except (KeyError, ValueError, OSError, TypeError): world = None
     world = world if isinstance(world, int) and world<1<<24 else 0
@@ -197,7 +201,7 @@ def rank_problems(name, rows, running, place):
 
 # %% ../../nbs/50_frames/04_listing.ipynb #c11runs0
 def list_runs(home=None):
-    "Return the rows of the table of `runs()` as a list of dicts. Does not need pandas."
+    "Return the rows of the table of `runs()` as a list of dicts, without using pandas."
     place = folder('torchember', home)
     flush_logs(place/'log')
     names = (*log_files(place/'log'), *older_runs(place/'log'))
@@ -208,7 +212,7 @@ def list_runs(home=None):
 def runs(
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pandas.DataFrame: name, model, ranks (processes), steps, rows, size (bytes), start, end, running, problem (None if there is none)
-    """List the runs of a home, the newest first. `problem` says why a run cannot be read. The number of rows of a long killed run is estimated
+    """Return a table of all runs in a home, newest first. `problem`: reason why a run is unreadable. `rows` of a long killed run is estimated
 
     Args:
         home: Folder of logs, instead of `~/.torchember`
@@ -224,16 +228,16 @@ def runs(
 
 # %% ../../nbs/50_frames/04_listing.ipynb #44d66cef
 def compact(
-    run, # Name of a run, or any other run that `read` accepts
+    run, # Run to convert: its name, or any other form that `read` accepts
     home=None, # Folder of logs, instead of `~/.torchember`
-    keep:bool=False # True to keep the JSON lines of a finished run, too
+    keep:bool=False # True to keep the JSON lines of a finished run in addition to the Parquet files
 ) -> list: # A dict for each log: name, number of rows, bytes in Parquet files, bytes of lines that are not yet in Parquet files
-    """Convert JSON lines of a run to Parquet files, which need about a fifth of the space. If the run continues, convert only completed steps
+    """Convert the JSON lines of a run to Parquet files of about a fifth of the size. While the run continues, convert only completed steps
 
     Args:
-        run: Name of a run, or any other run that `read` accepts
+        run: Run to convert: its name, or any other form that `read` accepts
         home: Folder of logs, instead of `~/.torchember`
-        keep: True to keep the JSON lines of a finished run, too
+        keep: True to keep the JSON lines of a finished run in addition to the Parquet files
 
     Returns:
         A dict for each log: name, number of rows, bytes in Parquet files, bytes of lines that are not yet in Parquet files

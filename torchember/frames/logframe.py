@@ -25,7 +25,7 @@ from ..store.reading import path_of
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #7e89306c
 class LogFrame:
-    """Schema of a table of Track & Visualize: a DataFrame with columns of two levels, such as `('metadata', 'name')`.
+    """Schema of a table of the library Track & Visualize: a DataFrame with two-level columns, such as `('metadata', 'name')`.
 
     The key `'*'` stands for any name, and requires at least one such column.
     """
@@ -52,36 +52,36 @@ types = {'output': 'Activation', 'output_grad': 'Gradient', 'weight': 'Weights',
     'optimizer': 'Optimiser_State'}
 back = {t: o for o,t in types.items()} | {'Weight': 'weight', 'Weight_Gradient': 'weight_grad',
     'Optimizer_State': 'optimizer'}
-# Name of a statistic in torchember -> its different name in the library Track & Visualize (tandv)
+# name of a statistic in torchember -> name in the library Track & Visualize (tandv), if different
 stat_names = {'abs_mean': 'mean_abs', 'abs_max': 'max_abs', 'abs_min': 'min_abs', 'rms': 'rm2'}
 ours = {t: o for o,t in stat_names.items()}
 of_parameters = ('weight', 'weight_grad', 'optimizer', 'update')
-# First level of a LogFrame's columns. META: names of tensors, and steps; STAT: statistics; EXP: counts of exponents
+# first level of a LogFrame's columns. META: tensor names and steps; STAT: statistics; EXP: counts of exponents
 META,STAT,EXP = LogFrame.schema
 
 def dotted(*parts):
-    "Join the components of a name with dots, without empty components."
+    "Join the non-empty components of a name with dots."
     return '.'.join(p for p in parts if p)
 
 def number_order(tname):
-    "Return a sort key for tensor names, to sort output_10 after output_9."
+    "Return a sort key for tensor names that sorts output_10 after output_9."
     return [(0, int(s), '') if s.isdigit() else (1, 0, s) for s in re.split(r'(\d+)', tname)]
 
 def parameter_name(path, pname):
-    "Return the name of a parameter as in `named_parameters`, but without '.weight' (or '.kernel' of flax) at its end."
+    "Return the name of a parameter as in `named_parameters`, without '.weight' (or '.kernel' of flax) at the end."
     return dotted(path, pname).removesuffix('.weight').removesuffix('.kernel')
 
 def tensor_type(ttype, tname):
-    "Return the name of a tensor type in Track & Visualize. Return torchember's name if Track & Visualize has no such type."
+    "Convert a tensor type to its name in Track & Visualize. Return torchember's name if Track & Visualize has no such type."
     return f"{types[ttype]}.{re.sub(r'_[0-9]+$', '', tname)}" if ttype=='optimizer' else types.get(ttype, ttype)
 
 def class_in_name(module):
-    "Return the class name from the display name of a module: 'Linear' from 'model(Net).fc1(Linear)'."
+    "Return the class name in the display name of a module: 'model(Net).fc1(Linear)' gives 'Linear'."
     return module.rpartition('(')[2].removesuffix(')') if module.endswith(')') else ''
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #c5f8eb02
-def named_tensors(tensors): # tensors: dicts with path, module, ttype, tname and pname, in order of the log
-    "Return the columns (name, type, tensor_type) of each tensor in a LogFrame."
+def named_tensors(tensors): # tensors: dicts with path, module, ttype, tname and pname, in log order
+    "Return the values of the LogFrame columns (name, type, tensor_type) for each tensor."
     first = {}
     for t in sorted(tensors, key=lambda t: (t['ttype']!='output', number_order(t['tname']))):
         if t['ttype'] in ('output', 'output_grad'): first.setdefault(t['path'], t['tname'])
@@ -93,7 +93,7 @@ def named_tensors(tensors): # tensors: dicts with path, module, ttype, tname and
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #f8b490b4
 def number_columns(df):
-    "Return the numeric columns about a tensor for a LogFrame: name -> column."
+    "Return a dict of the numeric columns of `df` for a LogFrame: name -> column."
     out = {}
     for c in df.columns:
         if c in (*identity, *of_pieces) or c in ('path', 'run', 'shape', 'exponents', 'exponent_min',
@@ -104,20 +104,20 @@ def number_columns(df):
             if pd.api.types.infer_dtype(x, skipna=True) not in ('integer', 'floating', 'mixed-integer-float'): continue
             x = pd.to_numeric(x)
         if not pd.api.types.is_numeric_dtype(x.dtype) or pd.api.types.is_bool_dtype(x.dtype): continue
-        # columns of zeros or missing values are left out
+        # omit columns that have only zeros or missing values
         if c in optional and not (x>0).any() or c not in derived and x.isna().all(): continue
         out[c] = x
     return out
 
 def count_columns(df):
-    "Return the exponents, and an array of counts with a row for each row of `df` and a column for each exponent. Write zeros for missing counts."
+    "Return a list of exponents, and an array of counts: rows as in `df`, one column for each exponent, zeros for missing counts."
     at = np.flatnonzero(with_counts(df))
     if not len(at): return [-math.inf, 0, math.inf], np.zeros((len(df), 3), np.int64)
     counts,lo = df['exponents'].to_numpy(object)[at],df['exponent_min'].to_numpy()[at].astype(int)
     size = np.array([*map(len, counts)])-2
     low,high = lo.min(),(lo+size-1).max()
     out = np.zeros((len(df), high-low+3), np.int64)
-    # few iterations, because the rows have few distinct ranges of exponents
+    # this loop has this loop has few iterations, because the rows have few distinct ranges of exponents
     for a,n in {*zip(lo.tolist(), size.tolist(), strict=True)}:
         some = np.flatnonzero((lo==a) & (size==n))
         block = np.fromiter(chain.from_iterable(counts[some]), np.int64, len(some)*(n+2)).reshape(len(some), n+2)
@@ -157,7 +157,7 @@ def to_logframe(
     kept = (*types, *(more if keep is True else check_ttypes(keep, more)))
     there = df['ttype'].astype(object).dropna().unique().tolist()
     df = df[df['ttype'].isin(kept)]
-    # rows of passes that the training loop discarded are left out, because a LogFrame cannot mark such rows
+    # omit rows of passes that the training loop discarded, because a LogFrame cannot mark such rows
     if 'phase' in df: df = df[(df['phase']!='refused').to_numpy()]
     if not len(df): raise ValueError(f"no row has a tensor type of a LogFrame ({', '.join(types)}). "
         f"They have {printable(', '.join(map(str, there)), 200) or 'no tensor'}; keep= includes other types.")
@@ -171,14 +171,14 @@ def to_logframe(
     data |= {(STAT, c if (n := stat_names.get(c, c)) in df else n): x.to_numpy() for c,x in stats.items()}
     data |= {(EXP, e): counts[:, i] for i,e in enumerate(exponents)}
     out = pd.DataFrame(data, index=range(len(df)), copy=False)
-    # labels get the dtype object, because every version of pandas can read a pickled table with it
+    # use the dtype object for labels, because every version of pandas can read such labels from a pickle
     out.columns = pd.MultiIndex.from_arrays([pd.Index(level, dtype=object) for level in zip(*data, strict=True)])
     out.attrs['torchember'] = {'logframe': 1, 'exponents': bool(counts.any())}
     return out
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #b30ec032
 def tensors_in(df):
-    "Number the tensors of a table. Return for each row the number of its tensor, and a list of dicts that describe the tensors."
+    "Number the tensors of a table. Return the tensor number of each row, and a list of dicts that describe the tensors."
     keys = {k: df[k] if k in df else None for k in ('path', 'module', 'ttype', 'tname', 'pname')}
     if keys['path'] is None:
         keys['path'] = ([path_of(m) for m in df['module']] if len(df)<1000
@@ -192,18 +192,18 @@ def tensors_in(df):
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #5ee7e325
 class SchemaException(ValueError):
-    "Error: a table does not match the schema of `LogFrame`. The message lists all faults."
+    "Error: a table does not match the schema of `LogFrame`. The message lists all differences."
 
 def validate(
     df # Table to check: a DataFrame
-): # The same table, or a table with corrected labels of exponents
-    """Return a LogFrame if its schema is valid, else raise `SchemaException` with all faults
+): # The table, with exponent labels converted to numbers
+    """Return the table `df` if it has the schema of `LogFrame`, else raise `SchemaException` with a list of all differences
 
     Args:
         df: Table to check: a DataFrame
 
     Returns:
-        The same table, or a table with corrected labels of exponents
+        The table, with exponent labels converted to numbers
     """
     if not isinstance(df, pd.DataFrame): raise SchemaException(f"a LogFrame (a table of tensor statistics) must be a DataFrame, got {an(df)}.")
     if df.columns.nlevels!=2:
@@ -223,7 +223,7 @@ def exponent(label):
     return float(label) if math.isinf(label) else int(label) if abs(label)<=farthest and label==int(label) else None
 
 def with_exponent_labels(df):
-    "Return the LogFrame with numbers instead of texts as labels of its exponent columns."
+    "Return the LogFrame after converting text labels of its exponent columns to numbers."
     labels = [(top, e if top==EXP and (e := exponent(c)) is not None else c) for top,c in df.columns]
     if all(a==b and type(a[1]) is type(b[1]) or isinstance(b[1], np.number)
             for a,b in zip(labels, df.columns, strict=True)):
@@ -258,7 +258,7 @@ def kind_of_column(x):
     return 'text' if got=='string' else str(x.dtype)
 
 def faults_of_types(df):
-    "Yield a sentence about each column of a LogFrame with values of a type not allowed by the schema."
+    "Yield a sentence about each LogFrame column that has values of a wrong type."
     if not len(df) or df.columns.has_duplicates: return
     for t,c in df.columns:
         x = df[t, c]
@@ -276,7 +276,7 @@ def faults_of_types(df):
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #71169a1e
 def unshifted(lf):
-    """Subtract 1 from the exponents of a table that Track & Visualize recorded, because they are one too high.
+    """Subtract 1 from the exponents of a table recorded by Track & Visualize, because its exponents are one too high.
 
     Column n then counts magnitudes from 2^n to 2^(n+1).
     """
@@ -287,12 +287,12 @@ def unshifted(lf):
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #f4ef86f4
 def is_of_track_and_visualize(lf):
-    "Return True if Track & Visualize recorded the table. Such a table stores a class as `str(cls)`, and no class for weights."
+    "Return True if Track & Visualize recorded the table. Such a table stores the text `str(cls)` of each class, and no class for weights."
     kinds = [] if 'torchember' in lf.attrs else lf[META, 'type'].unique().tolist()
     return any(not isinstance(k, str) or k.startswith("<class '") for k in kinds)
 
 def with_right_exponents(lf, shifted=None):
-    """Validate a LogFrame, and subtract 1 from exponents that are one too high. `shifted`: True if the table needs this.
+    """Validate a LogFrame, and correct exponents that are one too high. `shifted`: True to subtract 1 from all exponents.
 
     `shifted=None` corrects the exponents only if Track & Visualize recorded the table.
     """
@@ -301,29 +301,29 @@ def with_right_exponents(lf, shifted=None):
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #d5bf7649
 def split_parameter(name, modules, holders):
-    "Split the result of `parameter_name` into the path of the module and the name of the parameter. `modules`, `holders`: known names of modules."
+    "Split a name from `parameter_name` into (module path, parameter name). `modules`, `holders`: known names of modules."
     path,_,last = name.rpartition('.')
     if last!='bias' and (name in modules or name in holders): return name, 'weight'
     if re.search('weight|bias', last) or path in modules: return path, last
     return name, 'weight'
 
 def parent_modules(names):
-    "Return the names of all modules that contain the modules and tensors in `names`: each prefix of a name before a dot."
+    "Return the set of all parent modules of the modules and tensors in `names`: each part of a name before a dot."
     out = set()
     for n in names:
         while '.' in n: n = n.rpartition('.')[0]; out.add(n)
     return out
 
 def longest_module(name, modules):
-    "Split the name of a tensor into the path of its innermost module and the rest of the name. `modules`: paths of modules."
+    "Split a tensor name into (path of the innermost known module, rest of the name). `modules`: known paths of modules."
     path = name
     while path and path not in modules: path = path.rpartition('.')[0]
     return path, name[len(path):].lstrip('.')
 
 def display_names(classes):
-    "Return the display name of each path, such as 'model.fc1(Linear)': path -> display name. `classes`: path -> class name, None if unknown."
+    "Return a dict: module path -> display name, such as 'model.fc1(Linear)'. `classes`: path -> class name, None if unknown."
     def part(name, path):
-        "Return the last component of a module's name, with its class in parentheses if the class is known."
+        "Return one component of a display name: the name of a module, with its class in parentheses if the class is known."
         return f'{name}({classes[path]})' if classes.get(path) else name
     def display(path):
         "Return the display name of the module with this path."
@@ -332,7 +332,7 @@ def display_names(classes):
     return {p: display(p) for p in classes}
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #b5fa06c6
-def tensors_from(names): # names: tuples (name, type, tensor_type) of the tensors, in order of the table
+def tensors_from(names): # names: tuples (name, type, tensor_type) of all tensors in table order
     "Convert names in a LogFrame to dicts with path, ttype, tname, pname and type. This is the inverse of `named_tensors`."
     kinds = [back.get(t.partition('.')[0], t) for _,_,t in names]
     modules = {n: cls for (n,cls,_),k in zip(names, kinds, strict=True) if k in ('output', 'output_grad')}
@@ -353,7 +353,7 @@ def tensors_from(names): # names: tuples (name, type, tensor_type) of the tensor
     return out
 
 def output_of(name, cls, modules):
-    "Split the name of an activation into the path of its module and the `tname`. `cls`: class name of the module."
+    "Split the name of an activation into (module path, tensor name), such as ('fc1', 'output_0'). `cls`: class name of the module."
     parts = name.split('.')
     for i in range(len(parts)-1, -1, -1):
         path,rest = '.'.join(parts[:i]),'.'.join(parts[i:])
@@ -363,13 +363,13 @@ def output_of(name, cls, modules):
 # %% ../../nbs/50_frames/10_logframe.ipynb #913fb1e6
 def from_logframe(
     lf, # DataFrame with the columns of `LogFrame`
-    shifted:bool=False # True if exponents are one too high, as in tables recorded by Track & Visualize
+    shifted:bool=False # True to subtract 1 from exponents, for tables recorded by Track & Visualize
 ): # DataFrame of rows
     """Convert a table of Track & Visualize to rows: path, module, ttype, tname, pname, step, call, dtype, type, statistics, exponents, counts
 
     Args:
         lf: DataFrame with the columns of `LogFrame`
-        shifted: True if exponents are one too high, as in tables recorded by Track & Visualize
+        shifted: True to subtract 1 from exponents, for tables recorded by Track & Visualize
 
     Returns:
         DataFrame of rows
@@ -400,12 +400,12 @@ def from_logframe(
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #f21a77c9
 def class_of_text(cls):
-    "Return the class name from the `str` of a class: 'Linear' from <class 'torch.nn.modules.linear.Linear'>."
+    "Return the class name in the text of a class: <class 'torch.nn.modules.linear.Linear'> gives 'Linear'."
     m = re.fullmatch(r"<class '(.*)'>", cls or '')
     return m[1].rpartition('.')[2] if m else cls
 
 def exponent_lists(lf):
-    "Return the exponents of all rows: a list of counts and the first exponent for each row. Return (None, None) if all counts are 0."
+    "Return for all rows: lists of exponent counts, and first exponents. Return (None, None) if all counts are 0."
     labels = [c for c in lf[EXP] if not math.isinf(c)]
     lo,hi = min(labels),max(labels)
     counts = np.zeros((len(lf), hi-lo+3), np.int64)

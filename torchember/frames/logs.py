@@ -24,19 +24,19 @@ def read(
     run, # Name of a run, pattern such as 'GPT*', `torchEmber`, its tracker, file of a log, or a list of these
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
     ttype=None, # Type of the tensors, such as 'output' or 'weight_grad', or a list of types
-    tname=None, # Name of a tensor ('output_0'), or a list of them
+    tname=None, # Name of a tensor, such as 'output_0', or a list of names
     steps=None, # Number of a step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
     columns=None, # Columns to return, in this order, or a function of a column's name; all by default
     home=None, # Folder of logs, instead of `~/.torchember`
     per_rank:bool=False # True to return the rows of each rank of a distributed run, without merging ranks
 ): # pandas.DataFrame
-    """Read runs as one table. Merge the rows of several ranks to rows of the whole model and batch
+    """Read one or more runs as one table. Merge the rows of several ranks into rows of the whole model and batch
 
     Args:
         run: Name of a run, pattern such as 'GPT*', `torchEmber`, its tracker, file of a log, or a list of these
         path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
         ttype: Type of the tensors, such as 'output' or 'weight_grad', or a list of types
-        tname: Name of a tensor ('output_0'), or a list of them
+        tname: Name of a tensor, such as 'output_0', or a list of names
         steps: Number of a step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
         columns: Columns to return, in this order, or a function of a column's name; all by default
         home: Folder of logs, instead of `~/.torchember`
@@ -63,7 +63,7 @@ def read(
 
 # %% ../../nbs/50_frames/05_logs.ipynb #92d951a5
 def number_layers(df):
-    "Number the layers of a table: rows with equal path and tensor name get one number. Return the number of each row's layer, and the layer labels."
+    "Number the layers of a table: equal path and tensor name give equal numbers. Return the layer number of each row, and the layer labels."
     who = [c for c in ('path', 'pname', 'tname') if c in df]
     parts = {c: pd.factorize(df[c].astype('category').cat.codes.to_numpy()) for c in who}
     names = {c: df[c].astype('category').cat.categories for c in who}
@@ -75,12 +75,12 @@ def number_layers(df):
     one = [{c: None if (k := parts[c][1][parts[c][0][i]])<0 else names[c][k] for c in who} for i in first]
     count = pd.Series([o['path'] for o in one]).value_counts()
     def name(o):
-        "Return the label of a layer: the path, and the name of the tensor if several tensors have this path."
+        "Return the label of a layer: its path. If several tensors have this path, add the tensor name."
         return o['path'] if count[o['path']]==1 else '.'.join(p for p in (o['path'], o.get('pname') or o['tname']) if p)
     return label, [name(o) for o in one]
 
 def select_paths(df, path, what='path matches'):
-    "Return the rows with a matching path. Raise ValueError if no row matches. `what`: description of the condition for the message."
+    "Return the rows of `df` with a path that matches `path`. Raise ValueError if no row matches. `what`: text for the message."
     if path is None: return df
     paths = df['path'].astype(str)
     known = list(dict.fromkeys(paths))
@@ -91,7 +91,7 @@ def select_paths(df, path, what='path matches'):
 
 # %% ../../nbs/50_frames/05_logs.ipynb #67e195d2
 def measured_any(df, stats):
-    "Return a mask of the rows for which any statistic of `stats` was measured, including rows whose value is NaN."
+    "Return a boolean mask: True for rows with any measured statistic of `stats`, even if its value is NaN."
     has = [df[s].notna().to_numpy() for s in stats if s in df]
     if not has: return np.ones(len(df), bool)
     has = np.logical_or.reduce(has)
@@ -112,7 +112,7 @@ def wide(
     ttype:str|None=None, # Type of the tensors, such as 'output'; optional if only one type has the statistic
     stat:str|None=None # Statistic to show: the name of a column
 ): # pandas.DataFrame: a row for each step, a column for each layer
-    """Return the values of a statistic of every layer at each step
+    """Return a table of one statistic: a row for each step, a column for each layer
 
     If a layer has several rows in a step, its last training row counts. Rows of evaluations and refused passes count in steps without training rows.
 
@@ -139,7 +139,7 @@ def wide(
     return pivot(rows_of_type(select_paths(df, path), ttype, stat), stat)
 
 def rows_of_type(df, ttype, stat):
-    "Return the rows of one tensor type for which the statistic `stat` was measured."
+    "Return the rows of the tensor type `ttype` with a measured statistic `stat`."
     types = list(df['ttype'].astype(object)[df[stat].notna().to_numpy()].unique())
     if ttype is None and len(types)>1:
         raise ValueError(f"several tensor types have the statistic {stat!r}: {printable(', '.join(types))}. "
@@ -154,7 +154,7 @@ def rows_of_type(df, ttype, stat):
     return some
 
 def pivot(df, stat):
-    """Return a table of `stat`: one row for each step, one column for each layer.
+    """Return a table of the statistic `stat` with one row for each step and one column for each layer.
 
     Training rows replace rows of evaluations, and later rows replace earlier rows.
     """

@@ -21,7 +21,7 @@ from torchember.store.table import tree_nodes, valid_tree
 
 # %% ../../nbs/50_frames/03_rank_tables.ipynb #3f81c57f
 def drop_invalid_rows(df):
-    "Drop rows in which a name, a number or a shape has a wrong type."
+    "Drop rows with an invalid step, name or gradient scale. Replace invalid shapes and statistics by missing values."
     good = clean_types(df)
     for c in 'shape','global_shape':
         if c in good: good = good.assign(**{c: valid_shapes(good[c].tolist())})
@@ -33,10 +33,10 @@ def drop_invalid_rows(df):
     return good
 
 def valid_shapes(values):
-    "Replace each value that is not a shape by None."
+    "Return the list `values`, with None in place of each value that is not a shape."
     shapes = [s for s in values if isinstance(s, list|tuple)]
     sizes = list(chain.from_iterable(shapes))
-    # usually, all values are shapes already
+    # fast path: usually, all values are shapes
     if len(shapes)==len(values) and {*map(type, sizes)}<={int} and min(sizes, default=0)>=0: return values
     return [s if is_shape(s) else None for s in values]
 
@@ -51,7 +51,7 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
     `logs`: rank -> function that yields blocks of rows. `keep`: as in `columns_of_lines`. `shared`: list of files
     from `shared_files`. `steps`: (first, last) step to read.
     """
-    # block_ranks: for each block, its rank, or an array with the rank of each row; masks: mask of the kept rows of each block
+    # block_ranks: for each block, one rank, or an array of ranks for its rows; masks: for each block, mask of kept rows
     block_ranks,masks = [],[]
     def blocks():
         "Yield the blocks of rows in shared files, then the blocks in the logs of single ranks. Store the ranks of each block."
@@ -79,7 +79,7 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
     return good, count_invalid(logs, shared, zip(block_ranks, counts, strict=True), df['rank'].drop(good.index))
 
 def count_invalid(logs, shared, blocks, dropped):
-    """Count the incomplete lines and dropped rows of each rank: rank -> number. `blocks`: pairs of a rank and (rows, incomplete lines).
+    """Return a dict: rank -> number of incomplete lines and dropped rows. `blocks`: pairs of a rank and (rows, incomplete lines).
 
     `dropped`: rank of each dropped row.
     """
@@ -93,11 +93,11 @@ def count_invalid(logs, shared, blocks, dropped):
 
 # %% ../../nbs/50_frames/03_rank_tables.ipynb #6c6f34a8
 def paths_of_ranks(trees):
-    "Return the paths of all modules of each rank: rank -> paths. `trees`: rank -> module tree."
+    "Return a dict: rank -> paths of all its modules. `trees`: rank -> module tree."
     return {r: module_names.paths_in(tree) for r,tree in trees.items()}
 
 def whole_model_paths(about, trees):
-    """Return for each rank a dict: path of a module in its pipeline stage -> path in the whole model.
+    """Return a dict for each rank: module path in the pipeline stage of this rank -> path in the whole model.
 
     `about`, `trees`: metadata 'ranks' and 'structure'."""
     paths = paths_of_ranks(trees)
@@ -122,7 +122,7 @@ def merge_parameter(ps):
 
     A fact such as 'optimizer' (an optimizer has it) is True if True on any rank, None if no rank knows it."""
     def any_of(k):
-        "Return True if a fact is True on any rank, else False if it is False on any rank, else None."
+        "Return True if the value of key `k` is True on any rank, else False if the value is False on any rank, else None."
         return next((v for v in (True, False) if any(p.get(k) is v for p in ps)), None)
     out = {**ps[0], **{k: any_of(k) for k in ('requires_grad', 'optimizer', 'gradient', 'called')}}
     if any(p.get('recorded') is not False for p in ps): out.pop('recorded', None)
@@ -141,7 +141,8 @@ def merge_trees(trees, names):
             found[path] = ({k: v for k,v in node.items() if k!='children'}
                 | {'name': name, 'short': name.rpartition('.')[2], 'path': path})
             parent = path
-            while parent: # this rank does not have the container module, so the parent of the container is tried
+            # if no rank has the parent module so far, try the parent of the parent
+            while parent:
                 parent = parent.rpartition('.')[0]
                 if parent in found: found[parent].setdefault('children', []).append(found[path]); break
     return found.get('')

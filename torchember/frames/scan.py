@@ -24,9 +24,9 @@ from torchember.store.lines import bad
 
 # %% ../../nbs/50_frames/09_scan.ipynb #669c649c
 def inspect_run(run, per_rank, several, count_back):
-    "Return the chunks of a `Run`, its columns, and the user's marks. `count_back`: True if the selection counts steps from the last step."
+    "Return the chunks of a `Run`, its columns, and the columns added by the user. `count_back`: True if steps count from the last step."
     logs,merged = [(log.name, r, log) for r,log in run.logs.items()],run.is_ranked and not per_rank
-    # a chunk has rows of all logs, so with many logs the segments of each log are smaller
+    # use smaller segments for runs with many logs, because a chunk has rows of all logs
     rows,expected = most_rows if len(logs)==1 else max(most_merged//(4*len(logs)), 512),Expected()
     contents,names = [inspect_log(log, rows, expected) for *_,log in logs],[(name, rank) for name,rank,_ in logs]
     home = run.home if merged else None
@@ -48,18 +48,18 @@ def log_steps(contents):
     return () if not some else None if None in steps else steps
 
 def warn_missing_ranks(name, about, steps):
-    "Warn about ranks whose log is missing or ends early, without reading rows. `steps`: rank -> result of `log_steps`."
+    "Warn about ranks with a missing or shorter log. Do not read rows for this. `steps`: rank -> result of `log_steps`."
     (about,messages),steps = validate_metadata(about),{r: s for r,s in steps.items() if s!=()}
     for m in (*messages, *missing_ranks(steps, about, RankAxes(about, steps).world)): warn(f"{printable(name)}: {m}")
 
 def merge_columns(each, marks, several):
-    "Return the columns of a common table of several runs: column -> kind. `each`: for each run, a dict of its columns and their kinds."
+    "Return the columns of a common table of several runs, as a dict: column -> kind. `each`: one such dict for each run."
     names = dict.fromkeys([*(['run']*several), *chain.from_iterable(each)])
     kinds = {k: 'text' if k=='run' and several else common_kind(f[k] for f in each if k in f) for k in names}
     return {k: kinds[k] for k in column_order(kinds, marks)}
 
 def select_fields(fields, columns):
-    "Return the requested columns with their kinds, in the requested order. Raise ValueError for an unknown column. `fields`: column -> kind."
+    "Return the requested columns in order, as a dict: column -> kind. Raise ValueError for an unknown column. `fields`: all columns."
     if columns is None: return fields
     if callable(columns): return {k: kind for k,kind in fields.items() if k=='run' or columns(k)}
     asked = to_list(columns)
@@ -74,14 +74,14 @@ def duckdb_relation(rows): # rows: a `LogDataset`
 
 # %% ../../nbs/50_frames/09_scan.ipynb #7293e2c1
 def conjuncts(condition):
-    "Split a Polars expression at each `&`. Return the list of conditions, which must all be true."
+    "Split a Polars expression at each `&`. Return a list of conditions that are combined by AND."
     parts = condition.meta.pop()
     if len(parts)==2 and any((a & b).meta.eq(condition) for a,b in (parts, parts[::-1])):
         return [c for p in parts for c in conjuncts(p)]
     return [condition]
 
 def may_hold(pl, conditions, chunk, most=1<<20):
-    """Return False if certainly no row of the chunk satisfies the conditions, judged by `step` and `run`.
+    """Return False if no row of the chunk can satisfy the conditions on `step` and `run`. Otherwise return True.
 
     `most`: maximum number of steps to test.
     """
@@ -121,11 +121,11 @@ def polars_frame(rows):
 
 # %% ../../nbs/50_frames/09_scan.ipynb #3dc05b8c
 def stays_whole_number(k):
-    "Return True for a column that has a value in each row, so that it can stay a column of whole numbers."
+    "Return True if the column `k` has a whole number in each row, so that it needs no conversion to floats."
     return k in ('step', *bad)
 
 class PandasReader:
-    "Callable that reads a chunk as a pandas table, with the same column types for all chunks. A reader can be pickled for another process."
+    "Callable that reads a chunk as a pandas table. All chunks get equal column types. A reader can be pickled for another process."
     def __init__(self, reader): self.reader = reader
 
     def __call__(self, chunk, columns=None): return self.convert(self.reader(chunk, columns))
@@ -153,13 +153,13 @@ def ray_dataset(rows):
     class Source(data.Datasource):
         "Source of data for ray: one task for each chunk."
         def get_name(self):
-            "Return the name of the source that ray shows."
+            "Return the name of this data source, as shown by ray."
             return 'torchember'
         def estimate_inmemory_data_size(self):
-            "Return None: the size in memory is unknown before the rows are read."
+            "Return None, because the size in memory is unknown before the rows are read."
             return None
         def get_read_tasks(self, parallelism, per_task_row_limit=None, data_context=None):
-            "Return the tasks of ray, each of which reads one chunk."
+            "Return a list of tasks for ray. Each task reads one chunk."
             about = needs('ray.data.block', for_="scan(engine='ray')").BlockMetadata(num_rows=None, size_bytes=None,
                 input_files=None, exec_stats=None)
             def task(c):
@@ -179,20 +179,20 @@ def scan(
     engine:str='polars', # Library that reads the rows: 'polars', 'duckdb', 'arrow', 'pandas', 'dask' or 'ray'
     path=None, # Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
     ttype=None, # Type of the tensors, such as 'output' or 'weight_grad', or a list of types
-    tname=None, # Name of a tensor ('output_0'), or a list of them
+    tname=None, # Name of a tensor, such as 'output_0', or a list of names
     steps=None, # Number of a step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
     columns=None, # Columns to return, in this order, or a function of a column's name; all by default
     home=None, # Folder or URL of logs, instead of `~/.torchember`
     per_rank:bool=False # True to return the rows of each rank of a distributed run, without merging ranks
 ): # polars.LazyFrame, duckdb relation, pyarrow Dataset, iterator of pandas.DataFrame, dask DataFrame or ray Dataset
-    """Return runs of any size as a lazy table of `engine`. NaN becomes null; a value other than a number, text or list of numbers becomes JSON
+    """Return runs of any size as a lazy table of `engine`. NaN becomes null. Values other than numbers, texts or lists of numbers become JSON
 
     Args:
         run: Runs that `read` accepts: a name, a pattern such as 'GPT*', a file or URL of a log, a `torchEmber`, or a list of these
         engine: Library that reads the rows: 'polars', 'duckdb', 'arrow', 'pandas', 'dask' or 'ray'
         path: Modules: a glob on the path ('features.*'), a compiled regex, or a list of these
         ttype: Type of the tensors, such as 'output' or 'weight_grad', or a list of types
-        tname: Name of a tensor ('output_0'), or a list of them
+        tname: Name of a tensor, such as 'output_0', or a list of names
         steps: Number of a step, `range`, `slice`, list of steps, or a function of the step; -1 is the last step
         columns: Columns to return, in this order, or a function of a column's name; all by default
         home: Folder or URL of logs, instead of `~/.torchember`
@@ -217,7 +217,7 @@ def query(
     run='*', # Runs to query: any runs that `read` accepts; all by default
     home=None # Folder or URL of logs, instead of `~/.torchember`
 ): # pandas.DataFrame
-    """Run an SQL query on runs of any size. This needs duckdb. The query can only read the table `log`, and no files
+    """Run an SQL query on runs of any size with duckdb. The query can only read the table `log`, and no files
 
     Args:
         sql: SQL statement about the table `log`

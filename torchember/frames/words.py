@@ -23,25 +23,25 @@ stats_of = {'rm2': 'rms', 'mean_abs': 'abs_mean', 'max_abs': 'abs_max', 'min_abs
 
 # %% ../../nbs/50_frames/00_words.ipynb #02a00250
 def ttype_of(name): # name: for example 'output', 'Activation', 'Optimiser_State.exp_avg'
-    "Translate a user's name of a tensor type. Return a pair: torchember's name, and the optimizer state or None. Example: ('optimizer', 'exp_avg')."
+    "Translate a user's name of a tensor type. Return (torchember's name, optimizer state or None), such as ('optimizer', 'exp_avg')."
     first,_,key = str(name).partition('.')
     ours = ttypes_of.get(first.lower(), first)
     if ours not in ttypes: raise ValueError(unknown('tensor type', name, ttypes, ttypes_of))
     return ours, key or None
 
 def to_ttypes(ttype):
-    "Convert one or several names of tensor types to a list of torchember's names. Leave out names of optimizer states."
+    "Convert one or several names of tensor types to a list of torchember's names, without names of optimizer states."
     return list(dict.fromkeys(ttype_of(t)[0] for t in (ttype if isinstance(ttype, list|tuple) else [ttype])))
 
 # %% ../../nbs/50_frames/00_words.ipynb #a5be0002
-def accept_earlier_arguments(*order): # order: positional arguments after `run` in earlier versions; by default the present order
-    "Return a decorator that makes a function also accept the argument order and argument names of earlier versions."
+def accept_earlier_arguments(*order): # order: arguments after `run` in earlier versions; default: current order
+    "Return a decorator. The decorated function also accepts argument names and argument order of earlier versions."
     def of(f):
-        "Decorate the function `f`."
+        "Return `f`, wrapped to accept arguments of earlier versions."
         known = signature(f)
         @functools.wraps(f)
         def g(*args, **given):
-            "Call `f`. If the arguments fit the order of earlier versions, use this order; otherwise pass the arguments unchanged."
+            "Call `f`. If the positional arguments fit the order of earlier versions, use this order; else pass the arguments unchanged."
             given = with_new_argument_names(given, known.parameters, f.__name__)
             before = dict(zip((next(iter(known.parameters)), *order), args, strict=False)) if order else {}
             named,later = {n: v for n,v in before.items() if n in kinds_of_words},lambda: f(*args, **given)
@@ -57,15 +57,16 @@ def accept_earlier_arguments(*order): # order: positional arguments after `run` 
             except (ValueError, TypeError) as e:
                 ours = ('Did you mean' in str(e) and 'Did you mean' not in str(then)
                     and not any(v and is_known(n, v) for n,v in named.items()))
-                raise (e if ours else then) from None # raise the error that suggests the correct name
+                # of the two errors, raise the error that suggests the correct name
+                raise (e if ours else then) from None
         return g
     return of
 
-# name of an argument in Track & Visualize -> torchember's name of this argument
+# argument name in the library Track & Visualize -> argument name in torchember
 new_argument_names = {'df': 'run', 'layer': 'path', 'tt': 'ttype', 'scalar_metric': 'stat'}
 
 def with_new_argument_names(given, known, what='A picture'):
-    """Rename arguments from their names in Track & Visualize. Raise TypeError if an argument is given twice.
+    """Replace argument names of the library Track & Visualize by torchember's names. Raise TypeError if an argument is given twice.
 
     `given`: arguments by name. `known`: the function's parameters. `what`: name of the function.
     """
@@ -82,15 +83,15 @@ def with_new_argument_names(given, known, what='A picture'):
 
 kinds_of_words = {'ttype': lambda v: v.partition('.')[0].lower() in {*ttypes, *ttypes_of},
     'stat': lambda v: v in {*derived, *stats_of},
-    # Argument -> function that returns True if a value is a known name, such as a tensor type
+    # each entry: name of an argument -> function that returns True if a value is known, such as a tensor type
     'stats': lambda v: v in {*derived, *stats_of}, 'dtypes': lambda v: 'float' in v}
 
 def may_be_names(name, v):
-    "Return True if `v` can be a name, or names, for the argument `name`, and is not a pattern for layers."
+    "Return True if `v` can be one or several names for the argument `name`. A pattern such as 'features.*' is not a name."
     if v is None: return True
     if name=='stats' and isinstance(v, str): return is_known(name, v)
     return all(isinstance(o, str) and not set(o)&set('*?[') for o in (v if isinstance(v, list|tuple) else [v]))
 
 def is_known(name, v):
-    "Return True if `v` is None, or if all names in `v` are known for the argument `name`."
+    "Return True if `v` is None, or if all names in `v` are known values of the argument `name`."
     return v is None or all(map(kinds_of_words[name], v if isinstance(v, list|tuple) else [v]))

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 # %% ../../nbs/05_ground/50_child.ipynb #3ba3d7c3
 def interpreter_flags():
-    "Return the flags with which this Python process was started, for a child process, and `-P`: no imports from the current folder."
+    "Return the command line flags of this Python process for a child process, and `-P` (no imports from the current folder)."
     f = sys.flags
     letters = dict(I=f.isolated, E=f.ignore_environment, s=f.no_user_site, S=f.no_site, O=f.optimize,
         B=f.dont_write_bytecode, b=f.bytes_warning)
@@ -27,6 +27,6 @@ def path_of_child():
 
 # %% ../../nbs/05_ground/50_child.ipynb #680a75bb
 def environment_of_child(**more):
-    "Return the environment variables for a child process: those of this process without PYTHONPATH, one thread for each library, and `more`."
+    "Return a copy of the environment for a child process, without PYTHONPATH, with one thread for OpenMP and OpenBLAS, and with `more`."
     return {**{k: v for k,v in os.environ.items() if k!='PYTHONPATH'}, 'OMP_NUM_THREADS': '1',
         'OPENBLAS_NUM_THREADS': '1', **more}

@@ -56,7 +56,7 @@ def kinds_of(module) -> tuple:
 
 # %% ../../nbs/05_ground/30_choose.ipynb #71d7ef7b
 def select_by_string(s):
-    "Return a function that selects modules whose path matches the glob `s`. If no path matches, it selects modules of the class named `s`."
+    "Return a function that selects modules by a path that matches the glob `s`. If no path matches, the function selects the class named `s`."
     def find_ids(pairs):
         "Return the `id` of each selected module. `pairs`: (path, module) of all modules."
         found = {id(m) for p,m in pairs if p==s or fnmatchcase(p, s)} or {id(m) for _,m in pairs if s in kinds_of(m)}
@@ -79,7 +79,7 @@ def takes_path_and_module(f):
 def select(
     what # Glob, class name, class, compiled regex, predicate, `Selection`, or a list of these
 ) -> Selection:
-    """Return a `Selection` of modules. Raises TypeError for an object that cannot select modules.
+    """Return a `Selection` of modules. Raise TypeError for an object that cannot select modules.
 
     Args:
         what: Glob, class name, class, compiled regex, predicate, `Selection`, or a list of these
@@ -179,7 +179,7 @@ time_form = re.compile(r'\s*(\d+\.?\d*|\.\d+)\s*(ms|s|min|h)\s*')
 seconds_of = {'ms': .001, 's': 1, 'min': 60, 'h': 3600} # unit of time -> number of seconds
 
 def schedule_of_text(when):
-    "Return the `Schedule` of recorded steps that a string describes: 'linear(5, 2)' or a time such as '60s'. Raises ValueError for other strings."
+    "Convert a string to a `Schedule` of recorded steps: 'linear(5, 2)', or a time such as '60s'. Raise ValueError for other strings."
     if m := linear_form.fullmatch(when): return every(max(int(m[1]), 1), int(m[2] or 0))
     m = time_form.fullmatch(when)
     if m and float(m[1])>0: return Schedule(TimeSchedule(float(m[1])*seconds_of[m[2]]), f'every {m[1]} {m[2]}')
@@ -188,7 +188,7 @@ def schedule_of_text(when):
 
 # %% ../../nbs/05_ground/30_choose.ipynb #3ee9a2db
 def schedule(when) -> Schedule:
-    """Convert `when`, such as 10 or '60s', to a `Schedule`, which decides which steps are recorded. Raises TypeError if this is impossible.
+    """Convert `when`, such as 10 or '60s', to a `Schedule` that selects the steps to record. Raise TypeError if `when` cannot be converted.
 
     when: whole number n (every n steps), function of the step, string 'linear(5, 2)', time '60s' (units ms, s, min, h), or a `Schedule`"""
     if isinstance(when, Schedule): return when
@@ -266,7 +266,7 @@ def log_spaced(
 
 # %% ../../nbs/05_ground/30_choose.ipynb #5a2e0002
 class StepSubset:
-    """Selects some of the recorded steps. Raises TypeError or ValueError if `when` is no schedule.
+    """Selects some of the recorded steps by the schedule `when`. Raises TypeError or ValueError if `when` cannot be a schedule.
 
     when: schedule of step numbers, or True for steps with growing distances: five in each decade of recorded steps
     argument: name of the user's argument with the value `when`, for the message of an error"""
@@ -278,7 +278,7 @@ class StepSubset:
         self.step,self.recorded = None,-1 # latest recorded step, and number of recorded steps before it
 
     def __call__(self, step:int) -> bool:
-        "Return True if a recorded step is selected. Call this method at each recorded step. Further calls for the same step return the same."
+        "Return True if a recorded step is selected. Call this method at each recorded step. Further calls for the same step return the same result."
         if step!=self.step: self.step,self.recorded = step,self.recorded+1
         return bool(self.when(step if self.by_number else self.recorded))
 

@@ -10,7 +10,7 @@ from importlib import import_module
 
 # %% ../../nbs/05_ground/05_lazy.ipynb #4cda83b4
 def lazy_attributes(package:str, names:dict, before=lambda: None) -> tuple:
-    """Return the functions `__getattr__` and `__dir__` of a package whose attributes are imported on first access.
+    """Return functions `__getattr__` and `__dir__` for a package, to import each attribute of the package only on first access.
 
     package: `__name__` of the package
     names: dict from Python module to the names in it, separated by spaces. A module of another package begins with dots: '..frames.logframe'

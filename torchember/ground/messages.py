@@ -46,9 +46,11 @@ def closest(got, known, called=()):
 longest = 200
 
 # %% ../../nbs/05_ground/10_messages.ipynb #03652837
+# groups of argument names with the same meaning in different libraries, for suggestions in messages
+# groups of argument names with the same meaning in different libraries, for suggestions in messages
+# groups of argument names with the same meaning in different libraries, for suggestions in messages
 alike = ('stat stats statistic statistics metric metrics scalar_metric', 'tt ttype ttypes tensor_type tensor_types',
     'step steps',
-    # groups of argument names with the same meaning in different libraries, for suggestions in messages
     'layer layers path paths module modules include', 'optimizer optimizers optimiser optim opt')
 
 def unknown_argument(what:str, got:str, known) -> str:
@@ -77,7 +79,7 @@ def with_argument_names(f:F) -> F:
     return g
 
 def misnamed_argument_message(f, args, kwargs):
-    "Return the error message for a call with `args` and `kwargs` that contain an argument unknown to the function `f`; None if there is none."
+    "Return the error message for a call of `f` with an unknown argument in `kwargs`. Return None if all names in `kwargs` are known."
     try: inspect.signature(f).bind(*args, **kwargs)
     except TypeError:
         known = arguments_of(f)
@@ -99,13 +101,13 @@ def an(thing) -> str:
 
 # %% ../../nbs/05_ground/10_messages.ipynb #180d4c29
 class EmberWarning(UserWarning):
-    "Warning that something was not recorded, or not as requested. Training continues."
+    "Warning that torchember did not record something, or not as requested. The training continues."
     def __init__(self, *args): super().__init__(*(printable(a) if isinstance(a, str) else a for a in args))
 
 # %% ../../nbs/05_ground/10_messages.ipynb #9f0856d3
 ours,pythons = (os.path.dirname(f)+os.sep for f in (os.path.dirname(__file__), os.__file__))
 installed = tuple(os.sep+d+os.sep for d in ('site-packages', 'dist-packages'))
-# libraries whose stack frames are recognized by module name, because their files may be in any folder, or their code is generated
+# libraries recognized by module name, because their files may be in any folder, or their code is generated
 frameworks = {'torch', 'jax', 'flax'}
 
 def is_user_code(frame):
@@ -123,7 +125,7 @@ def outwards(frame):
         frame = frame.f_back
 
 def user_frame():
-    "Return the innermost stack frame of the user's code, to show the user's line in a warning. If there is none, return the outermost frame."
+    "Return the innermost stack frame of the user's code, to show the user's line in a warning. Without user code, return the outermost frame."
     here = list(outwards(sys._getframe(1)))
     waits = outwards(sys._current_frames().get(threading.main_thread().ident))
     return next((f for fs in (here, waits) for f in fs if is_user_code(f)), here[-1])

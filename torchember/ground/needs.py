@@ -17,13 +17,13 @@ def needs(name:str, for_:str, package:str|None=None):
     package: name of the package to install, if it differs from the name of the library"""
     try: return import_module(name)
     except ModuleNotFoundError as e:
-        # the library is installed, but an import in its own code fails
+        # re-raise: the library is installed, but its own code imports a missing library
         if e.name and not name.startswith(e.name): raise
         raise ModuleNotFoundError(f"{for_} needs {name}, which is not installed. Run: pip install {package or name}", name=name) from None
 
 # %% ../../nbs/05_ground/00_needs.ipynb #5e0b7a12
 class LazyLibrary:
-    "Stands for a library, which is imported when one of its attributes is used. Arguments: as in `needs`."
+    "Placeholder for a library. The first use of an attribute imports the library. For the arguments, see `needs`."
     def __init__(self, name, for_, package=None): self._arguments = name,for_,package
     imported = cached_property(lambda self: needs(*self._arguments))
     def __getattr__(self, name): return getattr(self.imported, name)

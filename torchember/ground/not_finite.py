@@ -27,5 +27,5 @@ def is_alarming(row):
 
 # %% ../../nbs/05_ground/25_not_finite.ipynb #8f57594f
 def first_not_finite(rows, which=has_nonfinite) -> dict|None:
-    "Return the first row of the earliest step for which the function `which` returns True. Return None if it is False for all rows."
+    "Return the row with the smallest step among the rows for which `which(row)` is True. Return None if no such row exists."
     return min(filter(which, rows), key=lambda r: r['step'], default=None)

@@ -30,7 +30,7 @@ def new_bar(what, total, done, form=None):
     if in_notebook() and find_spec('ipywidgets'): from tqdm.notebook import tqdm
     else:
         from tqdm import tqdm
-        # sets the size of the terminal, because tqdm finds 0 columns in some terminals
+        # pass the terminal size to tqdm, because tqdm itself finds 0 columns in some terminals
         how['ncols'],how['nrows'] = get_terminal_size()
     return tqdm(**how)
 
@@ -88,7 +88,7 @@ def waiting(what:str):
     over = threading.Event()
     thread = threading.Thread(target=show_time, args=(what, over), name='torchember waits', daemon=True)
     try: thread.start()
-    except RuntimeError: thread = None # without a free thread in the system, the block runs without showing the time
+    except RuntimeError: thread = None # if no thread can be started, run the block without showing the time
     try: yield
     finally:
         over.set()

@@ -24,11 +24,11 @@ flowing = dict(input='flows.Flows', output='flows.Flows')
 ttypes = (*flowing, 'weight', 'weight_grad', 'unclipped_grad', 'input_grad', 'output_grad', 'optimizer',
     'update', 'buffer', 'probe', 'prediction', 'target', # prediction and target of a loss that the user logs
     # Rows without a tensor. scalar: a number that the user logs; finding: the result of a rule that checks the training;
-    # attention, router, stream: numbers of attention heads, of routers and their experts, and of the residual stream
+    # attention, router, stream: statistics of attention heads, of routers and their experts, and of the residual stream
     *(of_no_tensor := ('scalar', 'finding', *(of_passes := ('attention', 'router', 'stream')))))
 identity = ('module', 'ts', 'ttype', 'tname', 'step', 'call', 'dtype', 'pname', 'micro', 'phase', 'backward',
     'skipped', 'unfinished', 'rank', 'shard') # columns that identify the tensor and the time of a row
-# values of the column `phase` for passes that do not train: evaluation, a pass without gradients, a pass whose gradients were discarded
+# values of the column `phase` for rows outside of training: evaluation, pass without gradients, discarded gradients
 beside_training = ('eval', 'no_grad', 'refused')
 # columns that describe the shard of a distributed tensor, in rows with the column `rank`. In other rows, the user may use these names
 of_pieces = ('part', 'gscale', 'placement', 'global_shape')
@@ -40,7 +40,7 @@ unmarkable = frozenset(identity + optional + ('path',)) - {'phase'}
 
 # %% ../../nbs/05_ground/20_record.ipynb #c0de0002
 norm_names = 'grad_norm','grad_norm_unclipped'
-# `tname` of the row with the norm of all gradients: the first name is used if the user logs a number named 'grad_norm'
+# `tname` of the norm of all gradients: normally 'grad_norm', but the first name if the user logs a 'grad_norm'
 clipped_norm = 'recorded_grad_norm','grad_norm'
 computed = ('grad_norm', 'lr') # `tname` of the rows of scalars that torchember computes
 
@@ -103,7 +103,7 @@ def json_pointer_part(key):
 
 # %% ../../nbs/05_ground/20_record.ipynb #115ab4a4
 def plain(value, where='', lost:dict|None=None):
-    """Convert `value` to JSON types. A NaN or infinity becomes None, and the dict `lost` gets its place: JSON pointer -> 'NaN', for example.
+    """Convert `value` to JSON types. Replace NaN and infinities by None, and store their positions in `lost`: JSON pointer -> 'NaN', for example.
 
     value: scalar, string, None, list, dict, tensor or numpy value, nested in any way
     where: JSON pointer to `value` in the row
@@ -129,7 +129,7 @@ def plain(value, where='', lost:dict|None=None):
 
 # %% ../../nbs/05_ground/20_record.ipynb #9658e841
 def values_of(numbers):
-    "Replace each tensor by the list of its numbers, also in lists of tensors. The tensors are not changed."
+    "Convert each tensor to a list of its numbers, also inside lists. The tensors themselves are not changed."
     if isinstance(numbers, list|tuple): return [values_of(v) for v in numbers]
     return numbers.tolist() if hasattr(numbers, 'untyped_storage') else numbers
 
@@ -147,7 +147,7 @@ def is_final(text):
 
 # %% ../../nbs/05_ground/20_record.ipynb #d19c2d60
 def careful_line(row):
-    "Return the JSON line of any row: convert values that JSON does not have, and list NaN and infinities in the column `nonfinite`."
+    "Return the JSON line of any row: convert values that JSON cannot store, and list NaN and infinities in the column `nonfinite`."
     lost = {}
     # keep the names (such as 'NaN') of values that were already replaced by None in this row
     if isinstance(row.get('nonfinite'), dict): lost.update(row['nonfinite'])
@@ -189,7 +189,7 @@ def texts_of(numbers) -> list:
     return text[1:-1].split(b',')
 
 def regular_line(row:dict) -> bytes|None:
-    "Return the JSON line of a row, with numbers formatted as by `texts_of`. Return None if only `careful_line` can write the row."
+    "Return the JSON line of a row, with the number format of `texts_of`. Return None if only the slower `careful_line` can write the row."
     return careful_line(row) if orjson is None else quick_line(row)
 
 # %% ../../nbs/05_ground/20_record.ipynb #a9c17fb3
@@ -226,7 +226,7 @@ def restore(row):
     return row
 
 def restore_value(o, where, word):
-    "Replace the null at the JSON pointer `where` by the number named by `word`, such as 'NaN'. Return False if there is no null."
+    "Replace the null at the JSON pointer `where` by the number named `word`, such as 'NaN'. Return False if no null is at this place."
     *path,last = [k.replace('~1', '/').replace('~0', '~') for k in where.split('/')]
     try:
         for k in path: o = o[int(k) if isinstance(o, list) else k]

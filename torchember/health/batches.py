@@ -19,20 +19,20 @@ from .rules import rule
 of_tensor = ('mean', 'std', 'max', 'min')
 
 def data_inputs(h, least=1):
-    "Return a `Series` for each input of the model in training passes, in the order of its arguments, if it has at least `least` recorded steps."
+    "Return the `Series` of each input of the model in training passes. Leave out inputs with fewer than `least` recorded steps."
     return [s for s in h.series('input') if s.path in h.graph.data_modules and len(s)>=least and 'mean' in s]
 
 def count_batch_elements(s):
-    "Return the usual number of elements of a tensor in a step, the median over the steps. `s`: its `Series`."
+    "Return the number of elements that a tensor usually has in a step: the median over the steps. `s`: its `Series`."
     return float(plain_median(s.rows.sizes[s.at]))
 
 def list_batch_steps(steps, most=4):
-    "Return numbers of steps as text for a sentence, shortened if there are many."
+    "Return step numbers as text for a sentence. After `most` numbers, the text ends with dots."
     return ', '.join(map(str, steps[:most]))+(', ...' if len(steps)>most else '')
 
 # %% ../../nbs/55_health/48_batches.ipynb #f8d6e895
 def is_constant(s):
-    "Return the mask of the steps in which all elements of a tensor are equal. Tensors of one element do not count."
+    "Return the mask of the steps in which all elements of a tensor are equal. The mask is False for tensors with one element."
     return (s['max']==s['min']) & (s.bad==0) & (s.rows.sizes[s.at]>1) if 'max' in s and 'min' in s else np.zeros(len(s), bool)
 
 def find_lost_batches(s, most, least=16):
@@ -46,7 +46,7 @@ def find_lost_batches(s, most, least=16):
 
 @rule(severity='warning', needs='input')
 def constant_batch(h, most=.5, least=8):
-    """Batches in which all values are equal, such as zeros, in some of the steps
+    """Find batches in which all values are equal, such as zeros, in some of the steps
 
     most: largest fraction of the steps with such a batch. With more such steps, the rule `same_data` reports constant
     data
@@ -64,7 +64,7 @@ def constant_batch(h, most=.5, least=8):
 
 # %% ../../nbs/55_health/48_batches.ipynb #77878e41
 def equal_to_earlier(ins, distance):
-    """Return the mask of the steps in which all inputs have the same statistics as `distance` steps earlier, so that the batch is probably the same.
+    """Return the mask of the steps with the same statistics of all inputs as `distance` steps earlier, so probably with the same batch.
 
     The first element of the mask belongs to the step with index `distance`.
     """
@@ -72,7 +72,7 @@ def equal_to_earlier(ins, distance):
     return np.all(same, axis=0)
 
 def find_cycle(ins, longest):
-    "Return the number of batches if the training repeats the same few batches, at most `longest`, again and again. Return None otherwise."
+    "Return n if the training repeats the same n batches again and again, with n from 2 to `longest`. Return None otherwise."
     for n in range(2, longest+1):
         if len(ins[0])>=4*n and equal_to_earlier(ins, n).mean()>.98: return n
     return None
@@ -87,7 +87,7 @@ def find_groups(ins, longest):
 
 @rule(severity='warning', needs='input')
 def repeated_data(h, longest=4, groups=16, least=12):
-    """A few batches that are used again and again, or batches that are used several times in a row
+    """Find a few batches that are used again and again, or batches that are used several times in a row
 
     longest: largest number of batches that are repeated again and again
     groups: largest number of steps in a row with the same batch
@@ -96,7 +96,7 @@ def repeated_data(h, longest=4, groups=16, least=12):
     ins = data_inputs(h, least)
     if not ins or len({len(s) for s in ins})>1 or not all(set(of_tensor)<=set(s.rows.columns) for s in ins): return
     s = ins[0]
-    # `same_data` reports a single batch
+    # no finding for a single batch, because `same_data` reports it, and for very small batches
     if equal_to_earlier(ins, 1).all() or all(count_batch_elements(i)<=16 for i in ins): return
     if n := find_groups(ins, groups): yield report_groups(h, s, n)
     elif n := find_cycle(ins, longest): yield s.finding(0, f"The training repeats {n} batches: {s.tname} of {s.title} has the same statistics "
@@ -106,7 +106,7 @@ def repeated_data(h, longest=4, groups=16, least=12):
 
 def report_groups(h, s, n):
     "Return the finding that each batch of the data input `s` is used in `n` consecutive steps."
-    # only 'info' in adversarial and reinforcement learning, where several steps with one batch are usual
+    # severity 'info' in adversarial and reinforcement learning, where several steps with one batch are usual
     severity = 'info' if h.progress.verdict=='means nothing' else None
     return s.finding(0, f"Each batch is used in {n} steps in a row: {s.tname} of {s.title} has the same statistics in these steps. "
         "Is this intended?", severity=severity, stat='mean', times=n,
@@ -131,7 +131,7 @@ def find_single_row(s, others, share):
 
 @rule(severity='warning', needs='input')
 def batch_lost(h, share=.7, least=5):
-    """An input of the model with the values of one sample, while the other inputs have a whole batch
+    """Find an input of the model with the values of only one sample, while the other inputs have a whole batch
 
     share: least fraction of the steps in which the other inputs have the usual batch size
     least: least number of steps
@@ -148,37 +148,38 @@ def batch_lost(h, share=.7, least=5):
 
 # %% ../../nbs/55_health/48_batches.ipynb #5165382e
 def row_keys(s, bits=20):
-    """Return an array with a number for each step of a tensor, computed from its statistics. Equal tensors have equal numbers.
+    """Return an array with one hash per step, computed from the statistics of a tensor. Equal tensors have equal hashes.
 
     bits: bits of the mantissa in which the statistics of equal tensors must agree. 20 bits are about six digits"""
     numbers = np.zeros(len(s), np.uint64)
     for c in of_tensor:
         if c not in s: continue
         # replace NaN by a number, because NaN is not equal to NaN. The standard deviation of a single value is NaN
-        v = np.nan_to_num(s[c].astype(np.float32), nan=12345.)+np.float32(0) # turn -0 into 0: their bits differ
+        # adding 0 turns -0 into 0, because their bits differ
+        v = np.nan_to_num(s[c].astype(np.float32), nan=12345.)+np.float32(0)
         numbers = numbers*np.uint64(0x9E3779B97F4A7C15) + (v.view(np.uint32) >> np.uint32(23-bits)).astype(np.uint64)
         numbers ^= numbers >> np.uint64(29)
     return numbers
 
 class TensorsByStep:
-    "Statistics of the model's inputs and of all module outputs in each step, to recognize a given tensor. `h`: a `History`."
+    "Hashes of all inputs of the model and all module outputs at each step, to recognize a given tensor. `h`: a `History`."
     def __init__(self, h): self.h,self.columns = h,None
 
     def knows(self, step, key):
-        """Return True if an input of the model or an output of a module has these statistics in a step.
+        """Return True if an input of the model or an output of a module has the hash `key` in a step.
 
         `key`: element of a result of `row_keys`. The first call computes the keys of all these tensors."""
         if self.columns is None: self.columns = [(s, row_keys(s)) for s in self.h.series('output', 'input') if s.ttype=='output' or s.path=='']
         return any((i := s.at_step(step)) is not None and numbers[i]==key for s,numbers in self.columns)
 
 def find_maker_series(h, s):
-    "Return the `Series` of the module output that usually is the input `s`, or None."
+    "Return the `Series` of the module output that the module of the input `s` usually gets, or None."
     makers = h.graph.makers.get(s.path, ())
     out = [o for o in h.series('output') if o.path in makers and o.call==s.call and o.shape==s.shape]
     return out[0] if out else None
 
 def find_changed(h, s, maker, tensors, share):
-    """Return (steps, kind) of the steps in which the input `s` is neither its usual tensor nor any other recorded tensor.
+    """Return (steps, kind) of the steps in which the input `s` is neither the usual tensor nor any other recorded tensor.
 
     `maker`: series of the output that the module usually gets. Return None without such steps, or if the fraction of
     equal steps is below `share`.
@@ -197,7 +198,7 @@ instead = {'zero': "it is all zeros", 'constant': "all of its values are equal",
 
 @rule(severity='warning', needs=('input', 'output'), after=('constant_batch',))
 def hand_over(h, share=.7, rare=.1):
-    """A module that gets another tensor than the module before it returned, in a few steps
+    """Find a module that, in a few steps, gets another tensor than the module before it returned
 
     share: least fraction of the steps in which the two tensors are equal
     rare: largest fraction of steps with another tensor. In more steps, the change may be a method of training, such

@@ -28,7 +28,7 @@ def format_value(v):
 
 # %% ../../nbs/55_health/70_brief.ipynb #0a2f7a61
 def thin_curve(steps, values, n=20) -> list:
-    """Return a curve with at most `n` points as a list of (step, median).
+    """Reduce a curve to at most `n` points, and return them as a list of (step, median).
 
     Each median is of the values from this step up to the next point.
     """
@@ -37,7 +37,7 @@ def thin_curve(steps, values, n=20) -> list:
 
 # %% ../../nbs/55_health/70_brief.ipynb #cf390376
 def layer_sizes(h):
-    "Return a dict: path of a layer -> dict of its class, and of the rms of its output, gradient and relative update at the end of the run."
+    "Return a dict: path of a layer -> its class, and the rms of its output, gradient and relative update at the end of the run."
     end = lambda v: median(v[-max(1, len(v)//5):])
     rows = {p: {'class': s.kind, 'output': end(s.rms)} for p,s in h.outputs.items() if p in h.graph.leaves and s.dtype and 'float' in s.dtype}
     for (p,_),s in h.matrices.items(): rows.setdefault(p, {'class': s.kind}).setdefault('gradient', end(s.rms))
@@ -45,7 +45,7 @@ def layer_sizes(h):
     return rows
 
 def rank_unusual(rows:dict, most=10) -> list:
-    """Return the layers whose sizes (rms) differ most from the other layers, as a list of (path, sizes, column with the most unusual size).
+    """Return the layers with the most unusual sizes (rms), as a list of (path, sizes, column with the most unusual size).
 
     `rows`: result of `layer_sizes`.
     """
@@ -81,7 +81,7 @@ def run_lines(h, name, rules):
         *(f"- not recorded: {what} ({how})" for what,how in find_unrecorded(h, rules))]
 
 def list_findings(found, most):
-    "Return the lines of the summary about at most `most` findings, with their numbers. `found`: result of `order_findings`."
+    "Return the lines of the summary about at most `most` findings, with advice and evidence. `found`: result of `order_findings`."
     out = []
     for i,(f,cause) in enumerate(found[:most]):
         below = '' if cause is None else f' (consequence of {cause+1})'
@@ -93,11 +93,11 @@ def list_findings(found, most):
     return out or ['No problem found.']
 
 def escape_text(text, most=500):
-    "Return a text without characters that have a meaning in Markdown, in one line of at most `most` characters."
+    "Replace the characters of a text that have a meaning in Markdown. Return one line of at most `most` characters."
     return printable(' '.join(str(text).split()), most).replace('|', '/').replace('<', '(').replace('#', 'no. ')
 
 def layer_table(h):
-    "Return the most unusual layers and their sizes as lines of a Markdown table."
+    "Return the lines of a Markdown table of the layers with the most unusual output, gradient or update (rms)."
     rows = rank_unusual(layer_sizes(h))
     if not rows: return ['No sizes were recorded.']
     sizes = lambda r: ' | '.join(format_value(r.get(k)) for k in ('output', 'gradient', 'step'))
@@ -105,7 +105,7 @@ def layer_table(h):
     return ['| layer | class | output | gradient | step/weight | unusual |', '|---|---|---|---|---|---|', *lines]
 
 def describe_curve(n):
-    "Return lines about a logged number: a curve of at most twenty values. `n`: a `LoggedSeries`, or None if no loss was logged."
+    "Return lines about the loss: a curve of at most twenty values. `n`: a `LoggedSeries`, or None if no loss was logged."
     if n is None: return ['No loss was recorded. In the next run: te.log(loss=loss).']
     bad = np.flatnonzero(~np.isfinite(n.values))
     lines = [f"{quote_name(n.name)} (step: median up to the next): "+', '.join(f'{s}: {format_value(v)}' for s,v in thin_curve(n.steps, n.values))]
@@ -123,7 +123,7 @@ def brief(
     rules='default', # Rules to run: 'default', or a list of names, `rule`s and functions, as in `diagnose`
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> str: # Markdown, at most 8 kB
-    """Return one page about a run: what was recorded, norm of all gradients, findings, loss, most unusual layers, and how to get more.
+    """Return a one-page summary of a run: recorded tensors, gradient norm, findings, loss, most unusual layers, and calls that show more.
 
     Args:
         run: Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows
@@ -148,7 +148,7 @@ def brief(
     return text.encode()[:most_bytes].decode(errors='ignore')
 
 def suggest_calls(h, name):
-    "Return lines with function calls that show more of the run."
+    "Return lines for the summary with function calls that show more of the run."
     layer = next((p for p in h.graph.leaves if any(k[0]==p for k in h.weights)), '')
     return ["- all findings: `diagnose(run)`; with other thresholds: `diagnose(run, rules=[...])`",
         f"- rows of a layer: `read(run, path={quote_name(layer).strip('`')!r}, ttype='weight_grad')`",

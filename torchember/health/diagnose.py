@@ -25,7 +25,7 @@ from .rules import Rule, known_rules, statistics_from
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #4954dc66
 def find_rule(rule):
-    "Return the `Rule` with a name, or a function as a `Rule`. For other values, raise an error that lists the names of all rules."
+    "Return the `Rule` with the name `rule`, or turn a function into a `Rule`. For an unknown name, raise an error that lists all rules."
     if isinstance(rule, Rule): return rule
     if callable(rule): return Rule(rule)
     rules = known_rules()
@@ -55,7 +55,7 @@ cause_order = ( # names of all rules: a rule that finds causes comes before the 
     'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
     'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'rank_collapse', 'loss_spike',
     'diverging', 'loss_rises', 'loss_below', 'loss_stalls', 'uniform_heads')
-# Name of a rule -> time by which its findings may begin before their cause, as a fraction of the training
+# Name of a rule -> largest time by which its findings may begin before their cause, as a fraction of the training
 late_share = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
 
 def explains(cause:dict, found:dict, after:dict, length=0, graph=None) -> bool:
@@ -102,24 +102,24 @@ def order_findings(found:list, rules=(), length=0, graph=None) -> list:
     return out
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #6df4ccd8
-# Tensor type that rules need -> (its name in a sentence, function of a `History` that returns True if such tensors could be recorded)
+# Tensor type -> (its name in a sentence, function of a `History`: True if the run could have such tensors)
 wanted_types = {
     'weight_grad': ('gradients', lambda h: True), 'weight': ('weights', lambda h: True), 'output': ('activations', lambda h: True),
     'buffer': ('running statistics of BatchNorm', lambda h: any('BatchNorm' in (k or '') for k in h.kinds.values()))}
 
 def find_missing_statistics(h, rules) -> list:
-    "Return a list of (names of rules that could not check the run because a statistic was not recorded, code to record this statistic)."
+    "Return a list of (names of rules that lack a statistic and could not check the run, code that records this statistic)."
     columns,out,seen = {c for s in h.all[:1] for c in s.rows.columns},{},{s.ttype for s in h.all}
     has = lambda stat: any(columns.issuperset(group) for group in statistics_from.get(stat, ((stat,),)))
     for r in rules:
-        # if the tensor types of the rule are missing, too, `find_unrecorded` reports them
+        # skip a rule if all its tensor types are missing, because `find_unrecorded` reports missing types
         if seen.isdisjoint(r.needs): continue
         for stat in r.stats:
             if not has(stat): out.setdefault(stat, []).append(r.name); break
     return [(f"{list_names(names)} (no {stat})", f"stats=[..., {stat!r}]") for stat,names in out.items()]
 
 def find_unrecorded(h, rules=()) -> list:
-    """Return a list of (quantity that no rule could check because it was not recorded, code to record this quantity).
+    """Return a list of (quantity that was not recorded, so that no rule could check it, code that records this quantity).
 
     rules: the `Rule`s that checked the run
     """
@@ -131,7 +131,7 @@ def find_unrecorded(h, rules=()) -> list:
     return out+find_missing_statistics(h, rules)
 
 def coverage_phrase(h, rules):
-    "Return a phrase about what was checked: number of rules, steps and tensors, and the loss."
+    "Return a phrase with the numbers of rules, steps and tensors that were checked, and the name of the loss."
     kinds = ', '.join(dict.fromkeys(s.ttype for s in h.all))
     loss = f' and {h.loss.name!r}' if h.loss is not None else ''
     return f"{len(rules)} rule{'s'*(len(rules)!=1)} checked {len(h.steps):,} step{'s'*(len(h.steps)!=1)} of {len(h.all):,} tensors ({kinds}){loss}"
@@ -178,7 +178,7 @@ def findings_class():
 
         def lines(self):
             "Return the report as lines of text, or None if the table lacks a column of findings."
-            # the user has removed columns of the table, so that it is displayed as an ordinary table
+            # if the user has removed columns, the table is displayed as an ordinary DataFrame
             if not set(columns)<=set(self.columns): return None
             head = f"{self.run or 'The run'}: {'no problem found. ' if self.healthy else ''}{self.looked}."
             unseen = [f"Not checked: {'; '.join(f'{what} ({how})' for what,how in self.missing)}."] if self.missing and self.healthy else []
@@ -192,7 +192,7 @@ def findings_class():
         def _repr_html_(self): return super()._repr_html_() if self.lines() is None else findings_as_html(self)
 
         def to_json(self, *args, **kwargs):
-            "Return the run, what was checked, and the findings as JSON. With arguments, return the result of `DataFrame.to_json`."
+            "Return the name of the run, the checks and the findings as JSON. With arguments, return the result of `DataFrame.to_json`."
             if args or kwargs or self.lines() is None: return super().to_json(*args, **kwargs)
             rows = [{k: None if v is None or v!=v else v for k,v in r.items()} for r in self.to_dict('records')]
             return json.dumps({'run': self.run, 'looked_at': self.looked, 'not_looked_at': dict(self.missing), 'findings': rows}, default=str)
@@ -220,14 +220,14 @@ def findings_as_html(findings):
 # %% ../../nbs/55_health/50_diagnose.ipynb #edcad7a9
 def diagnose(
     run, # Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows
-    rules='default', # 'default', or a list of names, of `rule`s with other thresholds (`rule.but(...)`), and of your own functions
+    rules='default', # 'default', or a list of names of rules, rules with changed thresholds (`rule.but(...)`), and your own functions
     home=None # Folder of logs, instead of `~/.torchember`
 ): # `Findings`, a DataFrame that prints as sentences
     """Find the faults of a run, causes first, with advice and a plot for each.
 
     Args:
         run: Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows
-        rules: 'default', or a list of names, of `rule`s with other thresholds (`rule.but(...)`), and of your own functions
+        rules: 'default', or a list of names of rules, rules with changed thresholds (`rule.but(...)`), and your own functions
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
@@ -237,10 +237,10 @@ def diagnose(
     return findings_table(order_findings(run_rules(rules, h), rules, len(h.steps), h.graph), h, rules)
 
 def run_rules(rules, h, fails=None): # fails: function called with a failed rule and its exception. None: show a warning
-    "Return the findings of rules about a `History`. If a rule raises an exception, report it and run the other rules."
+    "Run rules on a `History`, and return their findings. If a rule raises an exception, report it and run the other rules."
     found,names = [],{r.name for r in rules}
     for r in rules:
-        # drop findings recorded during the training whose rule is among `rules`, because the rule has now run again
+        # drop findings that a rule in `rules` reported during the training, because this rule runs again now
         try: found += [f for f in r(h) if f['rule']==r.name or f['rule'] not in names]
         except Exception as e:
             if fails: fails(r, e)

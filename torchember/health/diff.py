@@ -26,7 +26,7 @@ from .tolerance import Distances, backward_types, eps_of, flow_types, step_gaps,
 format_share = .25
 
 def compare_formats(pairs, dtypes):
-    """Return a list of intended differences (dtype in a, dtype in b), and the mask of the pairs of rows with unintended differences of dtype.
+    """Return a list of intended dtype differences (dtype in a, dtype in b), and the mask of the pairs of rows with other dtype differences.
 
     dtypes: dtypes of the rows in the first run and in the second run
     """
@@ -40,7 +40,7 @@ def compare_formats(pairs, dtypes):
     return names, floats & ~(both & meant)
 
 def compare_shapes(pairs, shapes, common):
-    """Return two masks of pairs of rows: pairs with different shapes, and pairs whose shapes differ in more than the batch size.
+    """Return two masks: pairs of rows with different shapes, and pairs of rows with shapes that differ in more than the batch size.
 
     shapes: shapes of the rows in the first run and in the second run
     common: True to ignore the order of dimensions, which differs between torch and JAX
@@ -95,7 +95,7 @@ def compare_logged(pairs, d, eps, steps, rtol=None):
             a,b = values[0][s],values[1][s]
             size = max(abs(a), abs(b), usual)
             far = 0. if a==b or a!=a and b!=b else abs(a-b)/size if np.isfinite([a, b]).all() else np.inf
-            # last step up to `s` with recorded tensors: a difference of these tensors may explain the difference of the logged number
+            # last step up to `s` with recorded tensors. Their differences may explain a difference of the logged number
             at = int(measured[max(np.searchsorted(measured, s, 'right')-1, 0)]) if len(measured) else s
             cause = max(known, level.get(at, 0.))
             may = max(logged_rounding if rtol is None else rtol, most_growth*gap.get(at, 1)*cause, coarse*(cause>0 and at!=s))
@@ -167,11 +167,11 @@ def describe_unmatched(pairs, formats, differ):
 
 # %% ../../nbs/55_health/80_diff.ipynb #543d6aad
 def find_missing(pairs):
-    "Return a list of texts that name the tensors of the first run that are missing in the second run, in the steps of both runs."
+    "Return texts that name the tensors of the first run that are missing in the second run, at steps that both runs have."
     return [f"{t} {printable(n, 60)} of {f'`{printable(p, 60)}`' if p else 'the model'}" for p,t,n,_ in pairs.alone[0]]
 
 class Difference:
-    """The result of `diff`. It is true if the runs differ, and prints as sentences.
+    """The result of `diff`. `bool(result)` is True if the runs differ, and `repr(result)` describes the first difference.
 
     names: names of the two runs
     table: table of all compared rows, see `difference_table`
@@ -191,12 +191,12 @@ class Difference:
 
     @property
     def curve(self):
-        "Pandas Series: step -> largest relative difference of a tensor between the two runs."
+        "Pandas Series: step -> largest relative difference over all tensors between the two runs."
         return self.table[self.table['ttype']!='scalar'].groupby('step')['distance'].max()
 
     @property
     def tensors(self):
-        "Table of the tensors whose distance exceeds the tolerance: first step with a difference, and largest distance."
+        "Table of the tensors with a distance above the tolerance: first step with a difference, and largest distance."
         t = self.table
         apart = t[t['distance']>t['tolerance']]
         where = ['path', 'ttype', 'tname', 'pname', 'call']
@@ -263,7 +263,7 @@ def filter_rows(df, path, ttype):
     return df[kept]
 
 def difference_table(pairs, d, may, logged):
-    "Return the table of all compared rows and logged numbers, by step. `may`: largest allowed distance of each pair; `logged`: `LoggedPair`s."
+    "Return a table of all compared rows and logged numbers, sorted by step. `may`: largest allowed distance of each pair of rows."
     columns = {'pair': np.arange(len(pairs))} | {c: getattr(pairs, c) for c in ('step', 'path', 'ttype', 'tname', 'pname', 'call')}
     t = pd.DataFrame(columns | {'stat': d.stat, 'a': d.a, 'b': d.b, 'distance': d.far, 'tolerance': may})[d.compared]
     for c in 'a','b': t[c] = t[c].astype(object)
@@ -291,7 +291,7 @@ def check_common(pairs, d, logged):
 def diff(
     a, b, # The two runs: each a name, a torchEmber or its `te.t`, a log file, a file of `keep_run`, or a table of rows
     *,
-    paths=None, # Dict or function: path of a module in `a` -> path in `b`, also for torch and JAX. None as value leaves the module out
+    paths=None, # Dict or function: path of a module in `a` -> path in `b` (None to leave it out), also between torch and JAX
     rtol:float|None=None, # Relative tolerance. None computes it from the dtype and the number of elements
     path=None, # Modules to compare: a glob for paths in `a` ('features.*'), a compiled regex, or a list of these. None compares all
     ttype=None, # Tensor type to compare, or a list of tensor types. None compares all
@@ -301,7 +301,7 @@ def diff(
 
     Args:
         a, b: The two runs: each a name, a torchEmber or its `te.t`, a log file, a file of `keep_run`, or a table of rows
-        paths: Dict or function: path of a module in `a` -> path in `b`, also for torch and JAX. None as value leaves the module out
+        paths: Dict or function: path of a module in `a` -> path in `b` (None to leave it out), also between torch and JAX
         rtol: Relative tolerance. None computes it from the dtype and the number of elements
         path: Modules to compare: a glob for paths in `a` ('features.*'), a compiled regex, or a list of these. None compares all
         ttype: Tensor type to compare, or a list of tensor types. None compares all
@@ -365,7 +365,7 @@ def assert_same_run(
     rtol:float|None=None, # Relative tolerance. None computes it from the dtype and the number of elements
     home=None # Folder of logs, instead of `~/.torchember`
 ):
-    """Raise AssertionError if a run differs from a correct run, or lacks rows of it. The message names the first difference. The run may have fewer steps.
+    """Raise AssertionError with the first difference, if a run differs from the run `golden` in their common steps, or lacks tensors of `golden`.
 
     Args:
         run: Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows

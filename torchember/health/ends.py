@@ -13,7 +13,7 @@ from ..store.reading import path_of
 # %% ../../nbs/55_health/18_ends.ipynb #b4e8ae6d
 @rule(severity='error', needs='finding')
 def died(h):
-    """A training that was killed, crashed, or ended by an exception, with the step and the module.
+    """Find the step and the module at which a training was killed, crashed, or ended by an exception.
 
     The finding is an 'info' if the run was continued afterwards
     """
@@ -28,16 +28,16 @@ def died(h):
 # %% ../../nbs/55_health/18_ends.ipynb #d29b6c04
 @rule(severity='warning', needs='finding')
 def recording(h):
-    "Warnings of the recorder, such as an optimizer that was created again, and findings of other rules that ran during the training"
-    last = {} # Key of a warning -> its newest row. Processes with the same warning share a key, to get one finding
+    "Find warnings of the recorder, such as an optimizer that was created again, and findings that other rules reported during the training"
+    last = {} # Key of a warning -> newest row. Equal warnings of several processes have one key
     for r in h.reported:
         if r['rule']!='died': last[tuple(str(r.get(k)) for k in ('rule', 'path', 'of', 'pname', *(['text'] if r['rule']=='recording' else [])))] = r
     for r in last.values():
-        # a row with `over` says that a finding no longer holds. A table may store True as 1.0
+        # a row with over=True marks a finding that no longer holds. A table may store True as 1.0
         if str(r.get('over')).lower() not in ('true', '1', '1.0'): yield finding_from_row(r)
 
 def finding_from_row(row):
-    "Return a row of the tensor type 'finding' as a finding. Any value may be missing, because another program may have written the row."
+    "Return the finding stored in a row of the tensor type 'finding'. Any value may be missing, because another program may have written the row."
     text = lambda k: v if isinstance(v := row.get(k), str) else None
     number = lambda k: int(v) if isinstance(v := row.get(k), int|float) and v==v and abs(v)<1e15 else int(row['step'])
     evidence = row['evidence'] if isinstance(row.get('evidence'), dict) else {}

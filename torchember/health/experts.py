@@ -15,13 +15,13 @@ from .rules import rule
 # %% ../../nbs/55_health/42_experts.ipynb #a2ac4934
 class Router:
     "Recorded loads (shares of the tokens) and token counts of all experts of one router, as arrays (steps, experts)."
-    def __init__(self, experts): # experts: `Heads` with the rows of all experts
+    def __init__(self, experts): # experts: rows of all experts, as a `Heads` object, in which each head is an expert
         self.path,self.title,self.steps,self.names = experts.path,experts.title,experts.steps,experts.names
         self.load,self.tokens = np.nan_to_num(experts['load']),np.nan_to_num(experts['tokens'])
         self.choices = max(round(float(np.median(self.load.sum(1)))), 1) # number of experts that each token chooses
 
     def most_used(self):
-        "Return for each step the share of the tokens' choices that the k most used experts get. Each token chooses k experts."
+        "Return, for each step, the fraction of all choices that go to the k most used experts. Each token chooses k experts."
         return np.sort(self.load, 1)[:, -self.choices:].sum(1)/np.maximum(self.load.sum(1), 1e-30)
 
 def routers_of(h) -> list:
@@ -31,14 +31,14 @@ def routers_of(h) -> list:
     return [Router(experts) for experts in heads_in(df, 'load', 'tokens')]
 
 def start_of_last_true(flags, least:int):
-    "Return the index from which all flags are True until the end. Return None if fewer than `least` flags are True there."
+    "Return the index from which all flags are True until the end. Return None if fewer than `least` flags are True at the end."
     at = find_true_tail(flags)
     return at if len(flags)-at>=least else None
 
 # %% ../../nbs/55_health/42_experts.ipynb #bcb18b17
 @rule(severity='warning', needs='router')
 def router_collapse(h, share=.9, half=.5, records=5):
-    """Routers that send nearly all tokens to the same experts
+    """Find routers that send nearly all tokens to the same experts
 
     share: share of the choices that go to the most used experts, as many as a token chooses, above which a finding is reported
     half: largest number of experts that a token chooses, as a share of all experts, for which a router is checked
@@ -68,7 +68,7 @@ def last_unused(r, equal:int, records:int) -> list:
 
 @rule(severity='warning', needs='router', after='router_collapse')
 def unused_expert(h, equal=16, records=5):
-    """Experts that no token chooses
+    """Find experts that no token chooses
 
     equal: least number of tokens that each expert would get if all got the same number
     records: number of last records, in all of which the expert has no token

@@ -16,10 +16,10 @@ columns = ('severity', 'rule', 'path', 'ttype', 'pname', 'first_step', 'last_ste
 # %% ../../nbs/55_health/00_finding.ipynb #8803c61a
 def finding(
     where, # A `Series`, or the path of a module; '' is the whole model
-    text:str, # One sentence: what is wrong, in which module, since which step, with numbers
+    text:str, # One sentence about the fault: kind of the fault, module, first step, and numbers
     first_step:int, # First step with the fault
     last_step:int|None=None, # Last step with the fault; None for the first step
-    advice:str='', # What to try first, if possible as code
+    advice:str='', # First remedy to try, if possible as code
     severity:str|None=None, # 'error', 'warning' or 'info'; None for the default severity of the rule
     look:str='', # Call of a plot that shows the fault, as code
     ttype:str|None=None, # Tensor type; None to take the tensor type of the `Series`
@@ -33,10 +33,10 @@ def finding(
 
     Args:
         where: A `Series`, or the path of a module; '' is the whole model
-        text: One sentence: what is wrong, in which module, since which step, with numbers
+        text: One sentence about the fault: kind of the fault, module, first step, and numbers
         first_step: First step with the fault
         last_step: Last step with the fault; None for the first step
-        advice: What to try first, if possible as code
+        advice: First remedy to try, if possible as code
         severity: 'error', 'warning' or 'info'; None for the default severity of the rule
         look: Call of a plot that shows the fault, as code
         ttype: Tensor type; None to take the tensor type of the `Series`
@@ -106,8 +106,9 @@ def confidence_from(value, threshold, share=1., against=0):
     against: number of facts that contradict the fault, such as a falling loss. Each takes 30% of the confidence
     """
     value,threshold = float(value),float(threshold) # Python floats, because numpy would warn of an overflow
-    near = min(abs(value/threshold), abs(threshold/value)) if value and threshold else 0. # 1 at the threshold, near 0 far from the threshold
-    if near!=near: return .5 # the value is NaN
+    # closeness to the threshold: 1 at the threshold, near 0 far from it
+    near = min(abs(value/threshold), abs(threshold/value)) if value and threshold else 0.
+    if near!=near: return .5 # True only for NaN, because NaN is not equal to itself
     return float((1-near/2)*(.5+.5*min(max(share, 0), 1))*.7**int(against))
 
 low_confidence = .5 # a report calls a fault 'possible' if its confidence is lower than this
@@ -130,6 +131,6 @@ def fmt_times(ratio):
     return f'{float(fmt(ratio)):,.0f} times' if ratio>=100 else f'{fmt(ratio)} times'
 
 def list_names(names, most=3):
-    "Return at most `most` names as text for a sentence, followed by the number of further names."
+    "Return at most `most` names as text for a sentence, followed by the number of the names that are left out."
     names = [f'`{n}`' for n in names]
     return ', '.join(names[:most])+(f' and {len(names)-most:,} more' if len(names)>most else '')

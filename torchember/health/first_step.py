@@ -36,10 +36,10 @@ from ..store.parameters import cut_off, forgotten, frozen, not_called
 
 # %% ../../nbs/55_health/56_first_step.ipynb #3b87c819
 def find_no_gradients(h):
-    "No parameter has a gradient in the first steps, or all gradients are zero"
+    "Find first steps in which no parameter has a gradient, or all gradients are zero"
     if not len(h.steps) or not h.weights or not any(p['requires_grad'] for p in h.parameters): return
     grads = list(h.grads.values())
-    # if a loss scaler skipped a step, gradients were not finite, so they were not missing: no finding
+    # no finding if a loss scaler skipped a step, because its gradients were NaN or infinite, and not missing
     if any(s.skipped.any() or not s.zero.all() for s in grads) or any(find_changes(w).any() for w in h.weights.values()): return
     what = "all gradients are exactly zero" if grads else "no parameter got a gradient"
     yield finding('', f"In {steps_phrase(h)}, {what}: the loss does not depend on the model.", h.steps[0], h.steps[-1], severity='error',
@@ -47,16 +47,16 @@ def find_no_gradients(h):
         ".detach(), .data, .item(), torch.no_grad(), argmax or rounding between the model and the loss.")
 
 def steps_phrase(h):
-    "Return 'the first step' or 'the first 3 steps', by the number of finished steps."
+    "Return 'the first step' if one step is finished, and 'the first 3 steps' if three steps are finished."
     return 'the first step' if len(finished_steps(h))==1 else f'the first {len(finished_steps(h))} steps'
 
 def finished_steps(h):
-    "Return the numbers of the finished steps, which have rows of calls or gradients. An unfinished step has rows of weights only."
+    "Return the numbers of the finished steps: the steps with any rows other than rows of weights."
     return np.unique(np.concatenate([s.steps for s in h.trained if s.ttype!='weight'] or [h.steps]))
 
 # %% ../../nbs/55_health/56_first_step.ipynb #1f3eee30
 def find_constant_outputs(h):
-    "Outputs of the model that have the same value for all samples in each step"
+    "Find outputs of the model that have the same value for all samples in each step"
     data = [s for s in h.series('input') if s.path in h.graph.data_modules and 'max' in s]
     # no finding if the data are constant, because then constant outputs are no fault
     if data and all((s['max']==s['min']).all() for s in data): return
@@ -64,7 +64,7 @@ def find_constant_outputs(h):
         s = h.outputs[path]
         if s.shape is None or len(s.shape)<1 or s.shape[0]<2 or 'max' not in s or 'float' not in str(s.dtype): continue
         if not (s['max']==s['min']).all(): continue
-        # no finding if a weight is zero at the start: this may be intended for the last layer
+        # no finding for zero outputs if a weight starts at zero, because a last layer may start at zero on purpose
         if s.zero.all() and any(w.zero[0] for k,w in h.weights.items() if k[1]!='bias'): return
         yield s.finding(0, f"All {int(np.prod(s.shape)):,} values of the output of {s.title} are {fmt(s['max'][0])}: the output is the same for every sample.",
             severity='warning', value=float(s['max'][0]),
@@ -85,13 +85,13 @@ def main_tensors(h, found):
     return {k: s for k,s in found.items() if h.is_matrix(k, s)} or found
 
 def first_updates(h):
-    "Return a dict: (path, pname) -> `RelativeUpdates`, for the weight matrices that got gradients and whose change in a step is known."
+    "Return a dict: (path, pname) of a trained weight matrix -> `RelativeUpdates`. Leave out weights without a known change."
     trained = main_tensors(h, {k: w for k,w in expected_changes(h).items() if not w.skipped.all()})
     found = {k: RelativeUpdates(w, h.updates.get(k)) for k,w in trained.items()}
     return {k: adjust_small_weights(m) for k,m in found.items() if len(m.ratio) and len(m.steps)==len(m.ratio) and np.isfinite(m.ratio).any()}
 
 def find_large_updates(h, ratio=1., many=.34):
-    """Weights that a single step replaces, because the update is as large as the weight
+    """Find weights that a single step replaces, because the update is as large as the weight
 
     ratio: ratio of update to weight (rms), above which the update is too large
     many: least fraction of the weights with too large updates
@@ -110,15 +110,15 @@ step_rules = tuple(Rule(f, 'warning', needs) for f,needs in ((find_no_gradients,
 
 # %% ../../nbs/55_health/56_first_step.ipynb #e44d7513
 def takes(*names, only=lambda f: True):
-    "Return a function of a finding: it returns True if the rule of the finding is in `names` and `only(finding)` is True."
+    "Return a function that takes a finding. It returns True if the rule of the finding is in `names` and `only(finding)` is True."
     return lambda f: f['rule'] in names and only(f)
 
 def of_reason(*reasons):
-    "Return a function of a finding: it returns True if the finding is of the rule `not_trained`, with one of the `reasons`."
+    "Return a function that takes a finding. It returns True for findings of the rule `not_trained` with one of the `reasons`."
     return takes('not_trained', only=lambda f: f['evidence'].get('reason') in reasons)
 
 def count_phrase(h, has):
-    "Return 'all 4 trained parameters' or '3 of 4 trained parameters'. `has`: function that returns True for the metadata entries to count."
+    "Return a count as text: 'all 4 trained parameters' or '3 of 4 trained parameters'. `has`: returns True for a parameter to count."
     ps = [p for p in ParameterStates(h.parameters).ps if p['requires_grad']]
     n = sum(map(bool, map(has, ps)))
     return f"all {n:,} trained parameters" if n==len(ps) else f"{n:,} of {len(ps):,} trained parameters"
@@ -131,7 +131,7 @@ def frozen_fact(h):
 
 # %% ../../nbs/55_health/56_first_step.ipynb #9e9be5f6
 def changed_weights(h):
-    "Return (number of changed weights, number of weights for which a change would be known). Count only weights that the steps should change."
+    "Return (number of changed weights, number of weights with known changes) among the weights that the optimizer should change."
     asked = [(k, w) for k,w in expected_changes(h).items() if len(w)>1 or k in h.updates]
     return sum(bool(find_changes(w).any() or k in h.updates and (h.updates[k].rms>0).any()) for k,w in asked),len(asked)
 
@@ -183,20 +183,20 @@ def finite_fact(h):
 
 # %% ../../nbs/55_health/56_first_step.ipynb #b3ffcd1b
 def why_not_recorded(*ttypes):
-    "Return a function of a `History`. It returns a sentence if none of the tensor types `ttypes` was recorded, else ''."
+    "Return a function that takes a `History`. It returns '' if a tensor of the types `ttypes` was recorded, else a sentence."
     def why(h): return '' if any(s.ttype in ttypes for s in h.all) else f"not recorded: ttypes=[..., {', '.join(map(repr, ttypes))}]"
     return why
 
 def why_no_loss(h):
-    "Return why the loss could not be checked, or '' if a loss was recorded."
+    "Return the reason why the loss could not be checked, or '' if a loss was recorded."
     return '' if h.loss is not None else "no loss was recorded: te.log(loss=loss)"
 
 def has_loss_graph(h):
-    "Return True if the recorder has read the graph of the loss: then the kind of the loss, or its predictions and targets, are known."
+    "Return True if the recorder has read the autograd graph of the loss, or has recorded predictions and targets."
     return bool(getattr(h, 'losses', None)) or any(s.ttype in ('prediction', 'target') for s in h.all)
 
 def why_no_graph(*rules):
-    """Return a function of a `History`. It returns why the rules `rules` could not check the loss, or '' if they could.
+    """Return a function that takes a `History`. It returns the reason why `rules` could not check the loss, or ''.
 
     The rules need the graph of the loss, which the recorder reads in `te.log`.
     """
@@ -206,7 +206,7 @@ def why_no_graph(*rules):
     return why
 
 def why_no_entries(h):
-    "Return why the parameters could not be checked, or '' if the metadata of the run lists them."
+    "Return the reason why the parameters could not be checked, or '' if the metadata of the run lists the parameters."
     return '' if h.parameters else "the parameters of the model are unknown: check a torchEmber or the name of its run"
 
 def why_no_optimizer(h):
@@ -215,7 +215,7 @@ def why_no_optimizer(h):
     return '' if any(p.get('optimizer') is not None for p in h.parameters) else "the optimizer is unknown: torchEmber(model, optimizer=optimizer)"
 
 def why_no_gradient(h):
-    "Return why gradients of parameters could not be checked, or '' if they were recorded."
+    "Return the reason why gradients of parameters could not be checked, or '' if gradients were recorded."
     if why_no_entries(h): return why_no_entries(h)
     return why_not_recorded('weight_grad')(h) and "no gradient was recorded: te.step() after backward() and before zero_grad(), or optimizer=optimizer"
 
@@ -225,11 +225,12 @@ def why_no_ratio(h):
 
 # %% ../../nbs/55_health/56_first_step.ipynb #e77d17ee
 class Check(NamedTuple):
-    "One row of the table of `check_step`: a property of a training that its first steps show."
-    name:str # The property that a correct training has: 'the loss is finite'
-    takes:object # Function of a finding. Returns True if the finding is about this property
-    why_not:object # Function of a `History` that returns why the property could not be checked, or ''
-    fact:object = lambda h: '' # Function of a `History` that returns what was measured, as text
+    "One check of `check_step`: a property of a correct training, and functions that test this property."
+    name:str # The property that a correct training has, such as 'the loss is finite'
+    takes:object # Function that takes a finding, and returns True if the finding is about this property
+    # Function that takes a `History`, and returns the reason why the property could not be checked, or ''
+    why_not:object
+    fact:object = lambda h: '' # Function that takes a `History`, and returns the measured values as text
 
 not_moved = of_reason(None, 'stopped')
 checks = ( # all checks of `check_step`, in the order of the table
@@ -262,7 +263,7 @@ def members(paths, parent):
     return {p[len(start):].partition('.')[0] for p in paths if p.startswith(start) and p!=parent}
 
 def is_last_member(name, called, known):
-    """Return True if all of at least three numbered modules are called except the last: a loop over the modules ends too early.
+    """Return True if, of at least three numbered modules, only the last is never called: a loop over the modules ends too early.
 
     `name`: name of the uncalled module; `called`, `known`: names of the called and of all modules.
     """
@@ -284,7 +285,7 @@ def is_alternative(h, f):
     return False
 
 def judgeable_findings(found, h, n):
-    """Return the findings that `n` steps suffice to judge.
+    """Return the findings for which `n` steps are enough evidence.
 
     Findings about uncalled modules become 'info' if the modules may be called in other steps.
     """
@@ -298,7 +299,7 @@ def judgeable_findings(found, h, n):
 few_steps_note = "In a model that calls or trains parts of it only in some steps, this is no fault: check more steps."
 
 def sentence_of(f, n):
-    """Return the text of a finding, with `n` as the number of steps in it.
+    """Return the text of a finding. In findings about unchanged weights, replace the number of steps by `n`.
 
     Rules count the rows of a weight, which are one more than the steps.
     """
@@ -310,7 +311,7 @@ def advice_of(f, n):
     return ' '.join(filter(None, [f['advice'], few_steps_note if unsure else '']))
 
 def row_of(check, h, found, n):
-    "Return the row of a check in the table of `check_step`. `found`: findings about the checked property; `n`: number of checked steps."
+    "Return one row of the table of `check_step`. `found`: findings about the checked property; `n`: number of checked steps."
     why,fact = ('','') if found else (check.why_not(h),'')
     if not why: fact = check.fact(h)
     # no finding if a known reason explains why the weights did not change, such as a learning rate of 0
@@ -322,7 +323,7 @@ def row_of(check, h, found, n):
         advice='\n'.join(dict.fromkeys(advice_of(f, n) for f in found)), rules=', '.join(dict.fromkeys(f['rule'] for f in found)))
 
 def table_rows(h, found, n):
-    "Return the rows of the table of checks: one for each check, and one for each rule whose findings belong to no check."
+    "Return one row for each check, and one row for each rule with findings that belong to no check."
     left,rows = list(found),[]
     for c in checks:
         mine = sorted([f for f in left if c.takes(f)], key=lambda f: severities.index(f['severity']))
@@ -394,14 +395,14 @@ def step_checks_class():
 
 # %% ../../nbs/55_health/56_first_step.ipynb #94ef1dbe
 def add_current_weights(df, current, step):
-    """Return the rows of a run with one more row for each weight: its statistics at the time of the call.
+    """Return the rows of a run, and one more row for each weight with its current statistics.
 
     current: function of path, name of a parameter and names of statistics that returns the statistics, or None
     step: number of the step for the new rows
     """
     if not {'step', 'ttype', 'path', 'pname'}<=set(df.columns): return df
     own = df[(df['ttype']=='weight').to_numpy()]
-    # if the next step has begun, the table has the weights after this step already
+    # nothing to add if the table already has weights of this step
     if not len(own) or own['step'].max()>=step: return df
     own = own.drop_duplicates(['path', 'pname'], keep='last')
     stats,new = [c for c in derived if c in df],[]
@@ -433,7 +434,7 @@ def check_step(
     current=None, # Function that returns the current statistics of a weight, see `add_current_weights`
     finished:int|None=None # Number of the last finished step; None if all steps are finished
 ): # `StepChecks`, a DataFrame that prints as lines
-    """Check the first steps of a run. Return a table of the results, and of what was not checked. During a training, call `te.check_step()`."""
+    """Check the first steps of a run. Return a table with the result of each check. During a training, call `te.check_step()`."""
     if steps<1: raise ValueError(f"check_step needs steps>=1, got {steps}.")
     opened = open_run(run, home)
     df = opened.table()

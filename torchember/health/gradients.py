@@ -16,12 +16,12 @@ from .sizes import is_harmed, loss_sentence
 
 # %% ../../nbs/55_health/35_gradients.ipynb #61a42e75
 def report_gradients(h, where, text, first_step, last_step=None, **more):
-    "Return a finding about gradients whose text ends with a sentence about the loss, and whose plot is a heat map. `more`: arguments of `finding`."
+    "Return a finding about gradients, with a sentence about the loss and a heat map as plot. `more`: arguments of `finding`."
     return finding(where, f"{text} {loss_sentence(h.progress)}", first_step, last_step, ttype='weight_grad',
         look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')", **more)
 
 def typical_size(s, lo=0., hi=1.):
-    "Return the median rms of a gradient between two moments of the training, given as fractions `lo` and `hi` of the training. NaN if unknown."
+    "Return the median rms of a gradient between the fractions `lo` and `hi` of the training, or NaN if it is unknown."
     n = len(s)
     return median(s.rms[int(lo*n):max(int(hi*n), int(lo*n)+1)])
 
@@ -86,7 +86,7 @@ def find_vanished_later(h, gs, over_time, many=.7):
     after=('dead_units', 'saturated', 'poor_scale', 'poor_input_scale', 'equal_units', 'not_trained', 'update_too_large', 'weights_decay',
     'constant_output', 'no_gradient', 'targets_out_of_reach', 'loss_input', 'target_range'))
 def vanishing_gradient(h, depth=1e-5, over_time=1e-6, least=4):
-    """Gradients that vanish on their way back through the layers, or during the training
+    """Find gradients that vanish on their way back through the layers, or during the training
 
     depth: ratio of a gradient (rms) to the gradient of the last layers, below which the gradient vanishes
     over_time: ratio of a gradient (rms) to its first values, below which the gradient vanishes
@@ -112,7 +112,7 @@ def total_norms(gs):
     return (steps[ok], np.sqrt(square[ok])) if ok.any() else None
 
 def recovers(norm, i, usual):
-    "Return True if the gradient norm is back to its usual value soon after the step with index `i`."
+    "Return True if the median gradient norm of the five steps after index `i` is below 20 times the usual norm."
     after = norm[i+1:i+6]
     return len(after)>=2 and bool(plain_median(after)<20*usual)
 
@@ -130,7 +130,7 @@ def rms_at_step(s, step):
     return float(s.rms[i]) if i is not None and np.isfinite(s.rms[i]) else 0.
 
 def largest_jump(gs, step):
-    "Return the series of the gradient that exceeds its usual rms by the largest factor in this step."
+    "Return the series of the gradient that exceeds its usual rms by the largest factor in the step `step`."
     return max(gs.values(), key=lambda s: rms_at_step(s, step)/max(typical_size(s), 1e-300))
 
 # %% ../../nbs/55_health/35_gradients.ipynb #2db0d94d
@@ -149,9 +149,9 @@ def find_growth_with_depth(h, gs, depth):
         "Clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
 
 def find_jumps(norm, times):
-    "Yield (index, usual norm) for each norm that is far above the usual norm, the median of the 30 norms before, and not far below the first norms."
+    "Yield (index, usual norm) for each norm above `times` the usual norm (median of 30 norms before). Skip norms far below the first norms."
     floor,least = .1*plain_median(norm[:5]),np.fmin.accumulate(norm)
-    # quick test first: a norm that is at most `times` the minimum of earlier norms is at most `times` their median
+    # quick test: only a norm above `times` the minimum of the earlier norms can be above `times` their median
     for i in np.flatnonzero(norm[5:]>times*least[4:-1])+5:
         if norm[i]>times*(usual := plain_median(norm[max(0, i-30):i]))>0 and not norm[i]<floor: yield i, usual
 
@@ -214,7 +214,7 @@ def find_endless_growth(h, gs, steps, norm, jump):
 @rule(severity='error', needs='weight_grad', stats='rms',
     after=('poor_scale', 'poor_input_scale', 'update_too_large', 'gradients_add_up', 'loss_spike', 'gradient_spike'))
 def exploding_gradient(h, jump=1000., depth=1e4, huge=1e3, steep=100.):
-    """Gradients that grow from layer to layer or from step to step, and harm the loss
+    """Find gradients that grow from layer to layer or from step to step, and harm the loss
 
     jump: ratio of the gradient norm to the usual norm, above which a lasting jump is reported
     depth: ratio of the gradients (rms) in the first layers to those in the last layers, above which gradients explode
@@ -232,14 +232,14 @@ def exploding_gradient(h, jump=1000., depth=1e4, huge=1e3, steep=100.):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #1a94d312
 class LoneSpike(NamedTuple):
-    "A step in which the gradient of only one layer is far from its usual rms."
+    "A step in which the gradient of only one layer is far above its usual rms."
     step: int
     key: tuple # (path, pname) of the parameter
     size: float # rms of the gradient, divided by its usual rms
     others: float # median of (rms / usual rms) over the gradients of the other layers, for comparison
 
 def find_lone_spikes(gs, common, times, alone):
-    "Return a list of `LoneSpike`: steps in which the gradient of only one layer is far from its usual rms. `common`: steps that all layers have."
+    "Return a `LoneSpike` for each step in which the gradient of only one layer is far above its usual rms. `common`: steps of all layers."
     at = np.array([s.rms[np.searchsorted(s.steps, common)] for s in gs.values()])
     at[~np.isfinite(at)] = 0
     usual = np.array([[median(s.rms[s.rms>0])] for s in gs.values()])
@@ -271,7 +271,7 @@ def find_common_spike(h, gs, times):
 # %% ../../nbs/55_health/35_gradients.ipynb #9b6396f2
 @rule(severity='warning', needs='weight_grad', stats='rms', after=('not_finite', 'update_too_large'))
 def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
-    """A single step in which a gradient is far from its usual size
+    """Find a single step in which a gradient is far above its usual size
 
     alone: least factor above the usual rms, relative to this factor of the other layers in the same step
     times: least factor above the usual rms of this gradient

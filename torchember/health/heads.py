@@ -56,11 +56,11 @@ def layers_of(h) -> list:
 
 # %% ../../nbs/55_health/41_heads.ipynb #7d719453
 def group_name(layer): # the paths of the layers of a group differ only in numbers, such as 'h.0.attn' and 'h.1.attn'
-    "Return a key for the group of layers of the same kind: the path with `*` in place of each number, and the call."
+    "Return a key for layers of the same kind: the path with `*` in place of each number, and the number of the call."
     return re.sub(r'\d+', '*', layer.path), layer.call
 
 def sees_later_keys(layer, least):
-    "Return a boolean array: True for each head that at any step sees later keys and gives them more weight than `least`."
+    "Return a boolean array: True for each head that gives keys after its query more than the weight `least` at any step."
     return ((np.nan_to_num(layer['reach'])>0) & (np.nan_to_num(layer['future'])>least)).any(0)
 
 def predicts_next_tokens(h, layer, share):
@@ -74,7 +74,7 @@ def sees_half(layer):
 
 @rule(severity='error', needs='attention')
 def future_attention(h, least=1e-6, keys=8, share=.99):
-    """Attention to later tokens in a causal model
+    """Find attention to later tokens in a causal model
 
     least: weight of later keys, below which they count as hidden
     keys: number of keys, below which a layer is not checked
@@ -109,7 +109,7 @@ def has_zero_logits(layer):
 
 @rule(severity='warning', needs='attention')
 def dead_heads(h, records=4):
-    """Attention heads that see no key, or whose queries or keys are zero, at all recorded steps
+    """Find attention heads that see no key, or whose queries or keys are zero, at all recorded steps
 
     records: number of records, below which a layer is not checked
     """
@@ -130,7 +130,7 @@ def dead_heads(h, records=4):
 # %% ../../nbs/55_health/41_heads.ipynb #1690dce9
 @rule(severity='warning', needs='attention')
 def peaked_attention(h, early=.5, few=8., sink=.3, keys=8):
-    """Attention to few keys in the first step, before anything was learned
+    """Find attention to only a few keys in the first step, before anything was learned
 
     early: mean entropy of a layer's heads, as a share of the largest possible, below which a finding is reported
     few: mean number of keys with weight, above which no finding is reported: a bias by distance (ALiBi) lowers the entropy of long sequences
@@ -150,7 +150,7 @@ def peaked_attention(h, early=.5, few=8., sink=.3, keys=8):
         return
 
 # %% ../../nbs/55_health/41_heads.ipynb #6159e1da
-# rules whose findings can be the cause of large logits
+# rules that can find the cause of large logits
 too_large_steps = 'update_too_large', 'first_step', 'exploding_gradient', 'poor_input_scale'
 
 def fell_after(progress, step):
@@ -162,7 +162,7 @@ def fell_after(progress, step):
 
 @rule(severity='warning', needs='attention', after=(*too_large_steps, 'not_finite', 'attention_logits'))
 def attention_collapse(h, start=.3, low=.02, share=.5, keys=8, still=.02):
-    """Attention in which queries come to give one key all the weight, while the loss does not fall any more
+    """Find attention in which queries come to give one key all the weight, while the loss does not fall any more
 
     start: entropy of a head in the first step, as a share of the largest possible, above which the head is checked
     low: entropy below which a head counts as collapsed
@@ -189,7 +189,7 @@ def attention_collapse(h, start=.3, low=.02, share=.5, keys=8, still=.02):
 # %% ../../nbs/55_health/41_heads.ipynb #e1f8f3db
 @rule(severity='warning', needs='attention', after=too_large_steps)
 def attention_logits(h, large=100., times=5., records=4):
-    """Attention logits that keep growing until the last record
+    """Find attention logits that keep growing until the last record
 
     large: logit above which a finding is reported
     times: factor between the first and the last record
@@ -211,7 +211,7 @@ def attention_logits(h, large=100., times=5., records=4):
 # %% ../../nbs/55_health/41_heads.ipynb #2b8178d7
 @rule(severity='info', needs='attention')
 def uniform_heads(h, equal=.999, records=8, keys=8):
-    """Heads of attention that give all keys the same weight, from the first to the last record
+    """Find attention heads that give all keys the same weight, from the first to the last record
 
     equal: entropy as a share of the largest possible, above which all weights are equal
     records: number of records, below which a layer is not checked

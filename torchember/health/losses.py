@@ -22,7 +22,7 @@ loss_causes = ('not_trained', 'update_too_large', 'update_too_small', 'vanishing
     'attention_logits', 'peaked_attention', 'attention_collapse', 'future_attention', 'router_collapse',
     'poor_scale', 'equal_units', 'gradients_add_up', 'weights_decay', 'collapse', 'batch_norm', 'underflow', 'scaler_skips', 'poor_input_scale',
     'same_data', 'not_finite', 'gradient_spike', 'loss_rises', 'loss_input', 'broadcast', 'target_range', 'one_class', 'constant_output', 'no_gradient',
-    'targets_out_of_reach', 'wrong_last_activation') # rules whose findings can be the cause of a bad loss
+    'targets_out_of_reach', 'wrong_last_activation') # rules that can find the cause of a bad loss
 
 def model_output(h):
     "Return the series of the model's output, or of the last module's output if the root was not recorded. Return None if no output was recorded."
@@ -30,7 +30,7 @@ def model_output(h):
 
 # %% ../../nbs/55_health/45_losses.ipynb #16c8c2e3
 def find_rise(p):
-    "Return the index from which a loss is above its lowest value."
+    "Return the index from which a loss is clearly above its lowest value."
     s = running_median(p.values)
     best = int(np.argmin(s[:max(1, len(s)*3//4)]))
     over = np.flatnonzero(s[best:]>s[best]+max(3*p.noise, .1*abs(s[best])))
@@ -46,7 +46,7 @@ def rises_steadily(p):
 # %% ../../nbs/55_health/45_losses.ipynb #519ceb7d
 @rule(severity='error', needs='scalar', after=loss_causes)
 def diverging(h, times=3., largest=10.):
-    """A loss that grows: at the end it is several times its start, or the output of the model has grown with it
+    """Find a loss that grows: to several times its start, or together with the output of the model
 
     times: least ratio of the loss at the end to the loss at the start
     largest: least ratio of the output of the model (rms) at the end to its start
@@ -60,7 +60,7 @@ def diverging(h, times=3., largest=10.):
     grown = f", and the output of the model grew from {fmt(out.rms[0])} to {fmt(out.rms[-1])}" if blown else ''
     yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} "
         f"at the end{grown}.", p.steps[i], p.steps[-1], ttype='scalar', look="overview(run)", start=p.start, end=p.end,
-        # only a 'warning': a loss may also rise because the weighting of its terms changes, or because a new task begins
+        # 'warning' for a small rise, because the weights of the loss terms may change, or a new task may begin
         severity=None if blown or h.is_broken or h.has_large_first_steps or p.end>3*times*p.start else 'warning',
         confidence=1-.5*min(times*p.start/p.end, 1)*.5**blown,
         advice="Divide the learning rate by 10, add a warm-up, or clip the gradients (torch.nn.utils.clip_grad_norm_).")
@@ -72,7 +72,7 @@ def share_along_gradient(s, w, least):
     Gradient descent changes weights in the opposite direction. Return None if fewer than `least` steps show the
     direction.
     """
-    at = w.steps[:-1][np.diff(w.steps)==1] # steps whose next step was also recorded
+    at = w.steps[:-1][np.diff(w.steps)==1] # numbers of the steps for which the next step was recorded, too
     at = at[np.isin(at, s.steps)]
     if len(at)<least: return None
     i,j = np.searchsorted(w.steps, at),np.searchsorted(s.steps, at)
@@ -97,7 +97,7 @@ def find_ascent(h, share, least):
 # %% ../../nbs/55_health/45_losses.ipynb #809205d5
 @rule(severity='error', needs='scalar', after=loss_causes)
 def loss_rises(h, share=.8, least=20):
-    """A loss that is maximized: weights move along their gradients, or the loss rises steadily from the first step on
+    """Find a loss that is maximized: weights move along their gradients, or the loss rises steadily from the first step on
 
     share: least fraction of the steps in which weights change in the direction of their gradients
     least: least number of steps
@@ -105,7 +105,7 @@ def loss_rises(h, share=.8, least=20):
     if found := find_ascent(h, share, least): yield found; return
     p = h.progress
     if p.verdict!='rises' or not rises_steadily(p) or h.has_large_first_steps: return
-    # a loss that begins like a cross-entropy should fall. Others may rise: in adversarial training, for example
+    # True if the loss begins like a cross-entropy and should fall. Another loss may rise, as in adversarial training
     classes = any(abs(p.start-v)<.2*v for v in guessing_losses(h).values())
     yield finding('', f"The loss rises steadily from the first step on, from {fmt(p.start)} to {fmt(p.end)}: "
         "the optimizer minimizes another number than the recorded loss.",
@@ -119,7 +119,7 @@ def loss_rises(h, share=.8, least=20):
 positive_losses = 'ce', 'mse', 'bce', 'cross', 'l1', 'mae', 'huber', 'hinge', 'nll_class'
 
 def falls_faster(v):
-    "Return True if a loss falls faster and faster."
+    "Return True if the slope of a falling loss becomes steeper during the training."
     third = len(v)//3
     slopes = [np.polyfit(range(len(x)), x, 1)[0] for x in (v[:third], v[third:2*third], v[2*third:]) if len(x)>2]
     return len(slopes)==3 and bool(slopes[2]<1.05*slopes[1]<1.05*slopes[0]<0)
@@ -127,7 +127,7 @@ def falls_faster(v):
 # %% ../../nbs/55_health/45_losses.ipynb #3e8a3ee8
 @rule(severity='warning', needs='scalar', after=loss_causes)
 def loss_below(h, times=5.):
-    """A loss below its minimum
+    """Find a loss that falls below its minimum, such as a squared error below zero
 
     times: limit for a loss of unknown kind: minus `times` the loss at the start, or -`times` if the loss starts below 1
     """
@@ -156,7 +156,7 @@ def stays_at(values, guess, close=.03):
     return len(late)>=20 and all(abs(plain_median(part)-guess)<close*guess for part in np.array_split(late, 4))
 
 def guesses_of_sigmoid(s):
-    """Return a list of (sentence, loss), for a sigmoid that gives nearly the same probability for all samples. `s`: series of the sigmoid's output.
+    """Return a list of (sentence, loss) for a sigmoid with nearly the same output for all samples. `s`: series of the output.
 
     If half of the targets are 1, the squared error is smallest for a probability of 0.5.
     """
@@ -167,24 +167,24 @@ def guesses_of_sigmoid(s):
     return [*of_half, ("The same probability for all samples gives 0.5 as absolute error.", .5)]
 
 def guesses(h, p, close):
-    "Return the losses that a model has if it has learned nothing, as a list of (sentence, loss)."
+    "Return a list of (sentence, loss) with the losses of a model that has learned nothing."
     found = [(f"Guessing among {n} classes gives {v:.3f} = ln {n}.", v) for n,v in guessing_losses(h).items()]
     sigmoids = [h.outputs[q] for q in h.graph.last_modules if q in h.outputs and h.activation(h.outputs[q])=='Sigmoid']
     return found+(guesses_of_sigmoid(sigmoids[0]) if sigmoids else [])
 
 def stall_severity(h, p, guess, n):
-    """Return the severity of a loss that does not fall, or None for the default severity.
+    """Return the severity of the finding about a loss that does not fall, or None for the default severity.
 
     `guess`: the matching element of `guesses`, or None. `n`: number of steps, divided by the least number for a
     finding.
     """
     if guess and (not has_moved(h) or is_still_falling(p, guess[1])): return 'info'
-    # only a 'warning' in a short run, because a warm-up or a plateau at the start may last many steps
+    # 'warning' and not 'error' in a short run, because a warm-up or a plateau at the start may last many steps
     if guess and n>=2: return 'error' if n>=10 and guess[0].startswith('Guessing') else 'warning'
-    return None if p.noise<1e-6*abs(p.end) else 'info' # other losses: 'info', because their lowest possible value is not known
+    return None if p.noise<1e-6*abs(p.end) else 'info' # 'info': the lowest possible loss is unknown
 
 def is_still_falling(p, guess, part=.01, trend=-3.):
-    """Return True if a loss still falls slowly at its end, and is already below `guess`, the loss of random guessing.
+    """Return True if a loss still falls slowly at the end, and is already below `guess`, the loss of random guessing.
 
     part: least fall of the loss, as a fraction of its start, and least distance to `guess`, as a fraction of `guess`
     trend: largest trend of the second half of the loss, divided by the standard deviation of the trend of pure noise"""
@@ -198,7 +198,7 @@ def has_moved(h, least=.01):
     return not trained or bool(finite_max(moves)>=least)
 
 def find_fall_to_guess(h, p, least, close):
-    "Return a finding if the loss falls to the loss of random guessing and stays there. Return None otherwise. `close`: largest relative difference."
+    "Return a finding if the loss falls to the loss of random guessing, and stays there. `close`: largest relative difference."
     if len(p.values)<least or p.verdict!='falls' or not has_moved(h): return None
     found = next(((n, v) for n,v in guessing_losses(h).items() if stays_at(p.values, v, close/3) and p.end>v*(1-close/3)), None)
     if found is None or not p.start>found[1]*(1+close): return None
@@ -235,14 +235,14 @@ def find_double_softmax(h, p):
             floor=floor, end=p.end)
 
 def find_relu_logits(h, p):
-    "Return a finding if the logits are the outputs of a ReLU, and so never below zero. Return None otherwise. `p`: a `LossProgress`."
+    "Return a finding if the logits are never below zero, because a ReLU follows the last layer. Return None otherwise."
     for path in dict.fromkeys(['', *h.graph.last_modules]):
         s = h.outputs.get(path)
         if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or not ('min' in s and 'mean' in s) or len(s)<20 or gives_probabilities(s): continue
         guess = math.log(s.shape[-1])
         relu = h.activation(s)=='ReLU'
         if not (s['min']>=0 if relu else s['min']==0).all() or not (s['max']>0).any(): continue
-        # the start must be near the loss of guessing. A squared error can begin anywhere, but must stay at this loss
+        # a cross-entropy begins near the loss of guessing. With another start, the loss must stay at this value
         if abs(p.values[0]-guess)>.3*guess and not (relu and stays_at(p.values, guess)): continue
         return finding(path, f"The logits of {s.title} are never below zero, and the loss is a cross-entropy "
             f"({fmt(p.start)} to {fmt(p.end)}; guessing gives {guess:.3f} = ln {s.shape[-1]}): a ReLU after the logits removes the gradient "
@@ -271,7 +271,7 @@ def find_double_sigmoid(h, p):
 # %% ../../nbs/55_health/45_losses.ipynb #b9ce36e8
 @rule(severity='warning', needs='scalar', after=loss_causes)
 def loss_stalls(h, least=30, close=.03):
-    """A loss that does not fall
+    """Find a loss that does not fall
 
     least: least number of steps. With fewer than twice as many steps, the finding is an 'info'; with ten times as
     many, it may be an error
@@ -279,12 +279,12 @@ def loss_stalls(h, least=30, close=.03):
     """
     p = h.progress
     if len(p.values)<least: return
-    # no guess if the kind of the loss is known, because then the rule `loss_input` detects a second softmax exactly
+    # if the graph of the loss was read, the rule `loss_input` detects a second softmax exactly, so skip these estimates
     known = any(e.get('end')!='probe' for e in h.losses) # True if the graph of the loss was read
     if not known and (found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p)): yield found; return
     if found := find_fall_to_guess(h, p, 2*least, close): yield found; return
     if p.verdict!='stalls' or abs(p.end)<1e-6 or h.started_low: return
-    # no finding if the loss is so noisy that a fall would not be visible
+    # no finding if the loss is so noisy that a slow fall would not be visible
     if p.noise/math.sqrt(len(p.values)/5)>.05*abs(p.start): return
     guess = next(((chance, v) for chance,v in guesses(h, p, close) if abs(p.end-v)<close*v and abs(p.start-v)<3*close*v), None)
     chance = f" {guess[0]}" if guess else ''
@@ -296,7 +296,7 @@ def loss_stalls(h, least=30, close=.03):
 
 # %% ../../nbs/55_health/45_losses.ipynb #b6c0141e
 def find_loss_jump(p, times, part):
-    "Return (index, usual earlier loss) of the first loss that is far above the earlier losses, or None if there is none."
+    "Return (index, usual earlier loss) of the first loss that is far above the losses before it, or None."
     v = p.values
     for i in range(5, len(v)):
         before = v[max(0, i-15):i]
@@ -304,7 +304,7 @@ def find_loss_jump(p, times, part):
     return None
 
 def data_size_ratio(h, step, times=5):
-    "Return the ratio of the rms of the data in a step to their usual rms, if it is larger than `times`. Return None otherwise."
+    "Return the ratio of the rms of the data in a step to the usual rms. Return None if the ratio is at most `times`."
     for s in h.series('input'):
         if s.path not in h.graph.first_modules or len(s)<=5 or (i := s.at_step(step)) is None: continue
         size = s.rms[i]/median(s.rms)
@@ -314,7 +314,7 @@ def data_size_ratio(h, step, times=5):
 # %% ../../nbs/55_health/45_losses.ipynb #479b84ad
 @rule(severity='warning', needs='scalar', after=('exploding_gradient', 'update_too_large', 'gradient_spike', 'poor_input_scale'))
 def loss_spike(h, times=10., part=.5):
-    """A loss that is far above the losses before and after, for one step or a few
+    """Find a loss that is far above the losses before and after, for one step or a few steps
 
     times: least ratio of the loss to the usual loss before
     part: least value of the loss, as a fraction of the loss at the start
@@ -323,7 +323,7 @@ def loss_spike(h, times=10., part=.5):
     if len(p.values)<12 or p.verdict in ('means nothing', 'rises') or (found := find_loss_jump(p, times, part)) is None: return
     i,usual = found
     v,step = p.values,p.steps[i]
-    # no finding: if the shape of the data changes, the training has moved to another task
+    # no finding if the shape of the data changes, because the training has moved to another task
     if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
@@ -340,7 +340,7 @@ def loss_spike(h, times=10., part=.5):
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9084578
 def find_constant_data(s, share=.9):
-    "If the values of the data are all equal in nearly all steps, return the index of the first of these steps. Return None otherwise."
+    "Return the index of the first step with constant data, if all values are equal in nearly all steps. Return None otherwise."
     if 'float' not in str(s.dtype) or s.shape is None or np.prod(s.shape)<=16 or 'max' not in s: return None
     same = s['max']==s['min']
     return int(np.flatnonzero(same)[0]) if same.mean()>share else None
@@ -359,12 +359,12 @@ def report_constant_data(h, s, at, alone):
 
 def is_unchanging(s):
     "Return True if a tensor has the same statistics in all steps."
-    # 0 for an infinite rms, because with an infinite tolerance all values would count as equal
+    # tolerance 0 for an infinite rms, because with an infinite tolerance all values would count as equal
     atol = 1e-6*s.rms[0] if np.isfinite(s.rms[0]) else 0
     return all(np.allclose(s[c], s[c][0], rtol=1e-5, atol=atol, equal_nan=True) for c in ('mean', 'std', 'max', 'min') if c in s)
 
 def count_different(ins):
-    """Return the number of different batches in a step: micro-batches or calls with different statistics in the first step.
+    """Return the number of different batches in the first step: micro-batches, or calls with different statistics.
 
     `ins`: series of the inputs.
     """
@@ -373,13 +373,13 @@ def count_different(ins):
     return max(map(len, first.values()))
 
 def held_out_losses(h):
-    "Return the logged losses on data that are not training data: losses of validation, test or evaluation."
+    "Return the logged losses with val, test or eval in their names: losses on data that are not training data."
     return [n for n in h.logged if any(w in n.name.lower() for w in ('val', 'test', 'eval')) and 'loss' in n.name.lower() and len(n)>=4]
 
 # %% ../../nbs/55_health/45_losses.ipynb #97e4d3bf
 @rule(severity='info', needs='input', stats='mean')
 def same_data(h, least=8):
-    """One batch that is repeated in each step, or data in which all values are equal
+    """Find one batch that is repeated in each step, or data in which all values are equal
 
     least: least number of steps
     """

@@ -24,13 +24,13 @@ def final_outputs(h):
     return [h.outputs[p] for p in dict.fromkeys([*reversed(h.graph.leaves), '']) if p in h.graph.last_modules | {''} and p in h.outputs]
 
 def is_in_unit_range(s):
-    "Return True if all values of a tensor are between 0 and 1 in all steps, as after a sigmoid or softmax. A tensor of only zeros does not count."
+    "Return True if all values of a tensor are between 0 and 1 in all steps, as after a sigmoid. Return False if all values are 0."
     return 'min' in s and 'max' in s and bool(np.nanmin(s['min'])>=0 and 0<finite_max(s['max'])<=1)
 
 def is_probability(h, s): return h.activation(s) in ('Sigmoid', 'Hardsigmoid', 'Softmax') and is_in_unit_range(s)
 
 def lower_end(h, s):
-    "Return the smallest value that the activation of an output can have: 0 for a sigmoid, -1 for tanh, None for others."
+    "Return the smallest value that the activation of an output can have: 0 for a sigmoid, -1 for tanh. Return None for other activations."
     if h.activation(s) in ('Sigmoid', 'Hardsigmoid') and is_in_unit_range(s): return 0
     return -1 if h.activation(s) in ('Tanh', 'Hardtanh', 'Softsign') and finite_max(s.abs_max)<=1 else None
 
@@ -41,14 +41,14 @@ def input_changes(h):
 
 # %% ../../nbs/55_health/43_outputs.ipynb #cb24a2df
 def all_zero_steps(h):
-    "Return the numbers of the steps with recorded gradients, and the mask of those steps in which all gradients are exactly zero."
+    "Return the numbers of the steps with recorded gradients, and a mask: True for steps with only zero gradients."
     steps = np.unique(np.concatenate([s.steps for s in h.grads.values()])) if h.grads else np.zeros(0, int)
     zero = np.ones(len(steps), bool)
     for s in h.grads.values(): zero[np.searchsorted(steps, s.steps)] &= s.zero
     return steps, zero
 
 def weights_stand_still(h, steps, still=2e-5):
-    """Return True if the weights change by less than the fraction `still` in the second half of `steps`, the steps without a gradient.
+    """Return True if the weights change by less than the fraction `still` in the second half of `steps`, the steps with zero gradients.
 
     Without a gradient, momentum and weight decay may still change the weights a little.
     """
@@ -61,7 +61,7 @@ def weights_stand_still(h, steps, still=2e-5):
     return True
 
 def find_no_gradient(h, share, least):
-    "Return (numbers of the steps in which all gradients are zero, number of steps with gradients). None if few steps have only zero gradients."
+    "Return (numbers of the steps in which all gradients are zero, number of steps with gradients). Return None if such steps are too few."
     steps,zero = all_zero_steps(h)
     if len(steps)<least or zero.mean()<=share or not weights_stand_still(h, steps[zero]): return None
     return steps[zero], len(steps)
@@ -73,7 +73,7 @@ def constant_value(s):
     value = s['max'][0]
     return float(value) if np.isfinite(value) and (s['max']==value).all() and (s['min']==value).all() else None
 
-softmax_values = {'Softmax': 1., 'LogSoftmax': 0., 'Softmin': 1.} # Activation -> its constant output if the dimension has a single unit
+softmax_values = {'Softmax': 1., 'LogSoftmax': 0., 'Softmin': 1.} # Activation -> its constant output for a single unit
 
 def is_softmax_of_one(h, s, value):
     "Return True if a constant output is the output of a softmax over a single unit. `value`: the constant."
@@ -85,7 +85,7 @@ softmax_advice = ("For two classes, use a sigmoid (activation='sigmoid', torch.n
     "For regression, remove the softmax. For n classes, let the last layer have n units.")
 
 def report_constant_output(h, s, value):
-    "Return a finding about an output of the model that is the same number, `value`, for all samples in all steps."
+    "Return a finding about an output of the model that is equal to `value` for all samples in all steps."
     softmax,n = is_softmax_of_one(h, s, value),len(s)
     why = ": it is a softmax over one unit, which is always 1, whatever the weights are" if softmax else ''
     return s.finding(0, f"The output of {s.title} is {fmt(value)} for all samples in all {n:,} steps{why}. "
@@ -94,21 +94,21 @@ def report_constant_output(h, s, value):
 
 @rule(severity='error', needs='output', after=('equal_units', 'not_trained', 'dead_units', 'poor_input_scale', 'poor_scale', 'update_too_large'))
 def constant_output(h, least=5):
-    """An output of the model that is the same number for all samples in all steps, such as a softmax over one unit
+    """Find an output of the model that is the same number for all samples in all steps, such as a softmax over one unit
 
     least: least number of steps"""
     for s in final_outputs(h):
         value = constant_value(s)
         if value is None or len(s)<least or not input_changes(h): continue
         softmax = is_softmax_of_one(h, s, value)
-        # no finding for a constant output, such as a mask, if other outputs of the model are trained
+        # no finding for zeros, or if there are gradients: a constant output, such as a mask, may be intended
         if value==0 and not softmax or not softmax and not (h.grads and all_zero_steps(h)[1].all()): continue
         yield report_constant_output(h, s, value)
         return
 
 # %% ../../nbs/55_health/43_outputs.ipynb #cab2f46d
 def explain_no_gradient(h):
-    "Return a sentence that names the activation after which gradients are zero ('' if there is none), and advice."
+    "Return a sentence about the activation that makes all gradients zero ('' if no activation does), and advice."
     for s in final_outputs(h):
         if 'min' not in s or 'max' not in s: continue
         low,top,kind = median(s['min']),median(s['max']),h.activation(s)
@@ -123,14 +123,14 @@ def explain_no_gradient(h):
 relu_classes = 'ReLU', 'ReLU6', 'Threshold'
 
 def is_at_ends(s):
-    "Return True if nearly all values of a tensor are 0 or 1, as its mean and rms show. The values must be between 0 and 1."
+    "Return True if nearly all values of a tensor are 0 or 1, judged by its mean and rms. All values must be between 0 and 1."
     squares,mean = s.rms**2,s['mean']
     return bool(median(mean-squares)<1e-3)
 
 @rule(severity='error', needs='weight_grad', after=('constant_output', 'dead_units', 'saturated', 'poor_input_scale', 'poor_scale', 'equal_units',
     'not_trained', 'update_too_large', 'not_finite', 'loss_input', 'target_range'))
 def no_gradient(h, share=.9, least=20, solved=1e-4):
-    """No gradient in any weight in nearly all steps, although the loss is not near zero
+    """Find zero gradients for all weights in nearly all steps, although the loss is not near zero
 
     share: least fraction of the steps in which all gradients are exactly zero
     least: least number of steps
@@ -146,7 +146,7 @@ def no_gradient(h, share=.9, least=20, solved=1e-4):
 def list_zero_steps(steps, of): return f"in all {of:,} steps" if len(steps)==of else f"in {len(steps):,} of {of:,} steps, from step {steps[0]} on"
 
 def no_gradient_finding(h, steps, of, why, advice):
-    """Return a finding about steps without any gradient.
+    """Return a finding about the steps in which all gradients are zero.
 
     `steps`: numbers of these steps; `of`: number of recorded steps; `why`, `advice`: result of `explain_no_gradient`.
     """
@@ -156,7 +156,7 @@ def no_gradient_finding(h, steps, of, why, advice):
 
 # %% ../../nbs/55_health/43_outputs.ipynb #5402d067
 def is_pushed_to_end(s, low):
-    "Return True if the values of an activation are close to one end of its range at the end of the training. `low`: lower end; the upper end is 1."
+    "Return True if the mean output of an activation at the end is close to `low` (its smallest value) or 1 (its largest value)."
     late = median(s['mean'][-max(3, len(s)//4):])
     return bool(late>.9 or late<low+.1)
 
@@ -173,7 +173,7 @@ def report_out_of_reach(h, s, late, why, low=0):
 
 @rule(severity='error', needs=('scalar', 'output'), after=('constant_output', 'not_finite', 'poor_input_scale', 'loss_input', 'target_range'))
 def targets_out_of_reach(h, above=20., below=-1.5):
-    """Targets that a sigmoid cannot return, such as prices, or the labels 0, 1, 2 for one unit
+    """Find targets that a sigmoid cannot return, such as prices, or the labels 0, 1, 2 for one unit
 
     above: loss above which targets cannot all be from 0 to 1. The loss must also be larger than the number of outputs
     below: loss below which targets cannot all be from 0 to 1
@@ -203,7 +203,7 @@ def sums_to_one(s):
 
 @rule(severity='warning', needs=('scalar', 'output'), after=('constant_output', 'no_gradient', 'loss_input'))
 def wrong_last_activation(h, least=20):
-    """Several sigmoids before the cross-entropy of one class among several, which expects a softmax
+    """Find a sigmoid in place of a softmax before the cross-entropy of several classes
 
     least: least number of steps
     """

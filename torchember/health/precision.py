@@ -24,7 +24,7 @@ def autocast_state(h):
     return a['dtype'], {p for p in a['off'] if isinstance(p, str)}
 
 def is_cast_kind(h, s):
-    """Return True if autocast casts the operation of a module to its dtype.
+    """Return True if autocast casts the operation of a module (a product with a matrix) to the dtype of autocast.
 
     The module multiplies by a float32 matrix, and its output has one feature for each row of the matrix.
     """
@@ -38,7 +38,7 @@ def is_cast_kind(h, s):
 # %% ../../nbs/55_health/37_precision.ipynb #612c9b5c
 @rule(severity='warning', needs=('output', 'weight'))
 def autocast(h):
-    "A layer that returns float32 although it is called under autocast, or all layers that do so"
+    "Find a layer that returns float32 although it is called under autocast, or find that all layers do so"
     dtype,off = autocast_state(h)
     if dtype is None: return
     layers = [s for s in h.outputs.values() if s.path not in off and is_cast_kind(h, s)]
@@ -56,7 +56,7 @@ def autocast(h):
 
 # %% ../../nbs/55_health/37_precision.ipynb #31c8aa55
 def zero_shares(h, least):
-    """Return a list of (series, fraction of the steps in which all values are zero), in the order of calls.
+    """Return a list of (series of a gradient, fraction of the steps in which the gradient is zero), in the order of calls.
 
     The series are gradients of weight matrices with at least `least` steps.
     """
@@ -65,7 +65,7 @@ def zero_shares(h, least):
 # %% ../../nbs/55_health/37_precision.ipynb #5ae12bd5
 @rule(severity='warning', needs=('weight_grad', 'output'), after=('dead_units', 'not_finite', 'saturated'))
 def lost_gradients(h, share=.2, safe=.05, least=10):
-    """Gradients of float16 that become zero on their way to the input, in a growing fraction of the steps
+    """Find gradients of float16 that become zero on their way to the input, in more and more steps from layer to layer
 
     share: least fraction of the steps in which the gradient of the first layer is zero
     safe: largest fraction of the steps in which the gradient of the last layer is zero

@@ -13,7 +13,7 @@ from ..ground.plugins import find_plugins, load_plugin
 from .finding import severities
 
 # %% ../../nbs/55_health/15_rules.ipynb #5c1de0a7
-# Statistic that a rule reads -> groups of statistics from which it can be computed. A run needs all statistics of one group
+# Statistic that a rule reads -> groups of statistics. All statistics of one group suffice to compute the statistic
 statistics_from = {'rms': (('rms',), ('mean', 'std')), 'abs_max': (('abs_max',), ('max', 'min')), 'max': (('max', 'min'), ('std',))}
 
 # Name of a rule -> paper or document that gives the threshold of the rule. Notebook `90_table` has the sources of all thresholds
@@ -36,7 +36,7 @@ cited = {
 
 # %% ../../nbs/55_health/15_rules.ipynb #a18da291
 class Rule:
-    """A function that yields findings about a `History`, with its severity, tensor types and thresholds. `rule` creates a `Rule`.
+    """A function that yields findings about a `History`, together with its severity, tensor types and thresholds. Made by the decorator `rule`.
 
     f: the function. Its first argument is the `History`, the others are thresholds
     severity: severity of findings without a severity of their own
@@ -63,7 +63,7 @@ class Rule:
         return Rule(self.f, self.severity, self.needs, self.after, self.thresholds|thresholds, self.stats)
 
     def __call__(self, history) -> list:
-        "Return the findings of this rule about a run, with the name of the rule and its severity added. `history`: `History` of the run."
+        "Return the findings of this rule about a run. Add the name and the severity of the rule to each finding. `history`: a `History`."
         found = list(self.f(history, **self.thresholds) or ())
         for f in found:
             f |= dict(rule=f['rule'] or self.name, severity=f['severity'] or self.severity)
@@ -73,26 +73,26 @@ class Rule:
     def __repr__(self): return f"<rule {self.name}: {(self.__doc__ or '').strip().partition(chr(10))[0]}>"
 
 # %% ../../nbs/55_health/15_rules.ipynb #7f4d5d01
-table = {} # Name -> `Rule`. A rule that finds causes comes before the rules that find their consequences
+table = {} # Name of a rule -> `Rule`. Rules that find causes come before rules that find consequences
 loaded_plugins = set() # names of the entry points (plugins of other packages) that were loaded already
 
 # %% ../../nbs/55_health/15_rules.ipynb #21936839
 def rule(
-    f=None, # A function of a `History` that yields findings
+    f=None, # Function that takes a `History` and yields findings
     *,
     severity:str='warning', # 'error', 'warning' or 'info', for findings without a severity of their own
     needs=(), # Tensor types that the rule reads
-    after=(), # Names of rules whose findings can be the cause of a finding of this rule
-    stats=() # Statistics that the rule reads, such as 'rms'. `diagnose` reports that the rule could not check a run without them
+    after=(), # Names of the rules that can find the cause of a finding of this rule
+    stats=() # Statistics that the rule reads, such as 'rms'. If a run lacks them, `diagnose` lists the rule as not checked
 ):
-    """Turn a function of a `History` that yields `finding`s into a rule, and add the rule to the table of all rules under the function's name.
+    """Turn a function that yields `finding`s about a `History` into a `Rule`, and add the `Rule` to the table of all rules.
 
     Args:
-        f: A function of a `History` that yields findings
+        f: Function that takes a `History` and yields findings
         severity: 'error', 'warning' or 'info', for findings without a severity of their own
         needs: Tensor types that the rule reads
-        after: Names of rules whose findings can be the cause of a finding of this rule
-        stats: Statistics that the rule reads, such as 'rms'. `diagnose` reports that the rule could not check a run without them
+        after: Names of the rules that can find the cause of a finding of this rule
+        stats: Statistics that the rule reads, such as 'rms'. If a run lacks them, `diagnose` lists the rule as not checked
     """
     if f is None: return functools.partial(rule, severity=severity, needs=needs, after=after, stats=stats)
     if severity not in severities: raise ValueError(unknown('severity', severity, severities))
@@ -103,7 +103,7 @@ def rule(
 
 # %% ../../nbs/55_health/15_rules.ipynb #b1a9000a
 def known_rules() -> dict: # Dict: name -> `Rule`; rules that find causes come first
-    "Return all rules: built-in rules, rules defined in this process, and rules of installed packages. If a package cannot be imported, warn once."
+    "Return all rules: built-in rules, rules defined by the user, and rules of installed packages. Warn once if a package cannot be imported."
     for name,plugin in find_plugins('rules').items():
         if name in loaded_plugins: continue
         loaded_plugins.add(name)

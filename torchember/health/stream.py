@@ -17,14 +17,15 @@ from .values import largest_number
 
 # %% ../../nbs/55_health/43_stream.ipynb #795f84ed
 class Blocks:
-    "Recorded numbers of all blocks of one list. `blocks['rms']`: array (steps, blocks), NaN where nothing was recorded."
-    def __init__(self, rows): # rows: all rows about blocks of this list
+    "Recorded statistics of all blocks in one list of blocks. `blocks['rms']`: array (steps, blocks), NaN where nothing was recorded."
+    def __init__(self, rows): # rows: rows of the log about the blocks of one list, such as `model.layers`
         self.rows = rows.drop_duplicates(['step', 'depth'], keep='last')
         self.steps = np.sort(self.rows['step'].unique()).astype(int)
         self.depths = np.sort(self.rows['depth'].unique()).astype(int)
         first = self.rows.drop_duplicates('depth').sort_values('depth')
         self.paths = first['path'].tolist()
-        self.glob = self.paths[0].rpartition('.')[0]+'.*' if '.' in self.paths[0] else '*' # glob for the paths of all blocks
+        # glob pattern that matches the paths of all blocks, such as 'layers.*'
+        self.glob = self.paths[0].rpartition('.')[0]+'.*' if '.' in self.paths[0] else '*'
         modules = first['module'].astype(str) if 'module' in first else ['']*len(first)
         self.titles = [name_module(p, re.sub(r'.*\(|\)$', '', m) or None) for p,m in zip(self.paths, modules, strict=True)]
 
@@ -33,13 +34,13 @@ class Blocks:
         return self.rows.pivot(index='step', columns='depth', values=column).reindex(index=self.steps, columns=self.depths).to_numpy(float)
 
     def factors_without_massive(self):
-        "Return factors (steps, blocks): how many times larger `added` would be without massive activations in the stream, or 1."
+        "Return, as an array (steps, blocks), the factors (at least 1) by which `added` would grow without massive activations."
         with np.errstate(all='ignore'): by_median = self['rms']*self['median_ratio']/self['largest']
-        # 1.5: normally distributed values have an rms of 1.48 times their median absolute value
+        # divide by 1.5, because the rms of normally distributed values is 1.48 times their median absolute value
         return np.fmax(by_median/1.5, 1)
 
 def streams_of(h) -> list:
-    "Return the `Blocks` of each list of blocks, in the order of the rows. `h`: a `History`."
+    "Return a `Blocks` for each list of blocks in the model, in the order of the rows. `h`: a `History`."
     df = h.pass_rows['stream']
     if not len(df) or not {'path', 'step', 'depth', 'rms'}<=set(df.columns): return []
     if 'phase' in df: df = df[df['phase'].isna().to_numpy()]
@@ -49,7 +50,7 @@ def streams_of(h) -> list:
 # %% ../../nbs/55_health/43_stream.ipynb #387df8d4
 @rule(severity='warning', needs='stream')
 def massive_activations(h, share=.25):
-    """Activations of the residual stream close to the largest number of their dtype, with channel and token
+    """Find activations of the residual stream close to the largest number of their dtype, with channel and token
 
     share: fraction of the largest number of the dtype above which an activation is too close to it
     """
@@ -72,7 +73,7 @@ def massive_activations(h, share=.25):
 # %% ../../nbs/55_health/43_stream.ipynb #fa73bf0e
 @rule(severity='warning', needs='stream')
 def stream_grows(h, factor=1.3, times=10., blocks=6, records=3):
-    """A residual stream that grows by a factor in each block
+    """Find a residual stream that grows by a factor in each block
 
     factor: median factor between a block and the next, above which a finding is reported
     times: factor between the first and the last block
@@ -100,7 +101,7 @@ def stream_grows(h, factor=1.3, times=10., blocks=6, records=3):
 # %% ../../nbs/55_health/43_stream.ipynb #2bc6402d
 @rule(severity='warning', needs='stream', after=('not_trained', 'massive_activations', 'stream_grows'))
 def idle_blocks(h, least=.001, wait=100., records=5):
-    """Blocks of the residual stream that add nothing to it
+    """Find blocks that add almost nothing to the residual stream
 
     least: size of what a block adds, as a share of the size of its input without massive activations, below which the block is idle
     wait: least number of steps until the block adds so much, if its share grows as in the last records, as a multiple of the steps so far
@@ -110,11 +111,12 @@ def idle_blocks(h, least=.001, wait=100., records=5):
         all_added = b['added']*b.factors_without_massive()
         added = all_added[-records:]
         if len(added)<records: continue
-        slope = np.maximum(added[-1]-added[0], 1e-30)/(b.steps[-1]-b.steps[-records]) # growth of the share per step
+        # growth of the added share per step
+        slope = np.maximum(added[-1]-added[0], 1e-30)/(b.steps[-1]-b.steps[-records])
         idle = (added<least).all(0) & ((least-added[-1])/slope>wait*b.steps[-1])
         if not idle.any(): continue
         names = [t for t,i in zip(b.titles, idle, strict=True) if i]
-        # index of the first record from which all idle blocks add so little
+        # index of the first record from which all idle blocks add less than `least`
         at = start_of_last_true((all_added[:, idle]<least).all(1), records)
         step = int(b.steps[at])
         which = f"{names[0]} adds" if len(names)==1 else f"{len(names)} of {len(idle)} blocks, such as {names[0]}, add"

@@ -16,9 +16,9 @@ from ..ground.not_finite import counts
 # Number format -> eps: the distance from 1 to the next larger number
 format_eps = {'float64': 2**-52, 'complex128': 2**-52, 'float32': 2**-23, 'complex64': 2**-23, 'float16': 2**-10, 'bfloat16': 2**-7,
     'float8_e4m3fn': 2**-3, 'float8_e4m3fnuz': 2**-3, 'float8_e5m2': 2**-2, 'float8_e5m2fnuz': 2**-2}
-# Tolerance of a sum, in units of eps. In tests, two orders of summation differed by at most 0.9 eps, so 8 is safe
+# Tolerance of a sum, in units of eps. In tests, sums in different order differed by at most 0.9 eps, so 8 is safe
 sum_roundings = 8
-# Tolerance of a weight's statistic, in units of eps. The least accurate reader (code that measures tensors) has an error of 1e-6: 8 eps
+# Tolerance of a statistic of a weight, in units of eps. The least accurate measuring code has an error of 8 eps (1e-6)
 weight_roundings = 16
 
 def eps_of(dtype):
@@ -32,18 +32,18 @@ def rounding_error(eps:float, numel:float, weight=False) -> float:
     numel: number of elements of the module's largest tensor
     weight: True for weights
     """
-    # torch sums float16 and bfloat16 in float32, so that only the result is rounded to the coarser dtype
+    # torch sums float16 and bfloat16 in float32, so only the result is rounded to float16 or bfloat16
     stored,added = 2*eps*(eps>2**-23),np.minimum(eps, 2**-23)
     return np.where(weight, weight_roundings*added+stored, np.maximum(stored, sum_roundings*added*np.maximum(numel, 1)**.25))
 
 # %% ../../nbs/55_health/79_tolerance.ipynb #4ec59d35
-# statistics whose differences are divided by the rms of the tensor
+# for these statistics, a difference is divided by the rms of the tensor
 averages = ('mean', 'std', 'rms', 'abs_mean', 'finite_mean', 'finite_std')
-extremes = ('max', 'min', 'abs_max') # statistics whose differences are divided by the largest element of the tensor
-norms = ('l1', 'l2') # norms: `diff` divides a difference of two norms by the norm
+extremes = ('max', 'min', 'abs_max') # for these statistics, a difference is divided by the largest element
+norms = ('l1', 'l2') # for these statistics, a difference is divided by the statistic itself
 
 def tensor_sizes(pairs:RowPairs):
-    """Return ((rms, largest element) of the tensors, (rms, largest element) of the modules), as arrays with one number per pair of rows.
+    """Return ((rms, largest element) of each tensor, (rms, largest element) of its module), as arrays with one number per pair of rows.
 
     Each number is the larger one of both runs. For a gradient, the numbers of its module are those of the module's
     largest gradient.
@@ -61,12 +61,12 @@ def tensor_sizes(pairs:RowPairs):
     return (rms, top), (of_module['rms'].to_numpy(), of_module['top'].to_numpy())
 
 def relative_to(x, of):
-    "Return the distance `x` divided by the size `of`. The result is 0 for a distance of 0, and 1 if only the size is 0."
+    "Return the distance `x` divided by the size `of`. The result is 0 if `x` is 0, and 1 if only `of` is 0."
     with np.errstate(divide='ignore', invalid='ignore'): return np.where(x>0, x/np.where(of>0, of, x), 0.)
 
 # %% ../../nbs/55_health/79_tolerance.ipynb #597dc11d
 class Distances:
-    """For each pair of rows: relative distance `far`, the statistic `stat` that differs most, and its values `a` and `b`.
+    """For each pair of rows: largest relative distance `far` of a statistic, name `stat` of this statistic, and its values `a` and `b`.
 
     `far` of a gradient is relative to the gradients of its module, while `own` is relative to the gradient itself.
     `steady` is the distance without maximum and minimum.
@@ -93,7 +93,7 @@ class Distances:
         self.size = mine[0]
 
     def add(self, stat, far, known, a, b):
-        "Add the distances `far` of the statistic `stat`. For each pair of rows, the largest distance of all statistics is kept."
+        "Update the largest distance of each pair of rows by the distances `far` of the statistic `stat`."
         self.compared |= known
         more = (far>self.far) | known & (self.stat=='')
         self.far,self.stat = np.where(more, far, self.far),np.where(more, stat, self.stat)
@@ -105,17 +105,17 @@ flow_types,backward_types = ('input', 'output', 'probe'),('output_grad', 'input_
 parameter_types = ('weight', 'weight_grad', 'unclipped_grad', 'optimizer', 'update')
 
 class CauseTracker:
-    """Keeps the distances of earlier pairs of rows, to find the largest distance among the possible causes of a later pair.
+    """Keeps the distances of earlier tensors, to find the largest distance among the possible causes of a later difference.
 
     Pairs must be added in the order of steps and calls.
     """
     def __init__(self, ttypes): # ttypes: tensor types that both runs have
         self.ttypes,self.step = ttypes,None
-        # before: tensor -> its largest distance so far. parameters: parameter -> largest distance of its weight, gradient and states
+        # largest earlier distance: of each tensor (before); of weight, gradient and states of a parameter (parameters)
         self.before,self.parameters = {},{}
-        # In this step: inside: path of a module -> largest distance inside it; made: statistics of a tensor -> its distance
+        # in this step: path of a module -> largest distance inside (inside), statistics of a tensor -> distance (made)
         self.inside,self.made = {},{}
-        # largest distance in the forward pass (flow) and backward pass (back) of this step, and in the step before (last)
+        # largest distance in the forward (flow) and backward pass (back) of this step, and in the step before (last)
         self.flow = self.back = self.last = 0.
         self.any = False # True if any pair of rows differed so far
 
@@ -125,7 +125,7 @@ class CauseTracker:
         return {'weight', 'weight_grad'}<=self.ttypes
 
     def next_step(self, step):
-        "Begin the next step: forget the distances of the step before, except the largest one."
+        "Begin the next step: delete the distances of the step before, except the largest distance."
         if step!=self.step: self.last = max(self.flow, self.back)
         self.step,self.inside,self.made,self.flow,self.back = step,{},{},0.,0.
 
@@ -144,7 +144,7 @@ class CauseTracker:
         return max(known, more)
 
     def add(self, tensor, path, ttype, numbers, parameter, far, own):
-        "Add a pair of rows with its distances: `far` (relative to the module) and `own` (relative to the tensor)."
+        "Store the distances of a pair of rows: `far` (relative to the module) and `own` (relative to the tensor)."
         self.before[tensor],self.any = max(self.before.get(tensor, 0.), far),self.any or far>0
         if ttype in parameter_types: self.parameters[parameter] = max(self.parameters.get(parameter, 0.), own)
         if ttype in (*flow_types, 'weight', 'buffer'):
@@ -162,7 +162,7 @@ class CauseTracker:
 most_growth = 30 # factor by which a distance may exceed the distances of its causes
 
 def relative_changes(pairs, size):
-    """Return the relative change of each tensor of the first run since the previous step that both runs have.
+    """Return the relative change of each tensor of the first run since the previous step that both runs recorded.
 
     In the first step of a tensor, return 0. `size`: rms of each tensor.
     """
@@ -175,13 +175,12 @@ def relative_changes(pairs, size):
         out[order] = np.fmax(out[order], relative_to(np.nan_to_num(change), size[order]))
     return out
 
-# Relative distance of two gradients if rounding changes the sign of one element before a ReLU
 def element_jump(eps):
-    "Return how far two gradients may differ if rounding changes the sign of one element before a ReLU. `eps`: of their dtype."
+    "Return the possible relative distance of two gradients if rounding changes the sign of one element before a ReLU. `eps`: of the dtype."
     return eps**.25
 
 def allowed_jump(c, ttype, jump, way, flat):
-    """Return the largest distance allowed for a pair of rows, even if the distances of its causes are much smaller.
+    """Return the distance allowed for a pair of rows even if earlier distances are tiny, because rounding may switch an element of a ReLU.
 
     c: a `CauseTracker`
     jump: result of `element_jump`
@@ -193,7 +192,7 @@ def allowed_jump(c, ttype, jump, way, flat):
     return jump*way if ttype in ('output', 'buffer') and not c.has_weights_and_gradients else 0.
 
 def step_gaps(steps):
-    "Return a dict: number of a recorded step -> number of steps since the recorded step before."
+    "Return a dict: number of a recorded step -> number of steps since the previous recorded step."
     known = np.unique(steps)
     return dict(zip(known.tolist(), np.maximum(np.diff(known, prepend=known[:1]), 1).tolist(), strict=True))
 

@@ -17,7 +17,7 @@ from .rules import rule
 # Dtype -> its largest finite number. Larger results become infinite
 largest_number = {'float16': 65504., 'float8_e4m3fn': 448., 'float8_e5m2': 57344.}
 smallest_numbers = {'float16': (6.104e-5, 5.96e-8)} # Dtype -> (its smallest normal number, its smallest subnormal number)
-# Dtype -> half of the last digit, relative to the number. Smaller relative updates of a weight have no effect
+# Dtype -> half of the last digit, relative to the number. A smaller relative update is rounded to zero
 half_digit = {'bfloat16': 2**-8, 'float16': 2**-11}
 
 # %% ../../nbs/55_health/20_values.ipynb #f98b30a5
@@ -31,12 +31,12 @@ def flag_bad_steps(s):
     return (s.rows.count(*which)[s.at]>0) & ~s.skipped
 
 def quantity_phrase(s):
-    "Return a phrase about a tensor as the beginning of a sentence: 'output_0 of `fc` (Linear)', or 'The gradient of output_0 of `fc` (Linear)'."
+    "Return the name of a tensor to begin a sentence: 'output_0 of `fc` (Linear)', or 'The gradient of output_0 of `fc` (Linear)'."
     if s.ttype in ('weight_grad', 'unclipped_grad'): return f'The gradient of {s.title}'
     return f"{'The gradient of ' if s.ttype in ('output_grad', 'input_grad') else ''}{s.tname} of {s.title}"
 
 def count_bad(s, i):
-    "Return the number of NaN and infinities of a tensor in one step as text: '2 NaN and 1 inf'. `i`: index of the step."
+    "Return the numbers of NaN and infinities of a tensor in one step as text, such as '2 NaN and 1 inf'. `i`: index of the step."
     words = zip(counts, ('NaN', 'inf', '-inf'), strict=True)
     return ' and '.join(f'{int(s[c][i]):,} {w}' for c,w in words if c in s.rows.columns and s[c][i]>0)
 
@@ -63,7 +63,7 @@ def find_minus_infinity(h, step):
     return min(with_minus, key=lambda f: f[0].order) if reaches_end else None
 
 def find_bad_series(h, loss):
-    "Return a list of (series, indices of the steps with NaN or infinities), and the number of the first such step or None."
+    "Return a list of (series, indices of the steps with NaN or infinities), and the number of the first of these steps, or None."
     found = [(s, np.flatnonzero(b)) for s in h.trained if (b := flag_bad_steps(s)).any()]
     step = min((s.steps[i[0]] for s,i in found), default=None)
     loss_first = loss and (step is None or loss[0]<=step)
@@ -73,7 +73,7 @@ def find_bad_series(h, loss):
     return found, step
 
 def choose_first_bad(h, found, step):
-    "Return the series of the tensor that was computed first among those with NaN or infinities in a step, and the index of the step in it."
+    "Return the series of the first computed tensor with NaN or infinities in a step, and the index of the step."
     at = [(s, int(i[0])) for s,i in found if s.steps[i[0]]==step]
     first = min(order_of(s) for s,_ in at)
     group = [(s, i) for s,i in at if order_of(s)==first]
@@ -115,7 +115,7 @@ def explain_forward(h, s, i):
         "exp of large values, or a softmax in which all entries are -inf.")
 
 def describe_forward(h, step):
-    "Return a sentence about the outputs and the loss in a step in which a gradient is not finite, but all recorded outputs are finite."
+    "Return a sentence about the outputs and the loss of a step in which a gradient is not finite and all recorded outputs are finite."
     outputs = any(s.ttype=='output' and s.at_step(step) is not None for s in h.trained)
     loss = h.loss is not None and step in h.loss.steps
     if outputs and loss: return "The recorded outputs and the loss of this step are finite."
@@ -123,7 +123,7 @@ def describe_forward(h, step):
     return f"{'The recorded outputs are finite. ' if outputs else ''}{missing} recorded in this step."
 
 def find_finite_after(h, s, step, bad):
-    """Return the path of the first later module with a finite gradient in the same step, or None. Later: called after the tensor's module.
+    """Return the path of the first module that is called after the module of `s` and has a finite gradient in the step, or None.
 
     Arguments: as in `explain_source`.
     """
@@ -143,7 +143,7 @@ def explain_backward(h, s, step, bad):
         "of log grows without limit there: add an eps inside.")
 
 def explain_weight(h, step):
-    "Explain a NaN or infinity in a weight, an update or an optimizer state. Return the reason as a sentence, and advice."
+    "Explain a NaN or infinity in a weight, update or optimizer state. Return the reason as a sentence, and advice."
     rates = ((n.name, at[-1], n.steps[n.steps<=step][-1]) for n in h.rates if len(at := n.values[n.steps<=step]))
     rate = next((r for r in rates if not np.isfinite(r[1])), None)
     if rate: return f"The learning rate {rate[0]} is {rate[1]} since step {rate[2]}.", "Check the scheduler, and other code that sets the learning rate."
@@ -168,7 +168,7 @@ def explain_source(h, s, i, bad):
 @rule(severity='error', needs=('input', 'output', 'weight', 'weight_grad'), after=('update_too_large', 'exploding_gradient',
     'poor_scale', 'poor_input_scale', 'loss_spike', 'scaler_skips', 'gradients_add_up'))
 def not_finite(h):
-    "The first NaN or infinity of a training, and its source: data, forward pass, loss, backward pass, or the range of a dtype"
+    "Find the first NaN or infinity of a training, and its source: data, forward pass, loss, backward pass, or range of a dtype"
     loss = find_bad_loss(h)
     found,step = find_bad_series(h, loss)
     if loss and (not found or loss[0]<step): yield report_bad_loss(h, *loss, found)
@@ -186,7 +186,7 @@ def report_bad_loss(h, step, loss, found):
     return finding('', text, step, loss.steps[bad[-1]], advice=advice, look='overview(run)', ttype='scalar')
 
 def does_harm(h, found, loss):
-    """Return True if NaN or infinities do lasting harm to the training.
+    """Return True if the loss is not finite in several steps, or if NaN or infinities are left at the end of the run.
 
     This means that the loss is not finite in several steps, or that the loss, a weight, a gradient or a state is not
     finite at the end.
@@ -203,7 +203,7 @@ def report_bad_tensors(h, found, step, loss):
     s,i = choose_first_bad(h, found, step)
     last,n = max(int(s.steps[i[-1]]) for s,i in found),len({s.path for s,_ in found})
     evidence = dict(tensors=sum(len(i) for _,i in found), reached=n)
-    # the loss is the source if it is not finite, but all tensors computed before the gradients are finite
+    # the loss is the source if the loss is not finite, and all tensors before the gradients are finite
     if order_of(s) in (3, 4) and loss and loss[0]<=step:
         value = loss[1].values[loss[1].steps==loss[0]][0]
         return finding('', f"{loss[1].name} is {value} at step {step}, while all outputs of the model are finite: the fault is in "
@@ -218,7 +218,7 @@ def report_bad_tensors(h, found, step, loss):
 # %% ../../nbs/55_health/20_values.ipynb #9ce4e38e
 @rule(severity='error', needs='weight_grad')
 def scaler_skips(h, share=.5, most=20):
-    """A loss scaler that skips most steps, or all steps at the end
+    """Find a loss scaler that skips most steps, or all steps at the end
 
     share: fraction of skipped steps, above which they are too many, if at least `most` steps are skipped
     most: number of skipped steps at the end, from which on they are too many. The initial scale of torch needs up to
@@ -242,7 +242,7 @@ def scaler_skips(h, share=.5, most=20):
 
 # %% ../../nbs/55_health/20_values.ipynb #04b82dd7
 def find_lost_gradients(h, share, many):
-    "Return a finding about gradients that float16 rounds to zero. Return None if their fraction is below `many`."
+    "Return a finding about gradients that float16 rounds to zero. Return None if fewer than the fraction `many` are lost."
     grads = [s for s in h.grads.values() if len(s)>2]
     if not grads or h.ends_at_zero_loss or not any(s.dtype in smallest_numbers for s in h.series('output')): return None
     zero = [s for s in grads if s.zero.mean()>share]
@@ -258,7 +258,7 @@ def find_lost_gradients(h, share, many):
 
 # %% ../../nbs/55_health/20_values.ipynb #27d19e0c
 def find_lost_steps(h, few):
-    "Return a finding about weights that do not change, because rounding removes their small updates. Return None if few weights are affected."
+    "Return a finding about weights that stay the same, because their updates are rounded to zero. Return None for only a few weights."
     trained = [(w, h.grads[k]) for k,w in h.weights.items() if k in h.grads and w.dtype in half_digit]
     still = [w for w,grad in trained if len(w)>4 and (grad.rms>0).mean()>.5 and w.rms[0]>0 and never_changes(w)]
     if len(still)<max(1, few*len(trained)): return None
@@ -273,8 +273,9 @@ def find_lost_steps(h, few):
 # %% ../../nbs/55_health/20_values.ipynb #88f85987
 @rule(severity='warning', needs='weight_grad', stats='abs_max', after=('dead_units', 'not_finite'))
 def underflow(h, share=.9, many=.5, few=.15):
-    """Gradients that their dtype rounds to zero, or updates that are smaller than the last digit of the weight.
-    float16 has no numbers below 6e-8, and few digits below 6e-5. bfloat16 has two digits
+    """Find gradients that their dtype rounds to zero, or updates that are smaller than the last digit of the weight
+
+    float16 has no numbers below 6e-8, and few digits below 6e-5. bfloat16 has two digits.
 
     share: least fraction of the steps in which a gradient is zero or below the normal range
     many: least fraction of the gradients that are lost
@@ -285,7 +286,7 @@ def underflow(h, share=.9, many=.5, few=.15):
 # %% ../../nbs/55_health/20_values.ipynb #f2d59cae
 @rule(severity='warning', needs='output', stats='abs_max')
 def overflow(h, share=.25):
-    """Activations close to the largest number of their dtype: values four times as large would be infinite
+    """Find activations close to the largest number of their dtype: values four times as large would be infinite
 
     share: fraction of the largest number of a dtype above which a value is too close to it"""
     for s in h.series('output'):

@@ -31,7 +31,7 @@ not_finite = b'"nan":', b'"posinf":', b'"neginf":'
 kind_columns = re.compile(rb'"(ttype|rank|phase|skipped)":("?[\w.]+)')
 
 def kinds_of_trouble(lines):
-    """Return the kinds of NaN and infinities in the given log lines, each as a tuple.
+    """Return the set of kinds of NaN and infinities in some log lines. A kind is a tuple of value, tensor type and further columns.
 
     A kind is a tuple: NaN, inf or -inf; tensor type, rank, phase, skipped; names of logged numbers.
     `KeptSteps` keeps the first step of each kind. So a mask of -inf in each step, or a step that a loss scaler skips,
@@ -49,12 +49,12 @@ def names_not_finite(line):
 
 # %% ../../nbs/55_health/60_watch.ipynb #c7bcbcfa
 class KeptSteps:
-    "Log lines of the first steps, of the last steps, and of some steps between, for the rules. Limits the memory of the lines."
+    "Log lines for the rules: all lines of the first and last steps, and of some steps between. The memory is limited."
     # first, last: number of steps at the start and at the end that are always kept; most_bytes: largest memory for all lines
     first,last,most_bytes = 20,40,24_000_000
 
     def __init__(self):
-        # lines: step -> list of blocks of its log lines; logged: step -> (lines of logged numbers, number of blocks they were read from)
+        # lines: step -> blocks of log lines; logged: step -> (lines of logged numbers, number of blocks read)
         self.lines,self.logged = {},{}
         # size: bytes of all lines; count: number of steps that were added, including an unfinished step
         self.size,self.count = 0,0
@@ -62,7 +62,7 @@ class KeptSteps:
         self.first_bad = {} # Kind of NaN or infinities (see `kinds_of_trouble`) -> first step with this kind
 
     def add(self, step, lines:bytes):
-        "Add log lines of a step. Lines without a step (None) are dropped."
+        "Add a block of log lines of a step. Ignore lines without a step number."
         if step is None: return
         if b'"ttype":"finding"' in lines: return self.reports.extend(l+b'\n' for l in lines.split(b'\n') if b'"rule":"recording"' in l)
         for kind in kinds_of_trouble(lines): self.first_bad.setdefault(kind, step)
@@ -85,7 +85,7 @@ class KeptSteps:
         return bool(gone)
 
     def select_lines(self, most:int=80): # log lines of the selected steps
-        "Return all lines of `most` steps and of the steps in `first_bad`. Of other steps, return only the lines of logged numbers."
+        "Return all lines of `most` steps and of the steps in `first_bad`, and the lines of logged numbers of all other steps."
         steps = list(self.lines)
         between = steps[self.first:-self.last]
         few = max(most-self.first-self.last, 1)
@@ -94,7 +94,7 @@ class KeptSteps:
         return b''.join([*(b''.join(p) if s in kept else self.logged_lines(s, p) for s,p in self.lines.items()), *self.reports])
 
     def logged_lines(self, step, blocks):
-        "Return those log lines of a step that contain logged numbers. They are cached until the step gets new lines."
+        "Return the lines of a step that contain logged numbers. The result is cached until the step gets new lines."
         found,n = self.logged.get(step, (None, 0))
         if n!=len(blocks):
             found = b''.join(line+b'\n' for p in blocks if scalar_mark in p for line in p.split(b'\n') if scalar_mark in line)
@@ -103,7 +103,7 @@ class KeptSteps:
 
 # %% ../../nbs/55_health/60_watch.ipynb #b1704b21
 class Pace:
-    """Decides when the rules run again during the training, so that they take little time. One run of all rules is a look.
+    """Decides at which steps the rules run again during the training, so that they take little time. A look is one run of all rules.
 
     share: largest time for the rules, as a fraction of the time for recording
     first: number of steps before the first look
@@ -124,20 +124,20 @@ class Pace:
         return steps>=self.next and (self.next in self.always or not self.cost or self.took+2*self.cost<=self.share*recording())
 
     def note_cost(self, steps, seconds):
-        "Store how long a look (a run of all rules) took, and choose the number of steps at which the next look begins."
+        "Store the duration of a look (a run of all rules), and choose the number of steps at which the next look begins."
         self.took += seconds
         self.cost = seconds
         self.next = next((n for n in self.always if n>steps), max(int(steps*self.more), steps+1))
 
 # %% ../../nbs/55_health/60_watch.ipynb #1522494a
 class KnownFindings:
-    "Findings that were reported, and that still hold."
+    "The findings that were reported during the training and still hold."
     patience = 2 # number of consecutive looks (runs of all rules) without a finding, after which the finding is over
     # open: key -> finding that still holds; missed: key -> number of looks (runs of all rules) since the finding was last found
     def __init__(self): self.open,self.missed = {},{}
 
     def compare(self, found):
-        "Compare the current findings `found` with the reported findings. Return the new findings, and the reported findings that no longer hold."
+        "Compare the findings `found` of the latest look with earlier findings. Return new findings, and findings that no longer hold."
         now_found = {identity_of(f): f for f in found}
         new = [f for k,f in now_found.items() if k not in self.open]
         for k in self.open: self.missed[k] = 0 if k in now_found else self.missed.get(k, 0)+1
@@ -145,18 +145,18 @@ class KnownFindings:
         self.open.update({k: f for k,f in now_found.items() if k not in self.open})
         return new, over
 
-# Return a key of a finding: two findings have the same key if they are about the same fault
+# Return a key of a finding. Findings about the same fault have equal keys
 def identity_of(f): return f['rule'], f['path'], f['ttype'], f['pname'], *([f['text']] if f['rule'] in own_rows else [])
 
-own_rows = 'died', 'recording' # rules that only repeat warnings of the recorder, which the user has seen already
+own_rows = 'died', 'recording' # rules that only repeat messages that the recorder has already shown
 
 # %% ../../nbs/55_health/60_watch.ipynb #054a76f0
 class TrainingStopped(RuntimeError):
-    "Exception that ends the training with `on_finding='stop'`. The attribute `finding` is the finding that is the reason."
+    "Exception that ends the training with `on_finding='stop'`. Its attribute `finding` is the finding that caused the exception."
     def __init__(self, found): self.finding = found; super().__init__(f"{found['rule']}: {found['text']} {found['advice']}".strip())
 
 def row_of_finding(found:dict, module:str, over:int|None=None) -> dict:
-    """Return a finding as a row of the log. The step of the row is the first step of the fault, or `over`.
+    """Return a row for the log that stores a finding. The step of the row is `over`, or the first step of the fault.
 
     module: display name of the module
     over: step since which the finding no longer holds, or None
@@ -182,7 +182,7 @@ class Reporter:
     alarm: function without arguments, called when a finding is an error
     """
     def __init__(self, file, on_finding='warn', stop=lambda error: None, alarm=lambda: None):
-        # failed: rules and functions with an already reported exception
+        # failed: rules, and functions of the user, with an exception that was already reported
         self.file,self.on_finding,self.stop,self.alarm,self.failed = file,check_on_finding(on_finding),stop,alarm,set()
 
     def report(self, f, is_cause=True):
@@ -205,25 +205,25 @@ class Reporter:
         if f['severity']!='info': note_soon(self.file, f"This problem is over at step {step}: {f['text']}")
 
     def report_failure(self, rule, e):
-        "Show a message that a rule raised an exception, once for each rule."
+        "Show a message that a rule raised an exception. Show only one message for each rule."
         self.report_once(rule.name,
         f"The rule {rule.name} failed and reports nothing: {type(e).__name__}: {printable(e, 300)}. The other rules continue. This is reported once.")
 
     def report_once(self, culprit, sentence):
-        "Show the message that a rule or function of the user failed, once for each rule or function."
+        "Show a message that a rule or a function of the user failed. Show only one message for each rule or function."
         if culprit in self.failed: return
         self.failed.add(culprit)
         note_soon(self.file, sentence)
 
 # %% ../../nbs/55_health/60_watch.ipynb #f95d0e66
-def history_of_lines(lines, t, expected=None): # expected: columns that the lines probably have, to read them faster
-    "Read some log lines, and return a `History`, the input of the rules. None if there are no rows. `t`: the `tracker` of the run."
+def history_of_lines(lines, t, expected=None): # expected: probable columns of the lines, for faster reading
+    "Read log lines, and return a `History` (the input of the rules), or None if there are no rows. `t`: `tracker` of the run."
     df = tidy(table_of_blocks(lambda: [lines], expected=expected)) if lines else ()
     return History(df, read_parameters(t), t.fname, activations_in(tree_in(t)), read_loss_entries(t), read_training_facts(t)) if len(df) else None
 
 # %% ../../nbs/55_health/60_watch.ipynb #d92870de
 class RuleWatch:
-    """Runs rules on a run during the training. A run of all rules is called a look.
+    """Runs rules on a run while the run is recorded. A look is one run of all rules.
 
     t: a `tracker`, which writes the log of the run
     rules: as in `diagnose`
@@ -238,7 +238,7 @@ class RuleWatch:
         self.adding,self.looking = threading.Lock(),threading.Lock()
         # has_new: rows came since the last look (run of all rules); is_asked: a look was requested; had_trouble: a NaN or infinity was seen
         self.has_new = self.is_asked = self.had_trouble = False
-        self.expected = Expected(typed_columns) # columns of the rows read last, to read the next rows faster
+        self.expected = Expected(typed_columns) # columns of the latest rows, to read the next rows faster
         seconds = recording or (lambda: t.file.seconds)
         def keep(rows, lines): return self.keep(rows, lines, seconds)
         self.listening = listen_to_run(t, self.run_if_new, 'rules of health', convert=lambda lines: lines, accepts=keep)
@@ -246,20 +246,20 @@ class RuleWatch:
     seconds = property(lambda self: self.pace.took, doc="CPU seconds that all looks took.")
 
     def keep(self, rows, lines, seconds):
-        "Keep the log lines of a step. Return True if it is time to run the rules. The thread that writes the log calls this method."
+        "Store the log lines of a step. Return True if it is time to run the rules. Called in the thread that writes the log."
         with self.adding:
             self.kept.add((rows[0] if isinstance(rows[0], dict) else load_row(rows[0])).get('step'), lines)
             self.has_new = True
         if not self.had_trouble and any(w in lines for w in not_finite):
             self.had_trouble = True
             return True
-        # -1, because the last step is unfinished
+        # count-1, because the last step is unfinished
         if self.is_asked or not self.pace.due(self.kept.count-1, seconds): return False
         self.is_asked = True
         return True
 
     def run_if_new(self, step, lines):
-        "Run the rules if there are new rows. The thread that runs the rules calls this method."
+        "Run the rules if there are new rows. Called in the thread that runs the rules."
         # wait only for a limited time, because a call of the user's `on_finding` may never return
         if not self.looking.acquire(timeout=self.listening.patience): return
         try:
@@ -269,7 +269,7 @@ class RuleWatch:
             self.looking.release()
 
     def look(self):
-        "Run all rules on the kept steps, and report which findings are new or no longer hold."
+        "Run all rules on the stored steps. Report new findings, and reported findings that no longer hold."
         since = time.thread_time()
         with self.adding: lines,self.has_new = self.kept.select_lines(),False
         h = history_of_lines(lines, self.t, self.expected)
@@ -279,7 +279,7 @@ class RuleWatch:
             self.report_changes(h, {id(f) for f,cause in in_order if cause is None})
         took = time.thread_time()-since
         self.pace.note_cost(self.kept.count-1, took)
-        self.t.file.add_listener_time(took) # count the time of the rules as recording time, which has a budget
+        self.t.file.add_listener_time(took) # add the time of the rules to the recording time, because recording time is limited
 
     def report_changes(self, h, causes):
         """Log and report new findings, and findings that no longer hold.
@@ -289,7 +289,7 @@ class RuleWatch:
         """
         modules = {s.path: s.module for s in h.all}
         def write(f, over=None):
-            "Write a finding to the log of the run. `over`: step since which it no longer holds, or None."
+            "Write a finding to the log of the run. `over`: step at which the finding no longer holds, or None."
             line = line_of(row_of_finding(f, modules.get(f['path'], f['path']), over))
             self.t.file.put(lambda: [line], joins=None)
         new,over = self.known.compare(self.found)
@@ -301,7 +301,7 @@ class RuleWatch:
             self.reporter.report_over(f, h.steps[-1])
 
     def close(self):
-        "Run the rules for the last time at the end of the run, and take no more rows."
+        "Run the rules a last time at the end of the run, and ignore later rows."
         if self.listening.is_closed: return
         self.listening.close()
         self.run_if_new(None, b'')

@@ -61,7 +61,7 @@ class EmberCallback(RecordingCallback, Tracker):
     def __init__(self,
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        # patches: patched `forward` of each prepared model. The first training pass begins the run and removes the patch
+        # patches: patch of each prepared model's `forward`. The first training pass begins the run and removes them all
         self.recording,self.accelerator,self.patches,self.has_loaded = TrainingRecorder('EmberCallback', **options),None,[],False
         connect_when_created(self)
 
@@ -79,13 +79,13 @@ class EmberCallback(RecordingCallback, Tracker):
             MethodPatch(accelerator, name, call)
 
     def run_backward(self, run, loss, **kwargs):
-        "Record predictions and targets of a loss, then run the backward of the Accelerator."
+        "Record predictions and targets of a loss, then call the Accelerator's original `backward`."
         self.recording.note_loss(loss)
         return run(loss, **kwargs)
 
     def note_loading(self, models, folder):
-        "Note that the program loads a checkpoint, so that the training continues an earlier run."
-        self.has_loaded = True # True after a checkpoint was loaded: `begin` then continues the earlier run
+        "Remember that the program loads a checkpoint, so that `begin` continues an earlier run."
+        self.has_loaded = True # True after the program has loaded a checkpoint: `begin` then continues the earlier run
 
     def patch_forward(self, run, *args, **kwargs):
         "Patch the `forward` of a prepared model, so that its first pass in training mode begins the run."
@@ -95,13 +95,13 @@ class EmberCallback(RecordingCallback, Tracker):
         return model
 
     def begin_at_forward(self, model, run, *args, **kwargs):
-        "Begin the run if this is a pass in training mode, and restore the original `forward`."
+        "Begin the run if the model runs in training mode with gradients. Then restore and call the original `forward`."
         if not (model.training and torch.is_grad_enabled()): return run(*args, **kwargs)
         self.begin(model)
         return model.forward(*args, **kwargs)
 
     def begin(self, model):
-        "Begin the run of a model. Pass those optimizers of the Accelerator to `torchEmber` that train the model."
+        "Begin the run of a model. Pass only the Accelerator's optimizers that train this model to `torchEmber`."
         for p in self.patches: p.remove()
         parameter_ids = {id(p) for p in model.parameters()}
         optimizers = [o for o in optimizers_of(self.accelerator) if parameter_ids & {id(p) for p in parameters_of(o)}]
@@ -118,7 +118,7 @@ class EmberCallback(RecordingCallback, Tracker):
         return loader
 
     def mark_epoch(self, loader):
-        "Add the number of the epoch as a column to all following rows."
+        "Add the epoch number as a column to all following rows of the log."
         if self.te is not None and self.te.model.training and hasattr(loader, 'iteration'):
             self.recording.mark(epoch=loader.iteration)
 
@@ -127,6 +127,6 @@ class EmberCallback(RecordingCallback, Tracker):
         self.recording.log_scalars(values if step is None else {**values, 'step': step})
 
     def end_training(self, run, *args, **kwargs):
-        "End the run, and then the training. The run needs the process group, which `accelerator.end_training` destroys."
+        "End the run before the training ends, because the run needs the process group, and `accelerator.end_training` destroys this group."
         self.close()
         return run(*args, **kwargs)

@@ -25,12 +25,12 @@ def steps_before(learn) -> int: # learn: fastai Learner that has begun its first
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #a1454c12
 class SkippedSteps:
-    "Replaces a `GradScaler`, so that torchember knows which steps fastai skips. fastai itself scales the loss and unscales the gradients."
+    "Replaces a `GradScaler`, to report steps skipped by fastai to torchember. fastai itself scales the loss and unscales the gradients."
     def is_enabled(self):
-        "Return False: the gradients that torchember sees are unscaled already."
+        "Return False, because fastai has already unscaled the gradients that torchember reads."
         return False
     def unscale_(self, optimizer): "Do nothing: fastai has unscaled the gradients already."
-    def step(self, optimizer): "Do nothing. A call without a step of the optimizer lets torchember mark the step as skipped."
+    def step(self, optimizer): "Do nothing. After this call without an optimizer step, torchember marks the step as skipped."
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #683f6470
 class EmberCallback(RecordingCallback, Callback):
@@ -58,7 +58,8 @@ class EmberCallback(RecordingCallback, Callback):
     def run_event(self, run, f, event_type, *args, **kwargs):
         "Run a fit, epoch or batch of fastai. End the run after an exception, because fastai does not report exceptions to callbacks."
         try: return run(f, event_type, *args, **kwargs)
-        except library.CancelFitException: raise # no failure: a callback ends the fit. fastai calls `after_fit`
+        # re-raise: a callback ends the fit without a failure, and fastai then calls `after_fit`
+        except library.CancelFitException: raise
         except BaseException:
             if event_type=='epoch': self.end()
             raise

@@ -15,7 +15,7 @@ Events = engine.Events
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #b2cd9134
 def output_as_dict(output) -> dict: # output: `engine.state.output`
-    "Return the output of an Engine as a dict of numbers. A dict stays as it is; a single number becomes `loss`."
+    "Return the output of an Engine as a dict of numbers. A dict is returned unchanged; a single number gets the name `loss`."
     return output if isinstance(output, dict) else {'loss': output}
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #34978eeb
@@ -68,7 +68,7 @@ class EmberCallback(RecordingCallback):
         return self
 
     def on_started(self, trainer):
-        "When the Engine starts, attach the other handlers of this callback, so that they run after schedulers, metrics and evaluations."
+        "Attach the remaining handlers when the Engine starts, so that the handlers run after schedulers, metrics and evaluations."
         self.end()
         self.learning_rates,self.finds_rate = {},has_rate_finder(trainer)
         for event,handler in ((Events.ITERATION_STARTED, self.on_iteration_started),
@@ -88,7 +88,7 @@ class EmberCallback(RecordingCallback):
         self.learning_rates = learning_rates_of(self.optimizers)
 
     def begin(self, trainer):
-        "Begin the run of a training."
+        "Begin the run of a training, and patch the Engine, so that an exception ends the run."
         scaler = self.scaler or getattr(trainer.state, 'scaler', None)
         self.recording.begin(self.model, self.optimizers, (trainer.state.iteration-1)//self.batches_per_step, scaler)
         self.recording.has_new_step()
@@ -96,7 +96,7 @@ class EmberCallback(RecordingCallback):
 
     def on_exception(self, trainer, run, e):
         "End the run if an exception ends the training of the Ignite Engine."
-        # not a handler of Ignite's event `EXCEPTION_RAISED`, which would suppress the exception. If a user's handler suppresses it, the run goes on.
+        # no handler of Ignite's event `EXCEPTION_RAISED` is used, because a handler would suppress the exception
         try: run(e)
         except BaseException:
             self.end()

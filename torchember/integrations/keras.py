@@ -73,7 +73,7 @@ def layer_parts(layer):
 # %% ../../nbs/90_integrations/60_keras.ipynb #8de07f2e
 @contextmanager
 def expose_modules(model): # model: Keras model that is built
-    "In a `with` block, give the layers of a Keras model the modules, parameters and buffers of torch modules, to record them."
+    "Return a context manager in which Keras layers look like torch modules (with modules, parameters and buffers), so that torchember records them."
     layers,queue = {},[model]
     while queue:
         if id(l := queue.pop()) not in layers:
@@ -96,13 +96,13 @@ def expose_modules(model): # model: Keras model that is built
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #b3e0097d
 class EqualsEverything:
-    "Object that equals every object. As a dict value, it hides from torchember that Keras creates new parameter dicts during training."
+    "Object that equals every object. torchember compares layers with it, and so detects no change when Keras creates new parameter dicts."
     def __eq__(self, other): return True
     __hash__ = object.__hash__
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac2
 class LastBatchValue:
-    "Stores the loss of the last batch, because Keras itself only keeps the running mean of the losses."
+    "Stores a loss of the last batch, because Keras itself stores only the running mean over batches."
     def __init__(self, metric, notify=None): # notify: function called with the loss before the backward
         self.name,self.latest,self.notify = metric.name,None,notify
         self.patch = MethodPatch(metric, 'update_state', self.update)
@@ -114,7 +114,7 @@ class LastBatchValue:
         return run(values, sample_weight)
 
     def pop(self):
-        "Return the loss of the last batch once; None if no batch has come since the last call."
+        "Return the loss of the last batch, and forget this loss. Return None if no batch has run since the last call."
         (values,weight),self.latest = self.latest or (None, None),None
         if values is None or math.prod(getattr(values, 'shape', ()))==1: return values
         mean = keras.metrics.Mean() # weighted mean over the samples of the batch
@@ -139,7 +139,7 @@ class KerasOptimizer:
             self.states = states_of_variables(self.inner, self.variables)
         return {k: v.value.detach() for k,v in self.states.get(self.index_of.get(id(p)), {}).items()} or missing
 
-    def step(self): "Do nothing: Keras itself runs the optimizer step, and `EmberCallback` reports it to torchember."
+    def step(self): "Do nothing, because Keras itself runs the optimizer step, and `EmberCallback` reports the step to torchember."
 
 # %% ../../nbs/90_integrations/60_keras.ipynb #5a1d0ac4
 class KerasScaler:
@@ -161,9 +161,9 @@ class KerasScaler:
         return None if scale is None else scale.value.detach()<self._scale
 
     def is_enabled(self):
-        "Return True: the gradients that torchember sees have the loss scale."
+        "Return True, because the gradients that torchember reads are multiplied by the loss scale."
         return True
-    def unscale_(self, optimizer): "Do nothing: Keras unscales only copies of the gradients, so the gradients themselves still have the scale."
+    def unscale_(self, optimizer): "Do nothing. Keras unscales only copies of the gradients; the gradients that torchember reads stay scaled."
     def step(self, optimizer): "Do nothing: Keras runs the step of its optimizer."
 
 def scaler_for(optimizer):
@@ -183,14 +183,15 @@ class BatchScalars:
         for m in model.metrics:
             if type(m) is keras.metrics.Mean and id(m) not in self.values:
                 self.values[id(m)] = LastBatchValue(m, self.notify)
-        for v in self.values.values(): v.latest = None # forget the losses of an evaluation between two batches
+        # delete losses of an evaluation, because such losses belong to no training batch
+        for v in self.values.values(): v.latest = None
         rate = getattr(model.optimizer, 'learning_rate', None)
         rate = getattr(rate, 'value', rate)
         # keep the tensor, because a conversion to float would wait for the device
         self.rate = rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
 
     def end(self, logs) -> dict: # logs: dict that Keras passes to callbacks
-        "Return the scalars of the batch by name, after the batch."
+        "Return the scalars of a batch by name, after the batch has ended."
         losses = {v.name: v.pop() for v in self.values.values()}
         rate = {} if self.rate is None else {'learning_rate': self.rate}
         return {**rate, **logs, **{k: x for k,x in losses.items() if x is not None and k in logs}}
@@ -247,7 +248,7 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.recording.mark(epoch=self.epoch)
 
     def is_recorded(self, phase, grad):
-        "Return True for passes of the training, and of the validation in `fit`. Other passes are not recorded."
+        "Return True for forward passes of the training, and of the validation in `fit`. All other passes are not recorded."
         return grad or phase=='eval' and self.is_validating
 
     def on_train_batch_end(self, batch, logs=None):
@@ -261,11 +262,11 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.recording.log_scalars(self.scalars.end(logs or {}))
 
     def on_test_begin(self, logs=None):
-        "Note the start of a validation, because its passes are recorded."
+        "Remember that a validation has started, because its forward passes are recorded."
         self.is_validating = True
 
     def on_test_end(self, logs=None):
-        "Note the end of a validation: later passes are recorded only if they belong to the training."
+        "Remember that the validation has ended. Later forward passes are recorded only if they belong to the training."
         self.is_validating = False
 
     def on_epoch_end(self, epoch, logs=None):
@@ -277,7 +278,7 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.close()
 
     def close(self): # `Report` of the run, or None if nothing was recorded
-        """End the run. Call this after an exception, because Keras does not notify callbacks of exceptions.
+        """End the run. Call this method after an exception, because Keras does not notify callbacks of exceptions.
 
         Returns:
             `Report` of the run, or None if nothing was recorded

@@ -63,7 +63,7 @@ class EmberCallback(RecordingCallback, Callback):
     def begin(self, trainer):
         "Begin the run of a training. If the training continues from a checkpoint, continue its run."
         self.last_step,self.new_metrics = trainer.global_step,NewMetrics()
-        # call once now, so that metrics of an earlier training do not count as new
+        # call `new_metrics` once now, so that metrics of an earlier training do not count as new
         self.new_metrics(trainer.callback_metrics)
         self.recording.begin(trainer.model, trainer.optimizers, trainer.global_step//max(len(trainer.optimizers), 1),
             getattr(trainer.precision_plugin, 'scaler', None))
@@ -74,21 +74,21 @@ class EmberCallback(RecordingCallback, Callback):
         if not has_tuner(trainer): self.begin(trainer)
 
     def on_train_epoch_start(self, trainer, pl_module):
-        "Record the metrics of the last epoch now, because Lightning has not logged all of them when `on_train_epoch_end` is called."
+        "Record the metrics of the last epoch now, because Lightning logs some of these metrics only after `on_train_epoch_end`."
         self.log_metrics(trainer)
         self.recording.mark(epoch=trainer.current_epoch)
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
-        "Begin or resume recording. A `LearningRateFinder` or `BatchSizeFinder` has ended its trials, which are not recorded."
+        "Begin or resume recording. All trials of a `LearningRateFinder` or `BatchSizeFinder`, which are not recorded, have ended."
         if self.te is None: self.begin(trainer)
         self.recording.resume()
 
     def on_before_backward(self, trainer, pl_module, loss):
-        "Record the predictions and targets of a loss before its backward."
+        "Record the predictions and targets of a loss before the backward pass."
         self.recording.note_loss(loss)
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        "Note the learning rates of the step, because schedulers may change them before the batch ends."
+        "Store the learning rates of the step, because schedulers may change the rates before the batch ends."
         self.learning_rates = learning_rates_of(trainer.optimizers)
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):

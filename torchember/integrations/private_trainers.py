@@ -11,12 +11,12 @@ from .recording import MethodPatch
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #5af84e62
 def optimizers_of(accelerator) -> list:
-    "Return the optimizers prepared by an Accelerator, or an empty list if Accelerate does not expose them."
+    "Return the optimizers prepared by an Accelerator, or an empty list if Accelerate does not expose its optimizers."
     return list(getattr(accelerator, '_optimizers', ()))
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #d9308437
 def replace_method(o, name, call):
-    "Replace a method of a trainer by the function `call`. Return a `MethodPatch`, which can restore it, or None if the trainer has no such method."
+    "Replace a trainer's method by the function `call`. Return a `MethodPatch`, to restore the method later, or None without such a method."
     return MethodPatch(o, name, call) if hasattr(o, name) else None
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #e9c4b105
@@ -38,7 +38,7 @@ def handlers_of(trainer, event) -> list: # Empty if Ignite does not expose its h
 
 # %% ../../nbs/90_integrations/05_private_trainers.ipynb #25579971
 def inner_layers(layer) -> list:
-    "Return the layers that a Keras layer contains, or an empty list if Keras does not expose them."
+    "Return the layers inside a Keras layer, or an empty list if Keras does not expose these layers."
     return (getattr(layer, 'layers', None)
         or getattr(layer, '_flatten_layers', lambda **_: [])(include_self=False, recursive=False))
 
@@ -50,7 +50,7 @@ def variables_of(layer) -> tuple: # Lists of trainable variables (also frozen on
     return list(trainable), [v for v in layer.variables if id(v) not in ids]
 
 def trained_variables(optimizer) -> list|None:
-    "Return the model variables trained by a built Keras optimizer. None if Keras does not expose them."
+    "Return the model variables trained by a built Keras optimizer. None if Keras does not expose these variables."
     return getattr(optimizer, '_trainable_variables', None)
 
 def states_of_variables(optimizer, variables) -> dict: # Index of a variable -> {name of a state: tensor}

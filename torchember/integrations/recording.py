@@ -73,7 +73,7 @@ class MethodPatch:
     def __call__(self, *args, **kwargs): return self.call(self.run, *args, **kwargs)
 
     def remove(self):
-        "Restore the original method. If other code has wrapped the patch since, the patch stays, but only calls the original method."
+        "Restore the original method. If other code has wrapped this patch since, keep the patch, but make it only call the original method."
         if vars(self.o).get(self.name) is not self: self.call = lambda run, *args, **kwargs: run(*args, **kwargs)
         elif self.former is None: delattr(self.o, self.name)
         else: setattr(self.o, self.name, self.former)
@@ -81,7 +81,8 @@ class MethodPatch:
     def __reduce__(self): return getattr, (self.o, self.name) # copy and pickle the original method instead of this patch
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #d9c190e4
-def choose_run(name, first_step, home=None) -> tuple: # (chosen name, True to continue the run of this name, last step of the run `name`)
+# Returns (chosen name, True to continue the run of this name, last step of the run `name`)
+def choose_run(name, first_step, home=None) -> tuple:
     "Choose the name of a run: `name`, or `name_2`, `name_3`, ... if `name` is taken. All processes use the choice of the first process."
     rank,world = rank_and_size()
     def log_of(n):
@@ -110,14 +111,14 @@ def first_process_value(value):
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #aceaa991
 class TrainingRecorder:
-    "Records each training run by a trainer library. Each training gets a `torchEmber` of its own, until the training ends."
+    "Records the trainings that a trainer library runs, one after the other. Each training has its own `torchEmber`, until the training ends."
     last_step = None # step number at the last call of `has_new_step`
     def __init__(self, callback='EmberCallback', **options): # callback: name of the callback's class for messages; options: arguments for `torchEmber`
         check_options(callback, options)
         self.options,self.te,self.report,self.has_warned = options,None,None,False
 
     def begin(self, model, optimizers=(), first_step=0, scaler=None): # optimizers: torch optimizers, or wrappers around them
-        "Begin to record a training, and return its `torchEmber`. If the run of an earlier training is still open, end it first."
+        "Begin to record a training, and return its `torchEmber`. If the run of an earlier training is still open, end this run first."
         self.end()
         options,resume = dict(self.options),False
         if (name := options.pop('name', None)) is not None:
@@ -130,17 +131,17 @@ class TrainingRecorder:
         return self.te
 
     def warn_of_new_run(self, name, last, first_step):
-        "Warn that a training is recorded under a new name, because the run with the given name has other steps."
+        "Warn that a training is recorded under a new name, because a run with the given name already has other steps."
         self.has_warned = True
         warn(f"The run {self.options['name']!r} has {'other rows' if last==math.inf else f'steps to {last}'}, but this training begins at step {first_step}. "
             f"So the training is recorded as {name!r}, from step {first_step} on. To choose the name yourself, give another name=.")
 
     def log_scalars(self, numbers): # numbers: dict that the trainer logs
-        "Record the numbers logged by a trainer as scalars of the step that has just ended. Ignore values of a different type."
+        "Record the numbers logged by a trainer as scalars of the step that has just ended. Ignore logged values that are not numbers."
         if self.te is not None and (found := loggable_scalars(numbers, self.te.t.marked)): self.te.log(**found)
 
-    def note_loss(self, loss): # loss: tensor with its graph, before the backward
-        "Record predictions and targets of a loss, before the trainer calls its backward."
+    def note_loss(self, loss): # loss: tensor with its autograd graph, before the backward pass
+        "Record predictions and targets of a loss, before the trainer runs the backward pass."
         if self.te is not None: self.te.recorder.losses.note({'loss': loss})
 
     def claim(self, *names):
@@ -157,11 +158,11 @@ class TrainingRecorder:
         if self.te is not None: self.te.mark(**marks)
 
     def record_only(self, is_recorded): # is_recorded: function of the phase of a pass ('eval', 'no_grad' or None), and True if the pass has gradients
-        "Record only those passes of the model for which the function `is_recorded` returns True."
+        "Record a forward pass of the model only if the function `is_recorded` returns True for this pass."
         if self.te is not None: self.te.recorder.events.pass_events.wanted = is_recorded
 
     def pause(self):
-        "Stop recording the model until `resume` is called, so that the passes of a validation are not recorded."
+        "Stop recording the model until `resume` is called, for example to leave out the forward passes of a validation."
         if self.te is not None: self.te.disarm()
 
     def resume(self):
@@ -172,7 +173,7 @@ class TrainingRecorder:
         "End the run, whether the training has succeeded or failed. Further calls return the report of the first call."
         te,self.te = self.te,None
         if te is None: return self.report
-        # after an exception of the training, show a failure here only as a warning, so that the user sees the exception
+        # after an exception of the training, only warn if the run cannot be closed, so that the user sees the exception
         failed = sys.exc_info()[0] is not None
         try: self.report = te.close()
         except Exception as e:

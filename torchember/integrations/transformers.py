@@ -26,7 +26,7 @@ class EmberCallback(RecordingCallback, TrainerCallback):
         self.recording,self.has_epoch,self.control = TrainingRecorder('EmberCallback', **options),False,None
 
     def on_train_begin(self, args, state, control, model=None, optimizer=None, **kwargs):
-        "Begin the run of a training. If the run of an earlier, failed training is still open, end it first."
+        "Begin the run of a training. If the run of an earlier, failed training is still open, end the earlier run first."
         self.recording.begin(model, optimizer, state.global_step, getattr(optimizer, 'scaler', None))
         # the Trainer logs its own `grad_norm`, so torchember must not record a scalar with this name
         if args.max_grad_norm and args.logging_strategy!='no': self.recording.claim('grad_norm')
@@ -39,7 +39,7 @@ class EmberCallback(RecordingCallback, TrainerCallback):
         return self.control.should_evaluate or not self.has_epoch if phase=='eval' else grad
 
     def on_epoch_begin(self, args, state, control, **kwargs):
-        "Add the number of the epoch as a column to all following rows."
+        "Add the epoch number as a column to all following rows of the log."
         self.has_epoch,self.control = True,control
         self.recording.mark(epoch=as_whole_number(state.epoch))
 

@@ -50,18 +50,19 @@ class Cursors:
         return Cursor(self.chunks[-1], place)
 
     def set(self, columns, values):
-        "Set some columns of all cursors in the arena. `values`: the new number for each of `columns`."
+        "Set some columns in the cursors (counter arrays) of all taps. `values`: one new number for each of `columns`."
         for c in self.chunks:
-            for i,x in zip(columns, values, strict=True): c[:, i] = x # one column at a time: numpy takes 5 times as long for a list of columns
+            # set one column at a time, because numpy takes 5 times as long for a list of columns
+            for i,x in zip(columns, values, strict=True): c[:, i] = x
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90009
 @dataclass(frozen=True)
 class RowFormat:
     "The sums (count, mean, ...) in the rows of a tap, and the length of these rows."
-    wanted:tuple # Names of the groups of sums
-    groups:frozenset # names of the groups of sums as a set, for fast comparisons
+    wanted:tuple # Names of the groups of sums, such as 'basic' and 'higher', such as 'basic' and 'higher'
+    groups:frozenset # The names in `wanted` as a set, for fast comparisons
     length:int # Number of entries in the summary vector
-    share:int # Memory of a row, in units of the memory of a row without exponent counts
+    share:int # Memory of a row, as a multiple of the memory of a row without exponent counts
 
 @cache
 def row_format(names):
@@ -72,7 +73,7 @@ def row_format(names):
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90012
 class CpuReadPlan:
-    "Plan for measuring the CPU tensors of a tap. It is valid for tensors with the dtype, shape and strides of the last tensor."
+    "Plan for measuring the CPU tensors of a tap. It is valid for tensors with the dtype, shape and strides that it stores."
     def __init__(self, dtype=None, shape=None, stride=None, count=None, put=None):
         self.dtype,self.shape,self.stride,self.count = dtype,shape,stride,count
         self.put = put # put: compiled function that reads a tensor and writes its row, or None
@@ -87,18 +88,19 @@ class DeviceReadPlan:
     def __init__(self, x, number, reading, made=None):
         self.dtype,self.shape,self.stride,self.device,self.count = x.dtype,x.shape,x.stride(),x.device,x.numel()
         self.reading,self.made = reading,made
-        self.head = np.zeros(head_width, np.int64) # integer columns at the start of each row. `observe` adds call, micro-batch and event number
+        # integers stored with each row, such as the shape. `observe` adds the numbers of call, micro-batch and event
+        self.head = np.zeros(head_width, np.int64)
         self.head[TAP] = number
         write_dtype_and_shape(x, self.head)
         self.cells = as_cells(self.head)
         self.block = self.stream = None
 
     def set_rows(self, block, stream):
-        "Store the block and the stream of the tap's rows."
+        "Store the block (memory) that contains the tap's rows, and the stream that writes them."
         self.block,self.stream = block,stream
 
     def fits(self, x):
-        "Return True if this plan can read `x`: dtype, shape, device and strides are as in the plan."
+        "Return True if the dtype, shape, device and strides of `x` are equal to the values in this plan."
         return x.dtype is self.dtype and x.shape==self.shape and x.device==self.device and (x.is_contiguous() or x.stride()==self.stride)
 
     def read(self, x, rows, row, stream):
@@ -107,10 +109,10 @@ class DeviceReadPlan:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90015
 class ParkedRows(NamedTuple):
-    "Unused rows of a tap, because the tap's tensors have moved to a different stream or device."
+    "Rows that a tap does not use now, because its tensors have moved to a different stream or device."
     rows:RowRange
     next:int # Index of the next free row in these rows
-    turn:int # number of calls of `Arena.take` when the rows were last used. After a further call, the rows are free again
+    turn:int # Count of `Arena.take` calls at the last use of the rows. The next call makes the rows free
 
 class Tap:
     """A place where tensors are measured: module, tensor type and tensor name. `Arena.tap` makes taps.
@@ -121,8 +123,10 @@ class Tap:
         self.arena,self.key,self.number,self.names,self.once,self.repeats = arena,key,number,names,once,repeats
         self.format,self.cursor = row_format(names),cursor
         self.rows,self.former,self.elsewhere = no_rows,[],{}
-        self.turn = 0 # number of calls of `drop_rows`. If it has changed, a cached row of the tap is invalid
-        self.cpu,self.device = no_plan,None # plans for reading: `cpu` is a `CpuReadPlan`, `device` a `DeviceReadPlan` for other devices
+        # count of `drop_rows` calls. A row cached before the last call is invalid
+        self.turn = 0
+        # plans for measuring: a `CpuReadPlan` for CPU tensors, a `DeviceReadPlan` for tensors on another device
+        self.cpu,self.device = no_plan,None
         cursor.array[LIKE+TAP] = number
 
     @property
@@ -137,7 +141,7 @@ class Tap:
         if rows.block.out is not None: c[[ROWS, HEADS, LAID]] = *rows.block.addresses(rows.first),rows.size
 
     def park_rows(self, turn):
-        "Store the current rows of the tap for later use. They are used again when the tap's tensors return to this stream and device."
+        "Keep the current rows of the tap for later: the tap uses these rows again when its tensors return to this stream and device."
         self.elsewhere[self.place] = ParkedRows(self.rows, int(self.cursor.array[NEXT]), turn)
 
     def switch_rows(self, key, turn):
@@ -148,7 +152,8 @@ class Tap:
             rows,at,parked = self.elsewhere.pop(key, (no_rows, 0, 0))
             if parked!=turn: at = 0
             if at<rows.size:
-                self.use_rows(RowRange(*rows), at) # a new `RowRange` object: `ListPlan.is_current` compares identities, and must notice the change
+                # a new object, because `ListPlan.is_current` detects changed rows by comparing object identities
+                self.use_rows(RowRange(*rows), at)
                 return 0
         if rows.size: self.former.append(rows)
         return 2*rows.size or 1
@@ -158,7 +163,7 @@ class Tap:
         return [r for r in (self.rows, *self.former, *(p.rows for p in self.elsewhere.values())) if r.block is not None]
 
     def drop_rows(self):
-        "Delete all rows of the tap in this step, because its tensors will be measured again."
+        "Delete all rows that this tap has written in the current step, because its tensors will be measured again."
         for block,first,size in self.all_rows():
             block.head[first:first+size, EVENT] = 0
             if not self.once: block.unshare_rows(first, size)
@@ -174,7 +179,8 @@ class Tap:
         if one_run and fmt and x.numel()<=short and not list_kernels(x, self.format.wanted) and not not_in_loops(self.format.wanted):
             put = compiled_row_writer(self.cursor.array, fmt, self.format.wanted)
             if put is None: return None
-        else: self.cursor.array[CODE] = 0 # with 0 in the column CODE of the cursor, compiled code leaves these tensors to Python code
+        # CODE=0 makes compiled code skip these tensors, so that Python code measures them
+        else: self.cursor.array[CODE] = 0
         self.cpu = CpuReadPlan(x.dtype, x.shape, x.stride(), x.numel(), put)
         write_dtype_and_shape(x, self.cursor.array[LIKE:])
         return self.cpu
@@ -193,13 +199,13 @@ def rows_of_pass(heads, micro, once):
     return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
 
 def with_empty_rows(which, heads, vectors, taps):
-    "Replace the summary vectors of some rows by the vector of an empty tensor. `which`: mask of these rows. Return `vectors`."
+    "Replace the summary vectors of the rows in the mask `which` by the summary of an empty tensor. Return `vectors`."
     for i in np.flatnonzero(which): vectors[i] = no_elements(taps[heads[i, TAP]].format.wanted)
     return vectors
 
 # %% ../../nbs/20_measure/48_arena.ipynb #c0171afd
 def copy_rows(rows, which):
-    "Return a copy of some rows of an array. `which`: ascending numbers of rows. If they are 0, 1, 2, ..., a slice is copied, which is faster."
+    "Return a copy of the rows `which` (ascending row numbers) of an array. For the numbers 0, 1, 2, ..., copy a slice, which is faster."
     return rows[:len(which)].copy() if which[-1]+1==len(which) else rows[which]
 
 def rows_to_host(block, used):
@@ -248,32 +254,32 @@ class Arena:
         self.clock = itertools.count(1) # counter of event numbers: each measured tensor gets the next number, which shows the order of measurements
         # a reentrant lock, because a signal handler may call the arena in a thread that has the lock already
         self.lock = threading.RLock()
-        # id of a tensor -> the row with its summary. Such a tensor is not read again
+        # id of a measured tensor -> the row with its summary, so that the tensor is not measured again
         self.seen = {}
         self.micro = 0 # number of the current micro-batch in its step
-        # approximate number of used rows; number of tensors not measured because another row had their summary; number of calls of `take`
+        # approximate number of used rows; number of tensors not measured, because a row had their summary; `take` calls
         self.filled,self.shared,self.turn = 0,0,0
-        # black box (`recorder.black_box.BlackBox`) that provides memory for rows and is notified of each new tap. None if the run has no black box
+        # black box (memory-mapped file) that provides memory for rows and is notified of each new tap; None without one
         self.box = None
-        # triples (device, dtype, groups of sums) that kernels have read before. The first read of a triple is impossible inside a CUDA graph
+        # (device, dtype, groups of sums) already measured by kernels. A first measurement cannot be in a CUDA graph
         self.was_read = set()
 
     @contextmanager
     def locked(self):
-        "Return a context without concurrent writers: neither another thread nor compiled code writes rows in it."
+        "Return a context manager: inside it, neither another thread nor compiled code writes rows."
         with self.lock:
             self.cursors.busy[0] += 1
             try: yield
             finally: self.cursors.busy[0] -= 1
 
     def use_box(self, box):
-        "Allocate further rows in the memory-mapped file of a black box, to survive a crash. If `box` is None, use ordinary memory."
+        "Allocate new rows in the memory-mapped file of the black box `box`, so that they survive a crash. If `box` is None, use ordinary memory."
         with self.lock:
             self.box = box
             for t in self.taps if box is not None else (): box.tap(t)
 
     def tap(self, key, stats='basic', once=False, repeats=False) -> Tap:
-        "Make a `Tap`, a place where tensors are measured. `stats`: named set or list of statistics; other arguments are those of `Tap`."
+        "Make a `Tap`, a place where tensors are measured. `stats`: named set or list of statistics. Other arguments: as in `Tap`."
         with self.lock:
             t = Tap(self, key, len(self.taps), stat_names(stats), once, repeats, self.cursors.new())
             t.cursor.array[LIKE+MICRO] = self.micro
@@ -304,7 +310,7 @@ class Arena:
         "Begin micro-batch `micro` of the step. The calls of each module are numbered from 0 again."
         with self.lock:
             self.read_pending()
-            # the column with the micro-batch is set only if it changes, because in most steps there is only one micro-batch
+            # set the micro-batch column only if the number changes, because most steps have only one micro-batch
             self.cursors.set(*(((CALLS,), (0,)) if micro==self.micro else ((CALLS, LIKE+MICRO), (0, micro))))
             self.micro = micro
             self.seen.clear()
@@ -315,7 +321,7 @@ class Arena:
         tap.drop_rows()
 
     def take_back(self, micro, earlier):
-        """Delete the rows of a failed pass, except rows of taps with one row per step.
+        """Delete the rows of the failed pass `micro`, except rows of taps with one row per step.
 
         In `earlier` snapshots of the step, replace them by empty summaries."""
         once = np.array([t.once for t in self.taps], dtype=bool)
@@ -343,7 +349,7 @@ class Arena:
             try:
                 self.read_pending()
                 parts = [(copy_rows(b.head, u), rows_to_host(b, u)) for b in self.blocks if len(u:=np.flatnonzero(b.head[:b.used, EVENT]))]
-                # the rows of a device that has failed are deleted, because they must not mix with rows of later steps
+                # delete the rows of a device that has failed, because these rows must not mix with rows of later steps
             except RuntimeError as e: error = e
             if keep is not None and error is None: keep(parts)
             for b in self.blocks: b.head[:b.used, EVENT] = 0

@@ -16,7 +16,7 @@ most_sequences,most_queries = 8,32
 most_logits = 1<<23 # largest number of logits that are computed for one call of attention: 32 MB of float32
 
 def spaced_queries(sequences, length, n, device=None):
-    "Return the positions of `n` queries at equal distances in each sequence: (sequences, n). The first position differs between sequences."
+    "Return the positions of `n` equally spaced queries in each sequence, shape (sequences, n). The first position differs between sequences."
     if n>=length: return torch.arange(length, device=device).expand(sequences, length)
     offset = (torch.arange(sequences, device=device)*.618034+.5)%1
     return ((torch.arange(n, device=device)+offset[:, None])*(length/n)).long().clamp_max_(length-1)
@@ -34,7 +34,8 @@ def choose_queries(q, n=most_queries):
     return torch.cat([spaced, largest], -1), n
 
 # %% ../../nbs/20_measure/57_attention.ipynb #5c5cb53d
-hidden_below = -9000. # a key whose logit is smaller counts as hidden by a mask
+# a key with a smaller logit or mask value is treated as masked
+hidden_below = -9000.
 
 def take_queries(x, rows):
     "Return the queries at some positions of a tensor that broadcasts to (sequences, heads, length, n). `rows`: (sequences, heads, m) positions."
@@ -61,12 +62,12 @@ def query_logits(q, k, rows, mask=None, causal=False, scale=None):
     return logits, visible.expand(logits.shape)
 
 def visible_in(logits):
-    "Return a boolean tensor, True where a key is visible. `logits`: logits to which the mask was added already."
+    "Return a boolean tensor, True where a key is visible. `logits`: logits after the addition of the mask."
     return logits>hidden_below
 
 # %% ../../nbs/20_measure/57_attention.ipynb #cab206e5
 def mean_over(values, chosen):
-    "Return the mean over sequences and queries for each head. `values`, `chosen` (True: counts): (sequences, heads, n). NaN if nothing is chosen."
+    "Return the mean of `values` for each head, over elements where `chosen` is True (NaN if none). Both have the shape (sequences, heads, n)."
     return values.where(chosen, 0).sum((0, 2))/chosen.sum((0, 2))
 
 def weights_and_entropy(logits, visible):
@@ -76,7 +77,7 @@ def weights_and_entropy(logits, visible):
     return weights, -(weights*log_weights.masked_fill(~visible, 0.)).sum(-1)
 
 def beyond_the_diagonal(weights, visible, rows, chosen):
-    "Return the columns `future` and `reach`, about keys at later positions than the query. `chosen`: True for each query that counts."
+    "Return 'future', the mean weight on keys after the query (over queries in `chosen`), and 'reach', the largest distance to a visible later key."
     distance = torch.arange(weights.shape[-1], device=rows.device)-rows[..., None]
     reach = torch.where(visible, distance, 0).amax((0, 2, 3))
     n = chosen.shape[2]
@@ -93,20 +94,20 @@ def attention_numbers(logits, visible, rows, n, queries) -> dict:
     w,entropy,seen = weights[:, :, :n],entropy[:, :, :n],visible[:, :, :n]
     count = seen.sum(-1)
     chosen = count>1
-    share = (w*chosen[..., None]).sum(2)/chosen.sum(2).clamp_min(1)[..., None] # (sequences, heads, keys)
+    share = (w*chosen[..., None]).sum(2)/chosen.sum(2).clamp_min(1)[..., None] # shape (sequences, heads, keys)
     out = {'logit_max': largest, 'entropy': mean_over(entropy/count.clamp_min(2).log(), chosen),
         'effective_length': mean_over(entropy.exp(), chosen), 'first_token': mean_over(w[..., 0], chosen & seen[..., 0]),
         'top_share': share.amax(-1).mean(0).where(chosen.any(2).any(0), torch.nan)}
     return out | (beyond_the_diagonal(weights, visible, rows, chosen) if queries==logits.shape[-1] else {})
 
 def logit_bound(q, k, scale=None):
-    "Return a number for each head of `q` that no product of a query and a key exceeds: the product of the largest norms."
+    "Return an upper bound of the logits of each head: the largest query norm times the largest key norm times the scale."
     norm = lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax((0, 2))
     return norm(q)*norm(k).repeat_interleave(q.shape[1]//k.shape[1])*abs(q.shape[-1]**-.5 if scale is None else scale)
 
 # %% ../../nbs/20_measure/57_attention.ipynb #12d3bb3b
 def spaced_sequences(x, heads, rows, keys):
-    "Return some sequences of a tensor (sequences, ...), evenly spaced: at most 8, and so few that the sample has at most `most_logits` logits."
+    "Return at most 8 evenly spaced sequences of `x`, or fewer if their sampled logits would exceed `most_logits`."
     most = max(1, min(most_sequences, most_logits//max(heads*rows*keys, 1)))
     return x[::-(-len(x)//most)]
 
@@ -124,7 +125,7 @@ def measure_products(q, k, mask=None, causal=False, scale=None) -> dict:
     return attention_numbers(logits, visible, rows, n, queries) | {'logit_bound': logit_bound(q, k, scale)}
 
 def measure_logits(x) -> dict:
-    "Return statistics of attention, as `attention_numbers`, from logits (sequences, heads, queries, keys) to which the mask was added already."
+    "Return the statistics of `attention_numbers`, computed from masked logits of shape (sequences, heads, queries, keys)."
     heads,queries,keys = x.shape[1:]
     some = spaced_sequences(x, heads, min(most_queries, queries), keys)
     rows = spaced_queries(len(some), queries, most_queries, x.device)[:, None].expand(len(some), heads, min(most_queries, queries))

@@ -18,7 +18,7 @@ from .head import DTYPE, EVENT, SHAPE, address_of, dtype_number, head_width
 dtype_code = {d: dtype_number(str(d).removeprefix('torch.')) for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 def write_dtype_and_shape(x, head):
-    "Write the dtype and shape of a tensor into the head of its row: the array of int64 numbers that belongs to the summary."
+    "Write the dtype and shape of a tensor into `head`, the int64 array that describes its row."
     shape = x.shape
     dims = len(shape)
     head[DTYPE:SHAPE] = dtype_code[x.dtype],dims
@@ -56,7 +56,7 @@ class Block:
         self.cells,self.sources = (None, None) if is_cpu else (as_cells(self.head), as_cells(self.source))
 
     def addresses(self, first):
-        "Return two addresses for row `first`: of its summary vector, and of its head."
+        "Return two memory addresses for row `first`: of its summary vector, and of its head (integers such as the shape)."
         return address_of(self.out)+8*self.length*first, address_of(self.head)+8*head_width*first
 
     def reserve(self, n):

@@ -54,7 +54,7 @@ def as_columns(vectors, names, shapes) -> dict:
     return columns
 
 def as_dicts(vectors, names, shapes) -> list:
-    "Return the statistics of each summary vector as a dict of Python numbers, one dict per tensor. The arguments are those of `as_columns`."
+    "Return the statistics of each summary vector as a dict of Python numbers, one dict per tensor. Arguments: as in `as_columns`."
     columns = as_columns(vectors, names, shapes)
     lists = [[list(s) for s in c] if n=='shape' else c.tolist() for n,c in columns.items()]
     return [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]

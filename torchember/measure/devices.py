@@ -85,7 +85,8 @@ def being_captured(kind):
     "Return True if a CUDA graph is being captured on the current stream. Launches are then only recorded, and run when the graph is replayed."
     captures = capture_of(kind)
     try: return captures is not None and captures()
-    except RuntimeError: return False # raised after a failure of the device: the next operation on the device raises the same error
+    # torch raises RuntimeError after a device failure: the next operation on the device raises the same error
+    except RuntimeError: return False
 
 # %% ../../nbs/20_measure/01_devices.ipynb #48afe234
 def disturbs(kind) -> bool:
@@ -100,7 +101,8 @@ def undisturbed(kind):
 # %% ../../nbs/20_measure/01_devices.ipynb #cbd9f26d
 class Pinned:
     "Pool of pinned host memory for copies. Freed memory is reused, and never returned to the system."
-    def __init__(self): self.free = {} # for each size in bytes: pairs of free memory and the event after which it may be reused (None: at once)
+    # size in bytes -> pairs of free memory and the event to wait for before its reuse (None: no wait)
+    def __init__(self): self.free = {}
 
     def take(self, n):
         "Return pinned host memory of at least `n` bytes. Raises RuntimeError if the device that used the memory before has failed."
@@ -127,11 +129,12 @@ class Pinned:
 pinned = Pinned()
 
 # %% ../../nbs/20_measure/01_devices.ipynb #cf3f8d5c
-unsent = 0xa5 # value of each byte of the host memory before a copy starts; other values show that bytes have arrived
+# value of each byte of the host memory before a copy starts; other values show that bytes have arrived
+unsent = 0xa5
 unknown_to_numpy = torch.bfloat16,*(d for n,d in vars(torch).items() if n.startswith('float8'))
 
 def has_arrived(host):
-    "Return True if each element of a copy to the host has arrived. Elements still to arrive contain only bytes `unsent`."
+    "Return True if a copy to the host is complete: no element has only bytes `unsent`, which fill the memory before the copy."
     return not (host.reshape(-1).view(torch.uint8).view(-1, host.element_size())==unsent).all(1).any()
 
 class Pending:
@@ -142,7 +145,7 @@ class Pending:
         self.shape,self.numbers,self.lock = tuple(host.shape),None,threading.Lock()
 
     def spread(self, which):
-        "Choose and order rows of the result: when the copy is read, row `i` of the result will be row `which[i]` of the copy."
+        "Select and order rows of the result: row `i` of the result will be row `which[i]` of the copy."
         self.which,self.shape = which,(len(which), *self.host.shape[1:])
         return self
 
@@ -162,7 +165,7 @@ class Pending:
         if self.memory is not None: pinned.release(self.memory, done)
         self.host = self.memory = None
 
-    # the event `done` is kept, because the device may still write into a copy that was not read
+    # pass the event `done` to the pool, because the device may still write into the memory of a copy that was not read
     def __del__(self): self.release(self.done)
 
 # %% ../../nbs/20_measure/01_devices.ipynb #8ab13e93
@@ -179,7 +182,7 @@ def start_copy(x):
 
 @cache
 def copies_async(device) -> bool:
-    "Return True if copies from this device to the host can run in the background. The first call tries one copy; later calls return its result."
+    "Return True if copies from this device to the host can run in the background. The first call tests a copy; later calls return the cached answer."
     if device.type!=accelerator() or device.type=='mps': return False
     try: return np.array_equal(np.asarray(start_copy(torch.arange(5, device=device))), range(5))
     except (RuntimeError, TypeError, AttributeError, NotImplementedError): return False
@@ -189,7 +192,7 @@ def to_host(x):
     return start_copy(x.detach()) if copies_async(x.device) else x.detach().cpu()
 
 def to_device(numbers, device) -> torch.Tensor:
-    "Copy whole numbers to a device as an int64 tensor, without waiting where the device can copy in the background."
+    "Copy integers to a device as an int64 tensor, without waiting if the device can copy in the background."
     a = torch.from_numpy(np.array(numbers, dtype=np.int64))
     if not copies_async(device): return a.to(device)
     n = a.numel()*a.element_size()

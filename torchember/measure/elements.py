@@ -40,7 +40,7 @@ def layout(x) -> tuple:
 
 # %% ../../nbs/20_measure/05_elements.ipynb #932e2d64
 def dense(x):
-    "Return the stored elements of `x` as a strided tensor, and the number of elements not stored, all 0 (only in a sparse tensor)."
+    "Return the stored elements of `x` as a strided tensor, and the number of zeros that a sparse tensor does not store."
     if is_wrapped(x): raise Unmeasurable('the tensor is inside vmap, grad or another function transform of torch')
     if type(x) in ordinary and x.layout is torch.strided and without_memory(x):
         raise Unmeasurable('the tensor has no memory: its storage was freed, or torch represents its zeros without memory')
@@ -92,9 +92,9 @@ float8_dtypes = tuple(getattr(torch, d) for d in dir(torch) if d.startswith('flo
 narrow = (torch.bfloat16, torch.float16, torch.bool, torch.uint8, torch.int8, torch.int16, *float8_dtypes)
 
 formats = {getattr(torch, f): f for f in ('float32', 'float64', 'bfloat16', 'float16')}
-# names of the integer dtypes that compiled loops convert to a float format while they read
+# names of the integer dtypes that compiled loops convert to a float format during reading
 converted_formats = {getattr(torch, f): f for f in ('int64', 'int32', 'int16', 'int8', 'uint8', 'bool')}
 
 def format_for(dtype):
-    "Return the name of the float dtype to which readers convert tensors of `dtype` without loss."
+    "Return the name of the float dtype for measuring tensors of `dtype`: a float dtype itself, or 'float32' or 'float64' for other dtypes."
     return formats.get(dtype) or ('float32' if dtype in narrow else 'float64')

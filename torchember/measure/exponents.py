@@ -35,7 +35,7 @@ def with_counts(df) -> np.ndarray:
     return np.array([are_counts(c, m) for c,m in zip(df['exponents'], df['exponent_min'], strict=True)], bool)
 
 def are_counts(counts, lo):
-    "Return True if `counts` is a list of counts, none negative, of exponents from `lo` on, within the range of float64."
+    "Return True if `counts` is a list of non-negative numbers, and their exponents, starting with `lo`, are possible for float64."
     if not isinstance(counts, list|tuple|np.ndarray) or not isinstance(lo, int|float|np.number) or isinstance(lo, bool): return False
     if len(counts)<3 or not lo>=-farthest or lo+len(counts)-3>farthest or lo!=int(lo): return False
     try: c = np.asarray(counts)
@@ -67,19 +67,19 @@ def limits(dtype) -> dict:
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #e7d2f555
 def headroom(
-    counts, # Counts of elements, shape (..., k). The first is below the range of exponents, the last above it
+    counts, # Counts of elements by exponent, shape (..., k). First count: all smaller exponents; last: all larger ones
     lo:int, # Exponent of the second count, as in column `exponent_min`
     dtype:str, # Name of a number format
-    zeros=0 # Number of zeros, shape (...), which the first count includes. Every format can represent them
+    zeros=0 # Number of zeros, shape (...). The first count includes the zeros, but every format can represent zero
 ) -> dict: # Dict with 'over', 'subnormal' and 'under': shares of the non-zero elements, arrays of shape (...)
-    """Return the shares of elements that overflow in a format, lose digits, or become zero.
+    """Return the shares of elements that overflow, lose digits (become subnormal) or become zero in the number format `dtype`.
     Raises ValueError if the counts do not cover the limits of the format.
 
     Args:
-        counts: Counts of elements, shape (..., k). The first is below the range of exponents, the last above it
+        counts: Counts of elements by exponent, shape (..., k). First count: all smaller exponents; last: all larger ones
         lo: Exponent of the second count, as in column `exponent_min`
         dtype: Name of a number format
-        zeros: Number of zeros, shape (...), which the first count includes. Every format can represent them
+        zeros: Number of zeros, shape (...). The first count includes the zeros, but every format can represent zero
 
     Returns:
         Dict with 'over', 'subnormal' and 'under': shares of the non-zero elements, arrays of shape (...)
@@ -108,5 +108,5 @@ def exponents_for(
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #081b2289
 def reach(dtype):
-    "Return the exponents of a number format as `limits` does, but at least -126, because counts put all smaller exponents into one bin."
+    "Return the three exponents of `limits` for a number format, each at least -126, because counts put all smaller exponents into one bin."
     return {k: max(x, -126) for k,x in limits(dtype).items()}

@@ -21,7 +21,7 @@ from .tap import divide_early, remove_transforms
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #57009b40
 class NotWarm(Unmeasurable):
-    "Raised if the first tensor of a dtype and device is measured inside a CUDA graph"
+    "Raised during the capture of a CUDA graph, if no tensor of the same dtype and device was measured before the capture"
     def __init__(self, x): super().__init__(f"no {str(x.dtype)[6:]} tensor on {x.device} was measured before the capture, and the first measurement of a kind "
         "cannot be in a CUDA graph. Record a step before the capture, as part of the warm-up that torch asks for")
 
@@ -34,11 +34,11 @@ class OtherStatistics(Unmeasurable):
 class GraphTensor:
     "A tensor inside a CUDA graph: its shape, and the row for its summary, written by each replay."
     is_leaf = requires_grad = False
-    # names of the groups of sums, block of the row, and number of the row in the block. All are None if the tensor is not measured
+    # groups: names of groups of sums. block, row: place of the summary; `block` is None if the tensor is not measured
     def __init__(self, x, groups=frozenset(), block=None, row=0):
         self.shape = x.shape
         self.groups,self.block,self.row = groups,block,row
-        # head of the row: integer columns. Each replay sets tap, call, pass and event number
+        # integers that describe the row, such as the shape. `count_row` adds the numbers of tap, call, pass and event
         self.head = np.zeros(head_width, np.int64)
         if block is not None: write_dtype_and_shape(x, self.head)
 
@@ -46,11 +46,11 @@ class GraphTensor:
 class GraphRows:
     "The rows written by the replays of one CUDA graph."
     size = 128 # number of rows in a block
-    # id of a CUDA graph -> its `GraphRows`, the work memory of its kernels, and the work memory that other launches use
+    # id of a CUDA graph -> number of its `GraphRows`, work memory of its kernels, work memory of other launches
     captured = {}
     def __init__(self, graph, device): # graph: CUDA graph that is being captured on `device`
         self.graph,self.blocks = weakref.ref(graph),[]
-        # id of a tensor -> (weak reference, (version, address), groups of sums, block, row). Such a tensor is not read again
+        # id of a measured tensor -> (weak reference, (version, address), groups of sums, block, row), to measure once
         self.seen = {}
         self.lock,self.kernels,self.ended = threading.RLock(),kernels.gpu_kernels(device),False
         self.key,memory = id(graph),None
@@ -92,8 +92,8 @@ class GraphRows:
         return GraphTensor(x, frozenset(wanted), block, row)
 
     def row_of(self, x, wanted, scale, block, row):
-        "Return the number of the row with the summary of a tensor. If there is none, add a kernel launch to the graph that writes it into `row`."
-        # an inference tensor has no version counter, so a change of its values is not noticed
+        "Return the number of the row with the summary of a tensor. If no row has it, add a launch to the graph that writes the summary into `row`."
+        # None for an inference tensor: without a version counter, changes of its values cannot be detected
         was = None if x.is_inference() else (x._version, address(x))
         same,then,groups,where,its = self.seen.get(id(x), (lambda: None, None, (), None, 0))
         if was is not None and same() is x and then==was and where is block and groups>=set(wanted): return its
@@ -107,7 +107,7 @@ def keep_until_freed(*held): "Finalizer of a CUDA graph: do nothing, but keep th
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #40dfd9f6
 def prepare_replay(arena, rows):
-    """Prepare a replay of a CUDA graph: move rows in use to other blocks, and let the current stream wait for copies.
+    """Prepare a replay of a CUDA graph: move used rows to other blocks, and let the current stream wait for the stream used before.
 
     `rows`: `GraphRows` of the graph."""
     with arena.lock:
@@ -144,6 +144,6 @@ def count_row(x, tap, call):
         a.filled += tap.format.share
 
 def drop_graph_rows(arena, rows):
-    "Drop the rows of a CUDA graph, because its replay has raised an exception. `rows`: `GraphRows` of the graph."
+    "Delete the rows written by a CUDA graph, because its replay has raised an exception. `rows`: `GraphRows` of the graph."
     with arena.lock:
         for b in rows.blocks: b.head[:, EVENT] = 0

@@ -11,7 +11,8 @@ from .summary import width
 
 head_width = 16
 EVENT,TAP,CALL,MICRO,DTYPE,DIMS,SHAPE = range(7) # columns of a row's head. From column SHAPE on, the head contains the size of each dimension
-SCALE = width-1 # the last entry of a summary vector is the scale factor of the tensor, such as a loss scale, or NaN
+# position in a summary vector of the tensor's scale factor, such as a loss scale. The entry is NaN without a factor
+SCALE = width-1
 
 # %% ../../nbs/20_measure/01_head.ipynb #943e8efe
 dtype_names = [] # names of dtypes. The head of a row contains an index into this list
@@ -28,8 +29,8 @@ NEXT,CALLS,ROWS,HEADS,LAID,HOW,CODE,WORK,LIKE = range(9)
 tap_width = LIKE+head_width
 
 # %% ../../nbs/20_measure/01_head.ipynb #e53bc8d9
-# compiled code keeps the GIL while it reads a tensor of at most this many elements. Such a tensor takes less than 0.1 ms; the Python code that
-# would read a longer tensor without the GIL takes about 0.2 ms in the midst of a training step
+# compiled code keeps the GIL while it measures a tensor of at most this many elements, which takes less than 0.1 ms.
+# Longer tensors are measured without the GIL by Python code, which costs about 0.2 ms during a training step
 short = 1<<18
 
 def address_of(a):

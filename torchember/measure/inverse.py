@@ -17,7 +17,7 @@ class LogColumns:
     def __getattr__(self, name): return np.asarray(self.columns[name], np.float64) if name in self.columns else self.missing
 
 def first_number(*values):
-    "Merge arrays of one shape: take each element from the first array in which it is not NaN."
+    "Merge arrays of one shape: for each position, take the first number that is not NaN."
     out = values[-1]
     for v in values[-2::-1]: out = np.where(np.isnan(v), out, v)
     return out
@@ -27,7 +27,7 @@ def finite_only(x):
     return np.where(np.isfinite(x), x, np.nan)
 
 def mean_and_m2(c, n):
-    "Return the mean of each tensor, and the sum of squared distances from it. If only l2 or rms is known, assume a mean of 0."
+    "Return the mean of each tensor, and the sum of squared differences from this mean. If only l2 or rms is known, assume a mean of 0."
     mean,size = first_number(c.finite_mean, finite_only(c.mean)),first_number(c.l2**2, c.rms**2*n)
     spread = first_number(c.finite_std**2, finite_only(c.std)**2, finite_only(c.var))*(n-1)
     m2 = first_number(np.where(n==1, 0., spread), np.maximum(size-n*mean**2, 0))
@@ -53,7 +53,7 @@ def vectors_of(columns, count) -> np.ndarray:
             zeros=np.rint(c.zero_frac*count), s4=c.rm4**4*n, s8=c.rm8**8*n)
     out = np.full((len(count), width), np.nan)
     for p,x in got.items(): out[:, index[p]] = x
-    # the sum of the finite elements is unknown for a tensor with NaN or infinity, but no statistic depends on it
+    # for a tensor with NaN or infinity, unknown sums of finite elements get neutral values: no statistic needs them
     lost = ~np.isfinite(out) & (n<count)[:, None]
     return np.where((lost | (n==0)[:, None]) & neutral, no_elements()[:width], out)
 

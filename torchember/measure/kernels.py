@@ -24,7 +24,7 @@ from .summary import Summary, index, length, merge, no_elements, not_in_loops, o
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #394535ee
 def float_for(dtype):
-    "Return the float dtype to which tensors of `dtype` are converted without loss before they are measured."
+    "Return the float dtype to which tensors of `dtype` are converted before they are measured."
     return getattr(torch, format_for(dtype))
 
 def as_float(x):
@@ -60,7 +60,7 @@ def compiled_row_writer(tap, fmt, wanted):
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #3ca31281
 def read(x, wanted=('basic',)):
-    """Measure a tensor by the fastest correct reader. Return its summary vector: a numpy array, or for a device other than the CPU a tensor on that device.
+    """Measure a tensor by the fastest correct reader. Return its summary vector: a numpy array for a CPU tensor, else a tensor on the device of `x`.
 
     Raises `Unmeasurable` if the values of `x` cannot be read."""
     x,zeros = dense(x.detach())
@@ -83,7 +83,8 @@ def add_expressions(v, x, wanted):
     for a in map(as_float64, x.split(piece) if x.numel() else ()):
         a = a[np.isfinite(a)]
         for p in todo if len(a) else (): got[p].append(of_each(p, a))
-    with np.errstate(all='ignore'): # no numpy warnings, because a sum may be infinite, such as the sum of log(0)
+    # suppress numpy warnings, because a sum may be infinite, such as the sum of log(0)
+    with np.errstate(all='ignore'):
         for p in todo: v[index[p]] = sum(got[p])*times if sums[p].merge=='sum' else getattr(np, sums[p].merge)(got[p])
 
 repeated = [index[p] for p,s in sums.items() if s.merge in ('sum', 'moments') and p!='mean']
@@ -108,7 +109,7 @@ def gpu_kernels(device):
     return gpu if gpu.available(device) else None
 
 def kernels_for(x, wanted, dtype=None): # dtype: dtype to which `x` is converted before it is read
-    "Return the Python module with the Triton kernels (`measure.readers.triton`) if they read tensors like `x` correctly, else None."
+    "Return the Python module with the Triton kernels (`measure.readers.triton`) if the kernels measure tensors like `x` correctly, else None."
     dtype = dtype or x.dtype
     gpu = gpu_kernels(x.device) if dtype in formats and type(x) in ordinary else None
     return gpu if gpu is not None and gpu.reads(dtype, wanted, x.device) else None

@@ -34,14 +34,14 @@ def load_numba():
     return cpu
 
 def check_loops(cpu, fmt):
-    "Test the compiled loops for a number format, such as 'float32', on this processor. Return the first mistake, '' if there is none."
+    "Test the compiled loops for a number format, such as 'float32', on this processor. Return a description of the first error, or ''."
     dtype = next(d for d,f in (formats | converted_formats).items() if f==fmt)
     def by_address(x, wanted):
         "Measure a tensor with the compiled loops, given the address of its elements."
         sizes,strides,_ = layout(x)
         return cpu.read_at(x.data_ptr(), x.numel(), fmt, wanted, *(() if x.is_contiguous() else (sizes, strides)))
     def into_row(x, wanted):
-        "Measure a tensor with the compiled loops, into a row as in an arena. Return the row."
+        "Measure a tensor with the compiled loops, and write its summary into a new row. Return the row."
         x,row,head,tap = x.contiguous(),np.zeros(length(wanted)),np.zeros(head_width, np.int64),np.zeros(tap_width, np.int64)
         put = cpu.prepare_cursor(tap, fmt, wanted)
         tap[[ROWS, HEADS, LAID]] = address_of(row),address_of(head),1
@@ -65,8 +65,9 @@ class LoadTimes:
 class Loader:
     "Loads the compiled loops, one number format at a time, in the calling thread or in a background thread."
     def __init__(self):
-        self.in_thread = False # True if loops are loaded in background threads, so that callers do not wait
-        # the Python module `measure.readers.numba` or None; the formats whose loops are loaded; the message of a failure
+        # True if loops are loaded in background threads, so that callers do not wait
+        self.in_thread = False
+        # Python module `measure.readers.numba` or None; number formats with loaded loops; message of a failure
         self.module,self.loaded,self.error = None,set(),None
         self.failed,self.closed = False,False
         self.requested,self.threads,self.finished = set(),[],0
@@ -82,7 +83,7 @@ class Loader:
         return fmt in self.loaded
 
     def request(self, what, load=None):
-        """Let a background thread load compiled code. `what`: number format of loops, such as 'float32'.
+        """Start a background thread that loads compiled code. `what`: number format of the loops to load, such as 'float32'.
 
         `load`: function that loads other compiled code, called with `what`."""
         if what in self.requested or self.closed: return
@@ -91,7 +92,7 @@ class Loader:
         self.threads[-1].start()
 
     def load_in_thread(self, load, what):
-        "Call `load(what)`. This method runs in a background thread."
+        "Call `load(what)` in a background thread, and count the thread as finished."
         try: load(what)
         finally: self.finished += 1
 
@@ -108,7 +109,7 @@ class Loader:
                 if here: self.times.in_thread += seconds
 
     def load(self, fmt):
-        "Load and check the compiled loops for one number format. Do nothing if they are loaded, or if loading has failed before."
+        "Load and check the compiled loops for one number format. Do nothing if these loops are already loaded, or if loading has failed before."
         with self.lock:
             if fmt in self.loaded or self.failed or self.closed: return
             try:
@@ -116,14 +117,14 @@ class Loader:
                     self.module = load_numba()
                     if self.module is not None: self.module.load(fmt)
                     if self.module is not None and (why := check_loops(self.module, fmt)): raise ArithmeticError(why)
-                # the import of numba fails, for example, if numba does not support this version of numpy
+                # for example, the import of numba fails if numba does not support this version of numpy
             except Exception as e: self.module,self.error = None,f'{type(e).__name__}: {e!s:.200}'
             if self.module is None: self.failed = True
             else: self.loaded.add(fmt)
         if not self.in_thread: self.report_error()
 
     def report_error(self):
-        "Warn once about the reason why there are no compiled loops. Do not warn if numba is not installed. Return False."
+        "Warn once, with the reason, that the compiled loops cannot be used. Do not warn if numba is not installed. Return False."
         error,self.error = self.error,None
         if error: warn(f"numba does not work, so tensors are measured by plain torch operations, which is slower: {error}")
         return False
@@ -140,7 +141,8 @@ class Loader:
     def close(self):
         "Start no further background threads, and wait until the running thread has loaded its number format."
         self.closed = True
-        with self.lock: pass # a loading thread has the lock, so the lock is free as soon as the thread has finished
+        # acquire the lock to wait for a loading thread, which holds the lock until it has finished
+        with self.lock: pass
 
     def start_in_child(self):
         "Create a new lock and no threads in a forked child process, because the background threads of its parent do not exist there."
@@ -177,14 +179,14 @@ def loading() -> bool:
 
 # %% ../../nbs/20_measure/07_loading.ipynb #61e31666
 def loading_seconds() -> float:
-    "Return how many seconds this process has spent on loading and compiling the loops."
+    "Return how many seconds this process has spent on loading and compiling the loops that measure CPU tensors."
     return loader.times.total
 
 # %% ../../nbs/20_measure/07_loading.ipynb #1df7bc9e
 def seconds_in_background() -> float:
-    "Return for how many seconds background threads have loaded the loops while no caller had to wait."
+    "Return how many seconds background threads have spent on loading the compiled loops, while no caller had to wait."
     return loader.times.in_thread
 
 def seconds_waited() -> tuple: # (seconds waited at the start of recording, seconds waited later)
-    "Return how many seconds callers have waited until the loops were loaded."
+    "Return how many seconds callers have waited for the compiled loops: at the start of recording, and later."
     return loader.times.arming, loader.times.total-loader.times.in_thread-loader.times.arming

@@ -19,7 +19,7 @@ def wave(n):
     return 3*np.sin(1.7*np.arange(n))+.25
 
 def trials(dtype, block=64) -> dict:
-    """Return small tensors to test a reader, such as with NaN or huge numbers, in a dict by name.
+    """Return small CPU tensors for testing a reader, such as an empty tensor or one with NaN, as a dict by name.
 
     `block`: number of elements read at once by a kernel."""
     # device='cpu' is given, because a user may have set another default device
@@ -44,7 +44,8 @@ def difference(v, x, wanted, rel):
     want,ok = read_array(x, tuple(wanted)),x[np.isfinite(x)]
     d = abs(ok-ok.mean()) if len(ok) else ok
     size = dict(zip(parts, abs(want), strict=False)) | {'mean': abs(ok).max(initial=0), 'm3': (d**3).sum()} | dict.fromkeys(exact, 0.)
-    for p in fast: # compares only the sums in `fast`, because all other sums are computed from their Python expressions
+    # compare only the sums in `fast`, because all other sums are computed from their Python expressions
+    for p in fast:
         got,true = float(v[index[p]]),float(want[index[p]])
         if got!=true and not (math.isnan(got) and math.isnan(true)) and not abs(got-true)<=rel*size[p]: return f"{p} is {got} instead of {true}"
     bins = np.flatnonzero(np.asarray(v[width:])!=want[width:]) if 'exponents' in wanted else ()
@@ -66,7 +67,7 @@ def run_checks(*checks, patience=None) -> str:
     The checks run in a thread of their own, where no torch mode and default device of the user is active, for at most `patience` seconds."""
     found = []
     def run():
-        "Run the checks until one of them finds a mistake. Store this mistake."
+        "Run the checks until a check finds a mistake. Store the mistake in `found`."
         try:
             with torch.no_grad(): found.append(next(filter(None, (check() for check in checks)), ''))
         except Exception as e: found.append(f'{type(e).__name__}: {e!s:.200}')

@@ -17,7 +17,7 @@ from .summary import bins, derive, finite, index, merge, sums, width
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0006
 def unscaled(vectors):
-    """Divide the scale factor of each tensor, such as a loss scale, out of its summary vector. The array is changed in place, and returned.
+    """Remove the scale factor of each tensor, such as a loss scale, from its summary vector. Change the array `vectors` in place, and return it.
 
     Column `SCALE` of `vectors` has the factor of each tensor, or NaN."""
     s = vectors[:, SCALE]
@@ -36,13 +36,14 @@ def shift_counts(counts, by):
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0009
 class Rows(NamedTuple):
     "Rows of an arena, as arrays: each array has one entry for each row."
-    head:np.ndarray # heads of the rows, int64, shape (n, head_width): number of the tap, number of the call, micro-batch, dtype, shape
+    # heads of the rows, int64, shape (n, head_width): numbers of tap, call and micro-batch, dtype, shape
+    head:np.ndarray
     vectors:np.ndarray # summary vectors of the rows, shape (n, width), or (n, wide) with exponent counts
-    owner:np.ndarray # for each row, the index of its snapshot
+    owner:np.ndarray # For each row, the index of the snapshot that contains the row
     again:np.ndarray # True for a row that an earlier snapshot of the step contained already
 
     def at(self, which):
-        "Return some of the rows. `at`: a mask or an array of indices."
+        "Return the rows that `which` selects. `which`: a boolean mask or an array of indices."
         return Rows(*(a[which] for a in self))
 
     def in_order(self):
@@ -65,7 +66,7 @@ def merge_passes(rows, taps) -> Rows:
     `taps`: all taps of the arena, in the order of their numbers."""
     head,vectors,owner,again = rows
     if not again.any() and not head[:, MICRO].any(): return rows
-    # numbers the rows of one tap, call and micro-batch, because rows of the same micro-batch must not be merged
+    # number the rows of each (tap, call, micro-batch), because rows of the same micro-batch must not be merged
     turn = count_before(np.column_stack([owner, head[:, [TAP, CALL, MICRO]]]))
     turn[[not taps[i].repeats for i in head[:, TAP]]] = 0
     _,group = np.unique(np.column_stack([owner, head[:, [TAP, CALL]], turn]), axis=0, return_inverse=True)
@@ -128,7 +129,7 @@ class Columns:
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0020
 class Snapshot:
-    """Rows of a step, returned by `Arena.take`: pairs of two arrays: heads (integer columns of the rows), and summary vectors.
+    """Rows of a step, returned by `Arena.take`, as pairs of arrays: heads (integer columns of the rows) and summary vectors.
 
     `taps`: all taps of the arena. `earlier`: `Snapshot`s of the same step from earlier calls of `Arena.take`."""
     # number: number of the copy of these rows in the black box
@@ -147,7 +148,7 @@ class Snapshot:
         return sorted((r for c in columns_of([self]) for r in c.rows()), key=lambda r: r['event'])
 
 def columns_of(snapshots) -> list:
-    """Merge the micro-batches of each snapshot of an arena. Return the rows as one `Columns` for each choice of statistics.
+    """Merge the micro-batches of each snapshot of an arena. Return the rows as one `Columns` for each set of statistics.
 
     `owner` of a row is the index of its snapshot in `snapshots`."""
     lengths = dict.fromkeys(v.shape[1] for s in snapshots for _,v in s.parts)
@@ -161,7 +162,7 @@ def rows_of_length(snapshots, length):
     return merge_passes(rows._replace(vectors=unscaled(rows.vectors)).in_order(), snapshots[0].taps)
 
 def group_by_names(rows, taps):
-    "Split rows by the statistics of their taps. Return one `Columns` for each choice of statistics."
+    "Split rows by the statistics of their taps. Return one `Columns` for each set of statistics."
     c = Columns(rows, [taps[i] for i in rows.head[:, TAP].tolist()])
     choices = dict.fromkeys(t.names for t in c.taps)
     return [c] if len(choices)==1 else [c[[i for i,t in enumerate(c.taps) if t.names==names]] for names in choices]

@@ -13,16 +13,16 @@ from .summary import groups_for
 # %% ../../nbs/20_measure/10_stats.ipynb #044e722b
 def get_stats(
     tensor, # Any tensor
-    stats='basic' # Named set, or list of statistics
-) -> dict: # Dict of numbers by statistic; `shape` and `exponents` are lists
+    stats='basic' # Name of a set of statistics such as 'basic', or list of statistics
+) -> dict: # Dict: name of a statistic -> number; for `shape` and `exponents`, a list
     """Return statistics of one tensor; by default exactly `shape`, `mean`, `std`, `max` and `min`.
 
     Args:
         tensor: Any tensor
-        stats: Named set, or list of statistics
+        stats: Name of a set of statistics such as 'basic', or list of statistics
 
     Returns:
-        Dict of numbers by statistic; `shape` and `exponents` are lists
+        Dict: name of a statistic -> number; for `shape` and `exponents`, a list
     """
     names = stat_names(stats)
     return as_dicts(summarize(tensor, groups_for(names)).vector[None], names, [tensor.shape])[0]

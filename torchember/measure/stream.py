@@ -20,12 +20,12 @@ most_tokens = 256 # largest number of sampled tokens: a copy of 4 MB for 4,096 c
 convolutions = nn.Conv1d,nn.Conv2d,nn.Conv3d,nn.ConvTranspose1d,nn.ConvTranspose2d,nn.ConvTranspose3d
 
 def channels_last(x, block):
-    "Return a view of a tensor whose last dimension has the channels. In a block with convolutions, this is the second dimension of the tensor."
+    "Return a view of a tensor with the channels as last dimension. In a block with convolutions, dimension 1 of the tensor has the channels."
     found = {m.out_channels for m in block.modules() if isinstance(m, convolutions)}
     return x.movedim(1, -1) if x.dim()>2 and x.shape[1] in found and x.shape[-1] not in found else x
 
 def sample_tokens(x):
-    "Return a copy of at most 256 tokens, at equal distances: (tokens, channels). `x`: tensor whose last dimension has the channels."
+    "Return a copy of at most 256 tokens, at equal distances, shape (tokens, channels). `x`: tensor with the channels as last dimension."
     tokens,n = x.shape[:-1],x.numel()//x.shape[-1]
     at = torch.arange(0, n, -(-n//most_tokens), device=x.device)
     return x[torch.unravel_index(at, tokens)].to(summing_dtype(x))

@@ -23,7 +23,7 @@ from .summary import parts_in, sums
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90002
 def divide_early(x, wanted, scale) -> tuple:
-    """Divide a tensor by a factor `scale` (number, tensor or None), unless it can be divided out of the tensor's summary later.
+    """Divide a tensor by a factor `scale` (number, tensor or None), unless the factor can be divided out of the tensor's summary later.
 
     Return the tensor to measure, and the factor to store in its row (None if there is no factor, or if the tensor was divided)."""
     powers = scale is None or 'exponents' not in wanted or not isinstance(scale, torch.Tensor) and math.frexp(scale)[0]==.5
@@ -36,14 +36,15 @@ def divides_out(wanted):
     return all(sums[p].degree is not None for p in parts_in(wanted))
 
 def remove_transforms(x):
-    "Return the tensor with all samples, of which `x` represents one sample inside `vmap`, `grad` or a similar transform of torch."
+    "Return the tensor without the wrappers of `vmap`, `grad` and similar transforms of torch. Inside `vmap`, the result contains all samples."
     while is_wrapped(x): x = unwrap(x)
     return x
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90005
 def write_cpu_row(x, tap, call):
     "Write the row of a CPU tensor by the compiled function in the `CpuReadPlan` of `tap`. If another row has the summary of `x`, copy that row."
-    arena,plan,has_version = tap.arena,tap.cpu,not x.is_inference() # inference tensors have no version counter, so changes of them are not noticed
+    # inference tensors have no version counter, so changes of their values cannot be detected
+    arena,plan,has_version = tap.arena,tap.cpu,not x.is_inference()
     at = x.data_ptr()
     source,n = at,plan.count
     if not at and n: return observe_any(x, tap, call, None, False)
@@ -65,7 +66,7 @@ def write_cpu_row(x, tap, call):
     if has_version: arena.seen[id(x)] = weakref.ref(x),version,at,groups,row,tap,tap.turn,None
 
 def read_vector(x, tap):
-    "Return the summary vector of a CPU tensor. If `Arena.seen` contains a valid one, use it; else measure the tensor."
+    "Return the summary vector of a CPU tensor. If `Arena.seen` contains a valid vector, return it; else measure the tensor."
     arena,has_version = tap.arena,not x.is_inference()
     version = x._version if has_version else 0
     known,here,groups = arena.seen.get(id(x)) if has_version else None,address(x),tap.format.groups
@@ -80,7 +81,7 @@ def read_vector(x, tap):
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90008
 def find_row(known, x, version, at, tap, scale):
-    "Return the number of a row with the summary of `x`, if `known`, an entry of `Arena.seen`, is still valid for `x` and `tap`. Else return None."
+    "Return the row number in `known`, an entry of `Arena.seen`, if the row still has the summary of `x` for `tap`. Else return None."
     ref,was,place,measured,row,by,turn,of = known
     if type(of) is not tuple or of[0] is not tap.rows.block or of[1] is not scale: return None
     if ref() is not x or was!=version or place!=at or not tap.format.groups<=measured or by.turn!=turn: return None
@@ -88,7 +89,7 @@ def find_row(known, x, version, at, tap, scale):
     return row
 
 def cache_row(x, version, at, tap, row, scale):
-    "Store in `Arena.seen` which row has the summary of `x`. Rows of weights are not stored, because a later measurement may replace them."
+    "Store in `Arena.seen` the row that has the summary of `x`. Rows of weights are not stored, because a later measurement may replace them."
     if not tap.once: tap.arena.seen[id(x)] = weakref.ref(x),version,at,tap.format.groups,row,tap,tap.turn,(tap.rows.block, scale)
 
 def write_device_row(x, tap, call, later):
@@ -99,7 +100,7 @@ def write_device_row(x, tap, call, later):
     arena,plan,cursor,at = tap.arena,tap.device,tap.cursor.cells,x.data_ptr()
     stream = plan.reading.stream()
     if stream is None or being_captured(plan.device.type) or (plan.count and not at): return False
-    # the plan converts the dtype, which an active dispatch mode of the user would intercept, so the plan cannot be used now
+    # the plan converts the dtype, and an active dispatch mode of the user would intercept the conversion
     if plan.made is not None and (later or count_dispatch_modes()): return False
     if plan.block is None or plan.block is not tap.rows.block or plan.stream!=stream:
         if tap.place!=(plan.device, stream_of(plan.device)): arena.add_rows(tap, plan.device)
@@ -112,7 +113,8 @@ def write_device_row(x, tap, call, later):
     block,first,_ = tap.rows
     row,known = first+i,None
     if later and not may_free_parameters():
-        if count_dispatch_modes(): return False # an active dispatch mode of the user would intercept `detach`
+        # an active dispatch mode of the user would intercept `detach`, so the tensor is not queued here
+        if count_dispatch_modes(): return False
         arena.unread.by_row[block, row] = x.detach(),tap.format.wanted,None
     elif x.is_inference(): plan.read(x, block.rows, row, stream)
     else:
@@ -131,7 +133,7 @@ def write_device_row(x, tap, call, later):
     return True
 
 def read_into_row(x, tap, row, scale):
-    "Measure a tensor on a device into row number `row`. If another row has its summary already, refer to that row instead."
+    "Measure a tensor on a device into row number `row`. If a different row already has the summary, refer to that row instead."
     arena,block,wanted = tap.arena,tap.rows.block,tap.format.wanted
     seen = None if x.is_inference() else arena.seen.get(id(x))
     known = None if seen is None else find_row(seen, x, x._version, address(x), tap, scale)
@@ -164,9 +166,9 @@ def observe_any(x, tap, call, scale, later):
     with undisturbed(kind): write_row(x, tap, call, scale, later)
 
 def write_row(x, tap, call=None, scale=None, later=False):
-    "Measure any tensor into the next row of `tap`, while no mode or transform is active. The arguments are those of `observe`."
+    "Measure any tensor into the next row of `tap`, while no torch mode or transform is active. Arguments: as in `observe`."
     y,scale = divide_early(x, tap.format.wanted, scale)
-    # if `y` is a copy of `x`, it is not queued: queued copies of all gradients would need as much memory as the model
+    # do not queue `y` if it is a copy of `x`: queued copies of all gradients would need as much memory as the model
     waits = later and y is x and not may_free_parameters() and list_kernels(y, tap.format.wanted)
     v = read_vector(y, tap) if y.is_cpu and not waits else None
     arena,cursor = tap.arena,tap.cursor.array
@@ -205,5 +207,6 @@ def observe(x, tap, call=None, scale=None, later=False):
                     p = tap.device
                     if p is None or not p.fits(x): p = tap.plan_device_read(x)
                     if p.reading is not None and not x.is_neg() and write_device_row(x, tap, call, later): return
-        except RuntimeError: pass # raised, for example, for a tensor without an address; `observe_any` measures such a tensor
+        # torch raises RuntimeError for a tensor without an address, for example. `observe_any` measures such a tensor
+        except RuntimeError: pass
     observe_any(x, tap, call, scale, later)

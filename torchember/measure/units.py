@@ -29,7 +29,8 @@ def by_unit(x, axis=None):
     units,after = x.shape[axis],math.prod(x.shape[axis+1:])
     if after!=1:
         try: return x.movedim(axis, -1).view(-1 if x.numel() else 0, units, 1)
-        except RuntimeError: pass # no view is possible, because the dimensions cannot be merged without a copy
+        # `view` fails if the dimensions cannot be merged without a copy
+        except RuntimeError: pass
     return x.reshape(math.prod(x.shape[:axis]), units, after)
 
 def cache_pieces(x):
@@ -93,7 +94,7 @@ def near_mean(p):
     return torch.where(mean.isfinite(), mean, torch.zeros_like(mean))
 
 def is_too_narrow(base, first, second, squared):
-    "Return True if float32 is too narrow for the sums, or sums of squares, in a result of `distances`: they overflow or underflow."
+    "Return True if the sums, or sums of squares, in a result of `distances` overflow or underflow in float32."
     odd = ~first.isfinite()
     if squared: odd |= ~second.isfinite() | (second<1e-30) & (first!=0)
     return bool(odd.any())
@@ -134,14 +135,16 @@ def saturated_share(x, low, high, within=.01, axis=None) -> float:
     middle,far,least = (low+high)/2,(high-low)*(.5-within),None
     for p in cache_pieces(x):
         d = ((p if x.dtype==torch.float64 else p.float())-middle).abs_().amin((0, 2))
-        least = d if least is None else torch.minimum(least, d) # `torch.minimum` returns NaN if a value is NaN
+        # `torch.minimum` keeps NaN, so a unit with a NaN does not count as saturated
+        least = d if least is None else torch.minimum(least, d)
     return (least>=far*(1-1e-6)).double().mean().item()
 
 # %% ../../nbs/20_measure/40_units.ipynb #8cec9b14
 def above_zero(p):
     "Count the values above zero of each unit in one piece from `cache_pieces`."
     if p.dtype!=torch.float32 or p.device.type!='cpu': return (p>0).sum((0, 2))
-    sign = p.clamp(min=0).sign_() # `clamp` and `sign` are vectorized, so several times faster than a comparison and a count
+    # `clamp` and `sign` are vectorized, so they are several times faster than a comparison and a count
+    sign = p.clamp(min=0).sign_()
     count = sign.sum((0, 2))
     return sign.nan_to_num_(0.).sum((0, 2)) if count.isnan().any() else count
 
@@ -152,7 +155,8 @@ def mean_gap(means, running_mean, running_var) -> float:
 
     `means`: for each batch, a vector with the mean of each unit. NaN without batches, or if all running variances are zero."""
     to = widest(running_var.device)
-    size = running_var.detach().to(to).sum().sqrt() # norm of the vector of all running standard deviations
+    # norm of the vector of all running standard deviations
+    size = running_var.detach().to(to).sum().sqrt()
     if not len(means) or not size>0: return math.nan
     far = [(v.detach().to(running_mean.device, to)-running_mean.to(to)).norm() for v in means]
     return (torch.stack(far).mean()/size).item()
@@ -205,8 +209,8 @@ class Sketch:
             yield i*rows, p.view(-1, self.size)*signs
 
     def on_cpu(self, x, to):
-        "Return the projection, computed on the CPU."
-        # rows with a positive sign are added in the first half of `out`, other rows in the second half. The last line combines the parts
+        "Return the random projection of the vector `x`, computed on the CPU."
+        # add rows with a positive sign to the first half of `out`, rows with a negative sign to the second half
         n = self.size
         out = np.zeros(4*n, np.float64 if to==torch.float64 else np.float32)
         starts = (self.turns+self.negative*(2*n)).tolist()
@@ -217,7 +221,7 @@ class Sketch:
         return torch.from_numpy(out[:n]+out[n:2*n]-out[2*n:3*n]-out[3*n:])
 
     def on_device(self, x, to):
-        "Return the projection, computed on an accelerator."
+        "Return the random projection of the vector `x`, computed on an accelerator."
         out,columns = torch.zeros(self.size, dtype=to, device=x.device),torch.arange(self.size, device=x.device)
         turns,rowwise = self.turns.to(x.device),(1-2*self.negative.to(x.device, to))
         for first,part in self.signed_rows(x, to, 1024):
@@ -246,7 +250,7 @@ class SignalToNoise:
 
     @property
     def value(self) -> float:
-        "Signal-to-noise ratio of the vectors so far. NaN for fewer than two vectors, or only zeros; infinite for equal vectors."
+        "Signal-to-noise ratio of all vectors added so far. NaN for fewer than two vectors, or only zeros; infinite for equal vectors."
         if self.k<2: return math.nan
         signal,noise = self.mean.norm().item(),math.sqrt(float(self.squares)/(self.k-1))
         return signal/noise if noise>0 else math.inf if signal>0 else math.nan
@@ -270,7 +274,7 @@ def packed_bits(mask):
     "Pack a tensor of booleans into bits: an int64 vector, 64 booleans in each number."
     mask = mask.reshape(-1)
     if len(mask)%64: mask = torch.nn.functional.pad(mask, (0, -len(mask)%64))
-    # this multiplication moves the lowest bits of eight bytes into one byte
+    # the multiplication collects the lowest bits of eight bytes in one byte
     eights = mask.contiguous().view(torch.int64)*0x0102040810204080 >> 56
     return eights.to(torch.int8).view(torch.int64)
 

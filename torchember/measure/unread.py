@@ -28,7 +28,7 @@ class ListPlan:
         self.cursors = [(c, [t.cursor.place for t in taps if t.cursor.chunk is c]) for c in chunks.values()]
 
     def is_current(self):
-        "Return True if all taps still have the same rows and the same `DeviceReadPlan` as when this plan was made."
+        "Return True if no tap has changed its rows or its `DeviceReadPlan` since this plan was made."
         return all(t.device is d and t.rows is r for t,(d,r) in zip(self.taps, self.known, strict=True))
 
     def write_heads(self, events, replaces) -> bool:
@@ -55,7 +55,7 @@ def read_in_one_launch(block, wanted, scale, xs, rows):
         numbers = block.rows.data
         list_kernels(xs[0], wanted).read_list(xs, wanted, numbers, rows)
         if isinstance(scale, torch.Tensor): scale = scale.to(numbers.device, numbers.dtype)
-        # a Python number is an argument of the kernel, so it needs no copy to the device
+        # a Python number needs no copy to the device, because torch passes it as an argument of the kernel
         if scale is not None: numbers[to_device(rows, numbers.device), SCALE] = scale
 
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0017
@@ -120,14 +120,14 @@ class UnreadTensors:
             else: self.lists.append((p, xs))
 
     def drop(self, tap):
-        "Remove the unread tensors of a tap: they will not be measured."
+        "Remove all tensors of a tap from the queue, so that they are not measured."
         self.queued.pop(tap, None)
         self.split_lists()
         for block,first,size in tap.all_rows() if self.by_row else ():
             for i in range(size): self.by_row.pop((block, first+i), None)
 
     def read(self):
-        "Measure all tensors with a row, in one kernel launch for each block and choice of sums. If a launch fails, drop all these rows."
+        "Measure all queued tensors that have a row, with one kernel launch per block and set of sums. If a launch fails, drop all these rows."
         # lists with a freed tensor are moved to `by_row`, where each tensor is checked
         self.split_lists(lambda xs: not all([x.data_ptr() for x in xs]))
         by_row,self.by_row,lists,self.lists = self.by_row,{},self.lists,[]

@@ -34,7 +34,7 @@ from ..store.rotation import check_store
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #e7f14e06
 def find_modules(key, tracked) -> tuple: # tracked: a `moduleTrack` for each module of the model
-    "Return the `moduleTrack`s that a key of the configuration selects, and True if this key is a path. Raise ValueError if it selects no module."
+    "Return (modules selected by a key of the configuration, as `moduleTrack`s; True if the key is a path). Raise ValueError without modules."
     paths = {p: t for t in tracked for p in (t.path, *t.aliases)}
     if isinstance(key, str):
         # path without the prefixes that DataParallel and torch.compile add
@@ -46,7 +46,7 @@ def find_modules(key, tracked) -> tuple: # tracked: a `moduleTrack` for each mod
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #69843774
 def find_quantity(what) -> type:
-    "Return the quantity class for a name, a class or a function. Raise ValueError or TypeError if there is no such quantity."
+    "Return the quantity class for a name, a class or a function. Raise ValueError for an unknown name, and TypeError for another object."
     if isinstance(what, str):
         if re.match(r'\s*\w+\(', what):
             raise ValueError(f"{what!r} is a schedule, not a quantity. Write a quantity with its schedule as a pair: [['WeightNorm', {what!r}]].")
@@ -62,7 +62,7 @@ def find_quantity(what) -> type:
     raise TypeError(f"a quantity must be a name, a subclass of SingleStepQuantity or MultiStepQuantity, or a function, got {an(what)}.{hint}")
 
 def config_pairs(asked, key):
-    "Yield a pair (quantity, schedule) for each quantity under a key of the configuration."
+    "Yield (quantity, schedule) for each quantity that the configuration requests for the modules of a key."
     if isinstance(asked, str|type|Quantity) or callable(asked): asked = [asked]
     if not isinstance(asked, list|tuple|set):
         raise TypeError(f"the quantities of {key!r} must be a list of names or pairs [name, schedule], "
@@ -77,7 +77,7 @@ def config_pairs(asked, key):
 # %% ../../nbs/47_monitor/50_monitor.ipynb #0bc94fed
 # t: `moduleTrack` of the module; key: key of the configuration; is_path: True if the key is the path of the module
 def check_fit(what, t, key, is_path):
-    "Raise ValueError if a quantity, or a quantity class, cannot be computed for a module."
+    "Raise ValueError if a quantity cannot be computed for a module. `what`: the quantity, or its class."
     c = type(what) if isinstance(what, Quantity) else what
     if reason := c.unfit(t.module):
         name = repr(key) if isinstance(key, str) else getattr(key, '__name__', key)
@@ -90,7 +90,7 @@ def parse_config(config, tracked) -> dict: # path of a module -> (`moduleTrack`,
     "Return the quantities that the configuration requests for each module. Raise ValueError or TypeError for a wrong configuration."
     if not isinstance(config, dict):
         raise TypeError(f"a configuration must be a dict such as {{'fc1': ['WeightNorm']}}, got {an(config)}.")
-    # by_path: pairs (path, quantity) from keys that are paths. They override pairs from other keys
+    # by_path: pairs (path, quantity) from keys that are paths. Such pairs override pairs from other keys
     found,by_path,schedules = {},set(),{}
     for key,asked in config.items():
         some,is_path = find_modules(key, tracked)
@@ -109,7 +109,7 @@ def parse_config(config, tracked) -> dict: # path of a module -> (`moduleTrack`,
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #377bfeb4
 def row_ttype(q) -> str:
-    "Return the tensor type for the log rows of a quantity."
+    "Return the tensor type (ttype) that the log rows of a quantity have."
     return next((t for t,*_ in (*q.needs, *captured_needs(q))), 'weight')
 
 def describe_tensor(ttype, module, described): # described: (tname, call, dtype) of captured tensors, from `CapturedTensors.described`
@@ -125,12 +125,12 @@ def describe_tensor(ttype, module, described): # described: (tname, call, dtype)
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #1ca83a55
 class QuantityValues:
-    "Stores values by module, quantity and step. If they need too much memory, older values are deleted, and read from the log when they are needed."
-    # maximum count of numbers in memory. A value counts as its size plus 10, for the memory of its Python objects
+    "Stores values by module, quantity and step. If memory is short, older values are deleted, and read again from the log if needed."
+    # largest count of numbers in memory. Each value counts 10 more, for the memory of its Python objects
     most_numbers = 4_000_000
     def __init__(self):
         self.values,self.numbers = {},0 # values: nested dicts {path of a module: {quantity: {step: value}}}; numbers: total `size_in_memory`
-        self.in_log = {} # (path of a module, quantity) -> steps whose values are only in the log
+        self.in_log = {} # (path of a module, quantity) -> steps with values that are only in the log
 
     def add(self, path, name, step, value):
         "Store the value of a quantity at a step in memory."
@@ -165,16 +165,16 @@ class QuantityValues:
         self.values,self.numbers,self.in_log = {},0,{}
 
 def size_in_memory(value):
-    "Return the size of a value, in numbers, for the memory limit."
+    "Return the count of numbers by which a value adds to the memory limit: its size, plus 10 for its Python objects."
     return getattr(value, 'size', 1)+10
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #f0789139
 class QuantityRows:
-    "Computes the due quantities of a module, and returns log rows. An error causes a warning, given once, and a row with the error."
+    "Computes the due quantities of a module, and returns log rows. After an error, it warns once and writes the error into the row."
     def __init__(self, values, on_error='warn'): self.values,self.notices = values,Notices(on_error) # values: `QuantityValues`
 
-    def __call__(self, w, qs, step) -> list: # Rows as tuples, which `Recorder.add_rows` accepts
-        "Return the log rows for a module, one for each tensor type. `w`: the module's `Watch`; `qs`: its due quantities."
+    def __call__(self, w, qs, step) -> list: # Rows as tuples for `Recorder.add_rows`
+        "Return the log rows of a module at a step, one row for each tensor type. `w`: the module's `Watch`; `qs`: its due quantities."
         fill_view(w)
         stats = {} # tensor type -> columns of its log row
         for q in qs:
@@ -203,7 +203,8 @@ class QuantityRows:
             missing = isinstance(e, MissingTensor)
             if missing and q.multi and not is_due_or_fails(q.should_show, step): return None
             self.report(w, q, e)
-            if missing: return None # a missing tensor makes no row, because it is not an error of the quantity
+            # a quantity without its tensor writes no row, because this is no error of the quantity
+            if missing: return None
             return {name: math.nan, 'error': f'{name}: {type(e).__name__}: {e}'}
 
     def make_row(self, w, ttype, stats):
@@ -214,7 +215,7 @@ class QuantityRows:
         return (w.track.name, ttype, tname, pname, None, 0), call, dtype, stats
 
     def report(self, w, q, e):
-        "Warn about an exception in a quantity, once for each kind. Raise it instead if `on_error` is 'raise'."
+        "Warn about an exception in a quantity, once for each kind of exception. If `on_error` is 'raise', raise the exception."
         if self.notices.on_error=='raise': raise e
         if missing := isinstance(e, MissingTensor): what = f"{e} This step has no value."
         else: what = f"{type(e).__name__}: {e} The row contains this error."
@@ -223,7 +224,7 @@ class QuantityRows:
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #d3fa402b
 class OwnRun:
-    "Run written by a `Monitor` itself, because no `torchEmber` records the model."
+    "Run that a `Monitor` creates for its rows, if no `torchEmber` records the model."
     def __init__(self, root, name=None, resume=False, home=None, store='jsonl'): # root: `moduleTrack` of the model
         kind,(rank,ranks) = type(root.module).__name__,rank_and_size()
         self.rank = {'rank': rank} if ranks>1 else {}
@@ -255,7 +256,7 @@ class Monitor:
         name: Name of the run. Default: the run of the torchEmber that records the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
         resume: Continue the existing run `name`
         home: Folder for logs, instead of `~/.torchember`
-        store: Format of the monitor's own run: 'jsonl', or 'parquet' for much smaller files
+        store: Log format, if the monitor writes its own run: 'jsonl', or 'parquet' for much smaller files
         scaler: The `GradScaler` in use, so that gradients are unscaled. Call `track` before `scaler.step`
         on_error: If a quantity raises an exception: 'warn' once and continue, or 'raise' the exception
     """
@@ -266,7 +267,7 @@ class Monitor:
         name:str|None=None, # Name of the run. Default: the run of the torchEmber that records the model, or `<ModelClass>_<YYYYmmdd_HHMMSS>`
         resume:bool=False, # Continue the existing run `name`
         home=None, # Folder for logs, instead of `~/.torchember`
-        store:str='jsonl', # Format of the monitor's own run: 'jsonl', or 'parquet' for much smaller files
+        store:str='jsonl', # Log format, if the monitor writes its own run: 'jsonl', or 'parquet' for much smaller files
         scaler=None, # The `GradScaler` in use, so that gradients are unscaled. Call `track` before `scaler.step`
         on_error:str='warn' # If a quantity raises an exception: 'warn' once and continue, or 'raise' the exception
     ):
@@ -274,7 +275,7 @@ class Monitor:
         if on_error not in ('warn', 'raise'): raise ValueError(f"on_error must be 'warn' or 'raise', got {on_error!r}.")
         self.model,self.config = unwrap(model),{} if config is None else config
         tracked = tracks(self.model)
-        # before the run is created and hooks are installed, so that nothing has changed if a wrong configuration raises an error
+        # read the configuration first, so that a wrong configuration raises an error before a run and hooks exist
         modules = []
         for t,asked in parse_config(self.config, tracked).values():
             view = View(t.module, repr(t.path) if t.path else t.name)
@@ -328,7 +329,7 @@ class Monitor:
     def of_step(self,
         step:int
     ) -> dict: # Dict {path of a module: {name of a quantity: value}}
-        """Return the values of one step that are still in memory.
+        """Return the values of all quantities at one step, if the values are still in memory.
 
         Returns:
             Dict {path of a module: {name of a quantity: value}}
@@ -370,7 +371,7 @@ class Monitor:
     def __del__(self): self._leave()
 
     def _leave(self):
-        "Remove the listeners from the model."
+        "Remove the listeners (hooks) of this monitor from the model."
         for st in getattr(self, 'states', ()): st.detach()
         self.states = []
 

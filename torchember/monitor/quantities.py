@@ -30,9 +30,9 @@ captured_ttypes = ('input', 'output', 'input_grad', 'output_grad')
 parameter_ttypes = ('weight', 'bias', 'weight_grad', 'bias_grad')
 
 class Need(NamedTuple):
-    "A tensor needed by a quantity, and the function that reduces the tensor to a smaller value, such as the mean."
+    "A tensor that a quantity needs, and a function that reduces the tensor to a smaller value, such as the mean."
     ttype:str # Tensor type: one of `captured_ttypes` or `parameter_ttypes`
-    # Called as `reduce(tensor, axis of features, module)`; returns the value to store. None stores the tensor itself
+    # Function of (tensor, axis of the features, module) that returns the value to store. None: store the tensor
     reduce:object
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #2252c76f
@@ -51,7 +51,7 @@ def reduce_to_stats(x, axis, module):
     "Reduce a tensor to mean and standard deviation of each channel."
     return channel_stats(x, axis)
 
-# reduction -> another reduction whose result includes the value of the first, so that no value is computed twice
+# reduction -> larger reduction with the same value in its result, so that no value is computed twice
 contained = {reduce_to_means: reduce_to_stats}
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #0032403f
@@ -60,7 +60,7 @@ def is_parametrized(module, name):
     return name in (getattr(module, 'parametrizations', None) or ())
 
 def read_parameter(module, name):
-    "Return a parameter of a module, or None. If a parametrization computes the parameter, it runs in eval mode, to keep its state unchanged."
+    "Return a parameter of a module, or None. A parametrization of the parameter runs in eval mode, to keep its state unchanged."
     if not is_parametrized(module, name): return getattr(module, name, None)
     parts = list(module.parametrizations[name].modules())
     was_training = [m.training for m in parts]
@@ -71,13 +71,13 @@ def read_parameter(module, name):
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #cc99c4b2
 def unscale(g, scale):
-    "Return a gradient divided by the loss scale; unchanged if the scale is None."
-    # converted to float32, because float16 would underflow
+    "Return a gradient divided by the loss scale. Return the gradient unchanged if the scale is None."
+    # convert to float32 first, because the quotient could underflow in float16
     return g if scale is None else (g.float() if g.dtype.itemsize<4 else g)/scale
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #68632be6
 def read_parameter_tensor(view, ttype):
-    "Return a parameter of a view's module, or its gradient divided by the loss scale. Raise `MissingTensor` with the reason if there is none."
+    "Return a parameter of a module, or its unscaled gradient. Raise `MissingTensor` with the reason if there is none. `view`: its `View`."
     name = ttype.removesuffix('_grad')
     p = read_parameter(view, name)
     if p is None: raise MissingTensor(f"{view._name} has no {name}.")
@@ -95,14 +95,14 @@ def read_parameter_tensor(view, ttype):
     return p.full_tensor() if hasattr(p, 'full_tensor') else p
 
 def reduce_into(view, ttype, f, x):
-    "Reduce a tensor by `f`, and store the result in the view of the module. If `f` raises an exception, store the exception."
+    "Reduce the tensor `x` by the function `f`, and store the result, or the exception that `f` raises, in the view of the module."
     more = view._reduced.get((ttype, contained.get(f)))
     try: got = x if f is None else more[0] if isinstance(more, tuple) else f(x, feature_axis(view, x), view)
     except Exception as e: got = e
     view._reduced[ttype, f] = got
 
 def reduce_need(view, need):
-    "Return a reduction of a tensor, such as its mean over the batch, for a quantity. Compute it once, and store it in the view."
+    "Return the reduced value of a tensor that a quantity needs, such as its mean. Compute the value once, and store it in the view."
     key = need.ttype,need.reduce
     if key not in view._reduced:
         reduce_into(view, *key, read_parameter_tensor(view, need.ttype) if need.ttype in parameter_ttypes else getattr(view, need.ttype))
@@ -112,10 +112,10 @@ def reduce_need(view, need):
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #93e7fce6
 def stored_value(value):
-    "Return a copy of a quantity's value, with floats for numbers and numpy arrays for tensors."
+    "Return a copy of the value of a quantity, with floats in place of numbers, and numpy arrays in place of tensors."
     if isinstance(value, torch.Tensor):
         single = value.dtype.is_floating_point and value.dtype not in (torch.float32, torch.float64)
-        # copied, because .numpy() forbids later resizing of the tensor
+        # copy the tensor, because a tensor that shares its memory by .numpy() cannot be resized later
         value = value.detach().to('cpu', torch.float32 if single else value.dtype, copy=True).numpy()
     if isinstance(value, np.ndarray|np.generic) and np.ndim(value)==0: value = value.item()
     if isinstance(value, complex|np.ndarray) and (isinstance(value, complex) or value.dtype.kind not in 'biuf'):
@@ -129,7 +129,7 @@ def stored_value(value):
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #1fc1893b
 def numpy_value(value):
-    "Return a stored value with numpy scalars for numbers, also inside dicts, lists and tuples."
+    "Return a stored value with numpy scalars in place of floats, also inside dicts, lists and tuples."
     if isinstance(value, dict): return {k: numpy_value(v) for k,v in value.items()}
     if isinstance(value, list|tuple): return type(value)(numpy_value(v) for v in value)
     return np.float64(value) if isinstance(value, float) else value
@@ -139,14 +139,15 @@ classes = {} # name of a quantity -> its class
 builtin = set() # names of the quantities that torchember defines
 
 def is_builtin(c):
-    "Return True if torchember, not the user, defines the class `c`."
+    "Return True if the class `c` is defined in torchember, and not by the user."
     return (c.__module__ or '').startswith('torchember.')
 
 def register_quantity(c):
     "Register a quantity class, so that configurations can select it by name. A user's class cannot replace a class of torchember."
     if c.__name__ in ('SingleStepQuantity', 'MultiStepQuantity'): return
     if is_builtin(c): builtin.add(c.__name__)
-    elif c.__name__ in builtin: return # the user's class has no name, but a configuration can contain the class itself
+    # do not register a user's class under a name of torchember. A configuration can contain the class itself
+    elif c.__name__ in builtin: return
     classes[c.__name__] = c
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #2789016d
@@ -154,9 +155,9 @@ extensions = {'input': ForwardInputExtension, 'output': ForwardOutputExtension, 
     'output_grad': BackwardOutputExtension}
 
 class Quantity:
-    "Base class of single-step and multi-step quantities."
+    "Base class of all quantities, that is, of values that `Monitor` computes for a module."
     needs = () # a `Need` for each tensor of the module from which the value is computed
-    # multi: True if the value is computed from all tracked steps, not only from steps at which the quantity is due
+    # True if the value is computed from all tracked steps since the last due step, not only from the due step
     multi = False
 
     def __init_subclass__(cls, **kwargs):
@@ -171,7 +172,7 @@ class Quantity:
 
     @classmethod
     def unfit(cls, module) -> str|None:
-        "Return the reason why this quantity cannot be computed for a module, None if it can."
+        "Return the reason why the quantity cannot be computed for a module. Return None if the quantity can be computed."
 
     # ---- methods about the tensors that the quantity needs
 
@@ -184,11 +185,11 @@ class Quantity:
         return self._extensions('input_grad', 'output_grad')
 
     def _extensions(self, *ttypes):
-        "Return the extensions (hooks) for the needed tensors that have one of these types."
+        "Return the extensions (hooks) that capture the needed tensors of the types `ttypes`."
         return [extensions[t]() for t in dict.fromkeys(n.ttype for n in self.needs) if t in ttypes]
 
     def reduced(self, i=0): # i: index of the tensor in `needs`
-        """Return the value to which a tensor in `needs` was reduced, such as its `Summary`.
+        """Return the reduced value of tensor number `i` in `needs`, such as its `Summary`.
 
         Args:
             i: index of the tensor in `needs`
@@ -198,7 +199,7 @@ class Quantity:
     # ---- methods about the values of the quantity
 
     def _should_compute(self, global_step):
-        "Return True if the schedule selects this step."
+        "Return True if the schedule of the quantity selects this step."
         return self._track_schedule(global_step)
 
     def should_show(self, global_step) -> bool:
@@ -210,12 +211,12 @@ class Quantity:
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute(global_step) that returns its value.")
 
     def _save(self, global_step, result):
-        "Store the value of a step."
+        "Store the value of the quantity at a step."
         self._output[global_step] = stored_value(result)
 
     @torch.no_grad()
     def track(self, global_step):
-        "Compute and store the value of this step if the quantity is due."
+        "Compute and store the value of the quantity at this step, if the quantity is due."
         if not self._should_compute(global_step): return
         result = self._compute(global_step)
         if result is not None: self._save(global_step, result)
@@ -230,7 +231,7 @@ class Quantity:
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #6816e049
 class SingleStepQuantity(Quantity):
-    """Base class of quantities that are computed from a single step. Subclasses define `_compute(global_step)`, which returns the value.
+    """Base class of quantities computed from a single step. Subclasses define `_compute(global_step)` to return the value.
 
     Args:
         module: Module that the quantity describes, or the `View` of this module
@@ -239,7 +240,7 @@ class SingleStepQuantity(Quantity):
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #986c084f
 class MultiStepQuantity(Quantity):
-    """Base class of quantities of several steps. `_compute_ones(global_step)` returns a value for `cache` at each step, `_compute` the result.
+    """Base class of quantities computed from several steps. `_compute_ones` returns a result per step, and `_compute` combines the results.
 
     Args:
         module: Module that the quantity describes, or the `View` of this module
@@ -249,7 +250,7 @@ class MultiStepQuantity(Quantity):
     cache = cached_property(lambda self: [])
 
     def _compute_ones(self, global_step):
-        "Return the result of this step for `cache`, from which `_compute` computes the value later. Subclasses must define this method."
+        "Return the result of one step, to store in `cache` for `_compute`. Subclasses must define this method."
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute_ones(global_step) that returns "
             "the value of one step. This value is added to `cache`.")
 
@@ -269,7 +270,7 @@ class MultiStepQuantity(Quantity):
             is_due = self._should_compute(global_step)
             if is_due: result = self._compute(global_step)
         finally:
-            # cleared also after an exception: after a change of the layer's size, old and new results cannot be combined
+            # clear also after an exception, because a layer may have a new size, and old and new results do not fit
             if is_due: self._restart()
         if result is not None: self._save(global_step, result)
 
@@ -291,7 +292,7 @@ def read_arguments(f):
 # %% ../../nbs/47_monitor/10_quantities.ipynb #3bef23eb
 @contextmanager
 def refuse_changes(tensors, name):
-    "Raise RuntimeError if the quantity `name`, computed in the `with` block, changes one of `tensors` in place."
+    "In a `with` block, check `tensors`. Raise RuntimeError if the quantity `name` has changed one of them in place."
     before = [(x, x._version) for x in tensors if not x.is_inference()]
     yield
     if any(x._version!=v for x,v in before):
@@ -299,28 +300,28 @@ def refuse_changes(tensors, name):
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #61ebd6c0
 def call_function(f, arguments):
-    "Call a user's function with these arguments. Raise RuntimeError if it changes one of them in place."
+    "Call a user's function with arguments. Raise RuntimeError if the function changes a tensor in place."
     with refuse_changes([v for v in arguments.values() if isinstance(v, torch.Tensor)], f.__name__):
         got = f(**arguments)
-    # copied, because the result may share memory with a tensor of the model
+    # copy the result, because it may share memory with a tensor of the model
     return got.clone() if isinstance(got, torch.Tensor) else got
 
 def reduction_by(f, names, ttype):
-    "Return a `reduce` function for `Need`. It calls the user's function `f` with the captured tensor."
+    "Return a function for `Need.reduce` that calls the user's function `f` with the captured tensor."
     def call_with_tensor(x, axis, module):
-        "Call the user's function with the tensor, the module, and parameters, as its argument names request."
+        "Call the user's function with the arguments that it names: the tensor, the module, or parameters."
         return call_function(f, {n: x if n==ttype else module if n=='module' else read_parameter_tensor(module, n)
             for n in names})
     return call_with_tensor
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #d89b9816
 def all_eigenvalues(spectrum, f):
-    "Return all eigenvalues of a spectrum. Raise ValueError if only some were computed, because the tensor has too many features."
+    "Return all eigenvalues of a spectrum. Raise ValueError if only some eigenvalues were computed, because there are too many features."
     if spectrum.values is not None: return spectrum.values
     raise ValueError(f"{f.__name__} needs all eigenvalues, but with {spectrum.features:,} features only some are computed.")
 
 def missing_parameter(cls, module):
-    "Return the reason why a module cannot provide a parameter needed by the quantity `cls`; None if no parameter is missing."
+    "Return the reason why a module lacks a parameter that the quantity `cls` needs. Return None if no parameter is missing."
     for n in cls.needs:
         name = n.ttype.removesuffix('_grad')
         if n.ttype not in parameter_ttypes: continue
@@ -347,7 +348,7 @@ class _FunctionQuantity(SingleStepQuantity):
         return call_function(self.function, {n: given[n] for n in self.names})
 
 def quantity_of_function(f) -> type:
-    "Create the quantity class whose value is computed by the user's function `f`."
+    "Create a quantity class that computes its value by the user's function `f`."
     names = read_arguments(f)
     captured = [n for n in names if n in captured_ttypes]
     at_once = len(captured)==1 and not set(names) & {'step', 'weight_grad', 'bias_grad', *eigenvalue_arguments}
@@ -361,7 +362,7 @@ def quantity_of_function(f) -> type:
 def quantity(
     f # Function, or a subclass of `SingleStepQuantity` or `MultiStepQuantity`
 ): # `f`, so that `quantity` can be used as a decorator
-    """Register a function as a quantity for configurations of `Monitor`. The names of its arguments select the tensors.
+    """Register a function as a quantity for `Monitor`. The names of its arguments select the tensors, such as `output` or `weight_grad`.
 
     Args:
         f: Function, or a subclass of `SingleStepQuantity` or `MultiStepQuantity`

@@ -20,7 +20,7 @@ from .quantities import reduce_to_covariance, reduce_to_means, reduce_to_summary
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #34a4686b
 def too_few_features(module, side, attributes):
-    "Return a reason if a module has only one feature, because covariances need two. Return None for more or unknown features."
+    "Return a reason if a module has only one feature, because a covariance needs two. Otherwise return None."
     n = next((getattr(module, a) for a in attributes if isinstance(getattr(module, a, None), int)), None)
     return f"it has one {side} feature, and a covariance needs two" if n==1 else None
 
@@ -31,7 +31,7 @@ class _InputCov(SingleStepQuantity):
 
     @classmethod
     def unfit(cls, module):
-        "Return the reason why the quantity cannot be computed for a module, None if it can."
+        "Return the reason why the quantity cannot be computed for a module. Return None if the quantity can be computed."
         return too_few_features(module, *cls.side)
 
     @property
@@ -72,12 +72,12 @@ class InputCovStableRank(_InputCov):
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #d0355dd6
 class _InputCovConditionAt(_InputCov):
-    "Base class: largest eigenvalue of the input's covariance, divided by the eigenvalue at fraction `at` of the sorted spectrum, or by the last."
+    "Base class of quantities: largest eigenvalue of the input's covariance, divided by the eigenvalue at the fraction `at` of the spectrum."
     at = None
     def _compute(self, global_step): return self.spectrum.condition(self.at)
 
 class _OutputGradCovConditionAt(_InputCovConditionAt, _OutputGradCov):
-    "Base class: largest eigenvalue of the covariance of the output's gradient, divided by the eigenvalue at fraction `at` of the sorted spectrum."
+    "Base class of quantities: as `_InputCovConditionAt`, for the covariance of the gradient of a module's output."
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #743dd58e
 class InputCovCondition(_InputCovConditionAt):
@@ -283,7 +283,7 @@ class OutputGradSndNorm(SingleStepQuantity):
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #03f43de5
 class RankMe(SingleStepQuantity):
-    """Effective rank of the output of a module, as defined by RankMe
+    """Effective rank of a module's output, as defined in the paper on RankMe
 
     The output has one row for each sample, `(N, ...)` flattened to `(N, K)`, and is not centred. With its singular values σₖ:
     exp(-Σₖ pₖ log pₖ), pₖ = σₖ / Σⱼ σⱼ + 1e-7. Between 1 and min(N, K). A number.
@@ -298,7 +298,7 @@ class RankMe(SingleStepQuantity):
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #474f7c89
 class WeightEffectiveRank(SingleStepQuantity):
-    """Effective rank of the weight
+    """Effective rank of the weight matrix of a module
 
     The parameter `weight`, `(out, ...)`, is flattened to a matrix with singular values σₖ: exp(-Σₖ pₖ log pₖ), pₖ = σₖ / Σⱼ σⱼ. Between 1 and the
     smaller side of the matrix. A number; NaN for a weight of zeros.
@@ -312,7 +312,7 @@ class WeightEffectiveRank(SingleStepQuantity):
 
     @classmethod
     def unfit(cls, module):
-        "Return the reason why the quantity cannot be computed for a module, None if it can."
+        "Return the reason why the quantity cannot be computed for a module. Return None if the quantity can be computed."
         w = read_parameter(module, 'weight')
         if w is None: return 'it has no weight'
         return 'its weight is a vector, which has rank 1' if not nn.parameter.is_lazy(w) and w.dim()<2 else None
@@ -336,9 +336,10 @@ class LinearDeadNeuronNum(SingleStepQuantity):
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #9d4f6a19
 def activation_bounds(module):
-    "Return the lower and upper bound of an activation function's output; None for other modules."
+    "Return (lower bound, upper bound) of the output of an activation module. Return None for other modules."
     known = {nn.Sigmoid: (0., 1.), nn.Tanh: (-1., 1.), nn.Hardsigmoid: (0., 1.), nn.Softsign: (-1., 1.)}
-    if isinstance(module, nn.Hardtanh): return float(module.min_val), float(module.max_val) # ReLU6 is a subclass of Hardtanh
+    # also for ReLU6, a subclass of Hardtanh
+    if isinstance(module, nn.Hardtanh): return float(module.min_val), float(module.max_val)
     return next((b for c,b in known.items() if isinstance(module, c)), None)
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #1db91fb7
@@ -356,7 +357,7 @@ class SaturatedUnits(SingleStepQuantity):
 
     @classmethod
     def unfit(cls, module):
-        "Return the reason why the quantity cannot be computed for a module, None if it can."
+        "Return the reason why the quantity cannot be computed for a module. Return None if the quantity can be computed."
         return None if activation_bounds(module) else 'it is not a bounded activation function'
 
     def _compute(self, global_step): return self.reduced()

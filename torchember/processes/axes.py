@@ -15,25 +15,25 @@ from ..ground.messages import printable
 from ..ground.needs import needs
 
 # %% ../../nbs/42_processes/03_axes.ipynb #b9ceedf5
-most_ranks = 2**20 # largest possible number of ranks of a run; metadata with larger numbers are damaged
+most_ranks = 2**20 # largest number of ranks in valid metadata; metadata with a larger number are ignored as damaged
 
 def is_below(x, limit):
     "Return True if `x` is an integer from 0 to `limit`-1."
     return type(x) is int and 0<=x<limit
 
 def is_line(ranks, about):
-    "Return True if `ranks` can be the ranks along one axis of a device mesh: numbers without duplicates that include the rank of `about`."
+    "Return True if `ranks` is a valid list of the ranks along a mesh axis: valid numbers without duplicates, including `about['rank']`."
     return (isinstance(ranks, list) and about['rank'] in ranks and all(is_below(r, about['world']) for r in ranks)
         and len(set(ranks))==len(ranks))
 
-# field of the metadata -> function (value, all metadata of the rank) that returns True if the value is valid
+# metadata field -> function that returns True if the value of the field is valid; `about`: all metadata of the rank
 checks = dict(
     world=lambda x, about: is_below(x, most_ranks+1), rank=lambda x, about: is_below(x, about['world']),
     stages=lambda x, about: isinstance(x, dict) and all(is_below(n, most_ranks) for n in x.values()),
     axes=lambda x, about: isinstance(x, dict) and all(is_line(ranks, about) for ranks in x.values()))
 
 def validate_metadata(metadata) -> tuple: # metadata: rank -> metadata of the rank, as a dict
-    "Return the metadata of ranks with valid values, and messages about the other ranks, whose metadata are ignored."
+    "Return the metadata of all ranks with valid metadata, and a message about each rank with invalid metadata, which are ignored."
     good,messages = {},[]
     for rank,about in metadata.items():
         about = {'rank': rank, 'world': None, 'axes': {}, **about}
@@ -46,24 +46,24 @@ def validate_metadata(metadata) -> tuple: # metadata: rank -> metadata of the ra
 
 # %% ../../nbs/42_processes/03_axes.ipynb #e4716869
 class RankAxes:
-    "Ranks along each axis of the device mesh, from the metadata of all ranks. A line is a group of ranks differing only along one axis."
+    "Groups of ranks along each axis of the device mesh. A line is a group of ranks with equal mesh coordinates except along one axis."
     def __init__(self, metadata, ranks=()): # metadata: result of `validate_metadata`; ranks: ranks that have a log
         self.world = max([0, *(about['world'] for about in metadata.values()), *(r+1 for r in ranks)])
-        self.lines = defaultdict(set) # axis -> its lines, which are tuples of ranks that differ only along this axis
+        self.lines = defaultdict(set) # mesh axis -> set of tuples of ranks; the ranks of a tuple differ only along this axis
         for about in metadata.values():
             for axis,line in about['axes'].items(): self.lines[axis].add(tuple(line))
-        self._smallest = {} # set of axes -> dict: rank -> result of `smallest_related`, a cache
+        self._smallest = {} # cache: set of mesh axes -> dict from rank to the result of `smallest_related`
 
     def lines_along(self, axis):
-        "Return the groups of ranks that differ only along an axis, as tuples. If no metadata contain the axis, return one group of all ranks."
+        "Return the groups of ranks along a mesh axis, as tuples. If no metadata contain the axis, return one group of all ranks."
         return self.lines[axis] if axis in self.lines else {tuple(range(self.world))}
 
     def line_of(self, axis, rank):
-        "Return the first of the ranks that differ from `rank` only along one axis. Return `rank` itself if the metadata name no such ranks."
+        "Return the first rank of the group along a mesh axis that contains `rank`. Return `rank` itself if the metadata contain no such group."
         return next((line[0] for line in self.lines_along(axis) if rank in line), rank)
 
     def smallest_related(self, axes, rank):
-        "Return the smallest rank among the ranks that differ from `rank` only along the given mesh axes. `axes`: a frozenset of names."
+        "Return the smallest rank of all ranks that differ from `rank` only along the given mesh axes. `axes`: frozenset of axis names."
         if axes not in self._smallest:
             smallest = {r: r for r in range(max(self.world, rank+1))}
             for line in (line for a in axes for line in self.lines_along(a)):
@@ -75,14 +75,14 @@ class RankAxes:
 
 # %% ../../nbs/42_processes/03_axes.ipynb #bfe9fd0d
 def parse_part(part):
-    "Parse a text of the column `part`, such as 'dp:S0 tp:R', into a dict: mesh axis -> role, such as 'S0'. Texts of another form get the role '?'."
+    "Parse a text of the column `part`, such as 'dp:S0 tp:R', into a dict: mesh axis -> role, such as 'S0'. An invalid text gets the role '?'."
     found = [x.rpartition(':') for x in part.split()]
     return ({axis or 'world': role if re.fullmatch(r'[RBU?]|P\*?|S-?\d+', role) else '?' for axis,_,role in found}
         or {'world': '?'})
 
 # %% ../../nbs/42_processes/03_axes.ipynb #da300004
 class Roles:
-    """How the tensor of each row is distributed along each mesh axis (its role), read from the column `part`.
+    """Roles of the tensor of each row: how it is distributed along each mesh axis, such as replicated. Read from the column `part`.
 
     Roles: 'R' replicated, 'S0' sharded along dimension 0, 'B' batch, 'P' partial sum, 'U' unrelated, '?' unknown"""
     def __init__(self, part): # part: the column `part` of a table, with texts such as 'dp:S0 tp:R'
@@ -90,9 +90,9 @@ class Roles:
         if not isinstance(part.dtype, pd.CategoricalDtype):
             part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
         codes,texts = pd.factorize(part)
-        # for each row, the index of its roles in the list `kinds`
+        # code: for each row, the index in the list `kinds` at which the dict of its roles is
         self.code = np.where(codes<0, len(texts), codes)
-        # kinds: list of different dicts: axis -> role along this axis
+        # kinds: list of the different role dicts in the table: mesh axis -> role, such as 'S0'
         self.kinds = [parse_part(p) for p in [*texts, *(['world:?'] if (codes<0).any() else [])]]
 
     def along(self, axis, role):
@@ -118,5 +118,5 @@ class Roles:
             self.kinds.append({**self.kinds[k], axis: role})
 
     def of(self, row):
-        "Return a dict for one row: mesh axis -> how the ranks along this axis share the row's tensor, such as sharded or replicated."
+        "Return the roles of the tensor in one row as a dict: mesh axis -> role, such as 'S0' (sharded) or 'R' (replicated)."
         return self.kinds[self.code[row]]

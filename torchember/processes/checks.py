@@ -20,12 +20,12 @@ from ..ground.needs import needs
 
 # %% ../../nbs/42_processes/09_checks.ipynb #94ec42cc
 def steps_of_ranks(rows):
-    "Return a dict: rank -> first and last step in its rows. `rows`: a `RankRows`."
+    "Return a dict: rank -> (first step, last step) of the rows of this rank. `rows`: rows of all ranks, as `RankRows`."
     steps = rows.df.groupby(rows.rank)['step'].agg(['min', 'max'])
     return {int(r): (int(first), int(last)) for r,first,last in steps.itertuples()}
 
 def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last step), or None if unknown
-    "Yield a message about each rank without rows, or with rows that begin later or end earlier than the rest."
+    "Yield messages about ranks without rows, and about ranks with rows that begin later or end earlier than the rows of another rank."
     missing,known = [r for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
     if missing: yield f"Of {world} ranks {join_ranks(missing)} left no rows: their shards are missing."
     worlds = defaultdict(list)
@@ -58,7 +58,7 @@ def unknown_axes(rows):
 
 # %% ../../nbs/42_processes/09_checks.ipynb #19895bea
 def drift_message(row, rank, first, step, n):
-    """Return the message about a rank whose replica of a tensor differs from the replica on the first rank.
+    """Return the message that a tensor's replica on one rank differs from the replica on the first rank.
 
     row: row of the tensor on this rank
     first: the first rank with a replica of the tensor
@@ -70,18 +70,18 @@ class DriftWatch:
     "Reports differences between replicas of a tensor during training. Replicas must be equal."
     patience = 10 # number of consecutive steps in which two replicas must differ before the difference is reported
 
-    # since: (rank, tensor) -> (first step in which this replica differed, number of steps in which this replica differed)
+    # since: (rank, tensor) -> (first step, number of steps) in which the replica on this rank differed from the first replica
     def __init__(self): self.since,self.reported = {},False
 
     def note(self, rows, at, may) -> str|None: # at: for each row, the index of its first replica; may: mask of the rows to compare
-        "Compare the replicas of one step. Return a message, but only once, when two replicas have differed for `patience` steps."
+        "Compare the replicas of one step. Return a message, only once, if two replicas have differed in `patience` consecutive steps; else None."
         if self.reported: return None
         df = rows.df
         different = np.flatnonzero(differs_from(df, at) & may)
         if not len(different) and not self.since: return None
         columns = [c for c in ('path', 'ttype', 'tname', 'call', 'micro') if c in df]
         def ranks_and_keys(i):
-            "Return for each of the rows `i` a tuple that identifies its rank and tensor."
+            "Return a tuple for each row with an index in `i`. The tuple identifies the rank and the tensor of the row."
             return zip(rows.rank[i].tolist(), *(df[c].iloc[i].astype(object).tolist() for c in columns), strict=True)
         now,lasting = {},[]
         for place,step,i in zip(ranks_and_keys(different), df['step'].iloc[different].tolist(),
@@ -99,7 +99,7 @@ class DriftWatch:
 
 # %% ../../nbs/42_processes/09_checks.ipynb #9eeca408
 def find_drift(rows):
-    "Return a message about replicas that differ until the end of the run, or None if there are none. `rows`: rows of all ranks, as `RankRows`."
+    "Return a message about replicas that differ until the end of the run, or None without such replicas. `rows`: rows of all ranks."
     df = rows.df
     at,may = rows.shards.replicas(df['ttype'])
     different = differs_from(df, at) & may
@@ -107,9 +107,9 @@ def find_drift(rows):
     pd = needs('pandas', for_='A table of rows')
     d = pd.DataFrame({'rank': rows.rank, 'step': df['step'].to_numpy(), 'differs': different, 'row': np.arange(len(df)),
         'tensor': group_codes(*(df[c] for c in ('path', 'ttype', 'tname', 'call') if c in df))})
-    d,lasting = d[at!=np.arange(len(at))],[] # the first replicas are left out, because the other replicas are compared with them
+    d,lasting = d[at!=np.arange(len(at))],[] # drop the first replica of each tensor: all later replicas are compared with the first
     for (_,rank),g in d[d.groupby(['tensor', 'rank'])['differs'].transform('any')].groupby(['tensor', 'rank']):
-        # differences that disappear before the end of the run were only rounding
+        # ignore replicas that are equal in the last step, because their differences were only rounding
         if not g['differs'].iloc[-1]: continue
         equal = np.flatnonzero(~g['differs'].to_numpy())
         since = g.iloc[equal[-1]+1 if len(equal) else 0]

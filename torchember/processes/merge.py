@@ -24,27 +24,29 @@ from ..measure.summary import derive, derived, finite, index
 
 # %% ../../nbs/42_processes/08_merge.ipynb #415b3080
 class MergePlan:
-    "Assigns each row of the ranks to a row of the merged table. Steps with the same rows can share a plan."
+    "Plan that assigns each row of a rank to a row of the merged table. Steps with rows of the same tensors can use one plan."
     def __init__(self, rows): # rows: a `RankRows`, the rows of all ranks
         pd = needs('pandas', for_='A table of rows')
         shards = rows.shards
         self.axes,self.roles = rows.axes,shards.roles
         shard,partial = group_codes(shards.tensor, shards.shard),self.roles.any_of('P', 'P*')
-        # kept: indices of all rows to merge. Of equal replicas, only the first is kept
+        # kept: indices of the rows to merge. Of equal replicas, only the first is merged
         self.kept = kept = np.flatnonzero((first_in_group(shard)==np.arange(len(shard))) | partial)
         self.rank,self.partial,self.batch = rows.rank[kept],partial[kept],self.roles.any_of('B')[kept]
         # names of the mesh axes along which tensors are sharded
         sharded = {a for kind in self.roles.kinds for a,r in kind.items() if r[0]=='S'}
         self.unsettled = (shards.unsettled & np.any([self.roles.along(a, '?') for a in sharded] or [np.zeros(len(shard), bool)], axis=0))[kept]
-        self.whole = pd.factorize(shards.tensor[kept])[0] # for each kept row, the number of its row in the merged table
+        # whole: for each row to merge, the index of its row in the merged table
+        self.whole = pd.factorize(shards.tensor[kept])[0]
         self.n = self.whole.max()+1 if len(kept) else 0 # number of rows of the merged table
-        self.first = np.full(self.n, -1) # for each row of the merged table, the index of its first kept row
+        # first: for each row of the merged table, the index of the first row that is merged into it
+        self.first = np.full(self.n, -1)
         self.first[self.whole[::-1]] = np.arange(len(kept))[::-1]
-        # mask of the rows in the merged table that are merged from several shards
+        # several: boolean mask of the rows in the merged table that are merged from several shards
         self.several = np.bincount(self.whole, minlength=self.n)>1
 
     def roles_of(self, i):
-        "Return the roles (such as 'S0') of kept row number `i` along the mesh axes, as a dict."
+        "Return a dict for the row to merge with index `i`: mesh axis -> role of its tensor, such as 'S0' (sharded)."
         return self.roles.of(self.kept[i])
 
     def any_row(self, mask):
@@ -52,17 +54,17 @@ class MergePlan:
         return np.bincount(self.whole, mask, self.n)>0
 
 # %% ../../nbs/42_processes/08_merge.ipynb #8b7b2c38
-# columns that are merged by functions of their own
+# columns for which special functions compute the merged value
 merged_columns = 'nan', 'posinf', 'neginf', 'shape', 'numel', 'exponents', 'exponent_min', 'ratio', 'module', 'ts', 'dtype', 'run'
 shard_columns = (*of_pieces, 'rank') # columns that describe a shard and are removed from the row of the whole tensor
 
 def describe(row):
-    "Return the type, name and module of a row's tensor, for a sentence."
+    "Return type, name and module of the tensor in a row, as text for a message."
     pname = row.get('pname')
     return f"{row['ttype']} {pname if isinstance(pname, str) else row['tname']} of {row['path'] or 'the model'}"
 
 def contradiction(row, n, of, numel, whole):
-    """Return a message: in `n` of `of` merged rows, the shards have more or fewer elements than the whole tensor.
+    """Return the message that the shards of a tensor have more or fewer elements than the whole tensor, in `n` of `of` merged rows.
 
     row: the first of these merged rows
     numel, whole: number of elements of this row's shards together, and of its whole tensor"""
@@ -77,8 +79,8 @@ def column_of(df, name, missing=None):
 
 # %% ../../nbs/42_processes/08_merge.ipynb #1e73d1b8
 class Merge:
-    "Merged rows of one or several steps: the `table` of the rows, and `messages` about lost and contradictory values."
-    def __init__(self, plan, df): # df: table of the rows of all ranks, for which the plan was made, or the same rows in another step
+    "Result of merging the rows of all ranks in one or several steps: the merged `table`, and `messages` about lost or contradictory values."
+    def __init__(self, plan, df): # df: table of the rows of all ranks; the plan was made for this table, or for the same tensors in another step
         self.plan,self.messages = plan,[]
         self.rows = d = df.iloc[plan.kept].reset_index(drop=True)
         self.factor = self.column('gscale', 1.).fillna(1.).to_numpy(float)
@@ -95,7 +97,7 @@ class Merge:
     def fill(self):
         "Merge each column of the ranks' rows into the table of merged rows."
         plan,d,out = self.plan,self.rows,self.table
-        # mask of the merged rows that differ from the row of their first shard: several shards, or a factor
+        # mask of the merged rows with statistics to compute: from several shards, or multiplied by a factor
         changed = plan.several | (self.factor!=1)[plan.first]
         statistics,count = {c: d[c].to_numpy(float) for c in statistic_columns(d)},np.where(np.isnan(self.count), 1., self.count)
         vectors = scaled(vectors_of(statistics, count), self.factor)
@@ -125,7 +127,7 @@ class Merge:
             if c in out: out[c] = np.where(plan.several, wholes[:, index[c]], out[c]).astype(out[c].dtype)
 
     def drop_uncounted(self, wholes, changed):
-        """Set the sums in the summaries `wholes` to NaN for tensors with a shard of unknown size. Return a mask of these tensors."""
+        """Set the sums in the merged summaries `wholes` to NaN for tensors with a shard of unknown size. Return a mask of these tensors."""
         has_statistics = ~self.rows[[c for c in self.rows.columns if c in derived]].isna().all(axis=1).to_numpy()
         uncounted = changed & self.plan.any_row(np.isnan(self.count) & has_statistics)
         if not uncounted.any(): return uncounted
@@ -137,7 +139,7 @@ class Merge:
         return uncounted
 
     def merge_shapes(self, numel):
-        "Write the shape of each whole tensor into the table, or its number of elements if the shape is unknown. `numel`: numbers of elements."
+        "Write the shape of each whole tensor into the table. Without a known shape, write the number of elements, from `numel`."
         plan,out = self.plan,self.table
         known,shapes = self.column('global_shape').tolist(),self.rows['shape'].tolist()
         whole = out['shape'].astype(object).to_numpy(copy=True)
@@ -152,7 +154,7 @@ class Merge:
             if shape is not None and prod(shape)!=numel[o] and not plan.partial[rows].any(): contradicting.append(o)
         out['shape'] = whole
         needs_numel = np.array([s is None or isinstance(s, list|tuple) and prod(s)!=n for s,n in zip(whole, numel, strict=True)], bool)
-        # rows of numbers from `te.log` have no number of elements
+        # skip the rows of numbers from `te.log`, because these rows have no number of elements
         needs_numel &= ~plan.any_row(np.isnan(self.count))
         if needs_numel.any() or 'numel' in out:
             out['numel'] = np.where(needs_numel | (out['numel'].notna().to_numpy() if 'numel' in out else False), numel, np.nan)
@@ -172,7 +174,7 @@ class Merge:
         return whole
 
     def merge_sums(self):
-        "Write the mean of each tensor that is a sum over ranks. Remove all further statistics, because only the mean of summands can be merged."
+        "Write the mean of tensors that are sums over ranks into the table. Remove all their other statistics, which cannot be merged."
         plan,out = self.plan,self.table
         groups,sums = rows_by_group(plan.whole),np.unique(plan.whole[plan.partial])
         out.loc[sums, [c for c in self.rows.columns if c in derived]] = np.nan

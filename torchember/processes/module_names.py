@@ -17,7 +17,7 @@ from ..ground.needs import needs
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #6c6a73a3
 def paths_in(tree) -> list:
-    "Return the paths of all modules in a tree of modules, in order. The tree comes from the metadata of a run."
+    "Return the paths of all modules in a module tree (nested dicts from the metadata of a run), parents before children."
     todo,out = [tree],[]
     while todo:
         node = todo.pop()
@@ -28,7 +28,7 @@ def paths_in(tree) -> list:
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #1d9ded1a
 def numbered_children(paths):
-    "Return a dict: path of a numbered container (such as `nn.Sequential`) -> number of its children."
+    "Return a dict: path of a container with numbered children, such as `nn.Sequential` -> number of children."
     children = defaultdict(set)
     for p in filter(None, paths):
         container,_,name = p.rpartition('.')
@@ -53,7 +53,7 @@ def add_offset(path, offsets):
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #a6b08854
 def names_in_whole(parts, tags) -> list:
-    """Return a dict for each part of the model: path of a module in the part -> path of this module in the whole model.
+    """Return a list with a dict for each part of the model: path of a module in the part -> path in the whole model.
 
     parts: paths of the modules of each part
     tags: suffix of each part, such as '@pp1'. A module that several parts have under one path gets the suffix"""
@@ -76,7 +76,7 @@ def names_in_whole(parts, tags) -> list:
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #5e40af3d
 def names_of_stages(metadata, paths) -> dict: # paths: function that returns the module paths of a rank
-    "Return a dict: rank -> (dict: path of a module in a pipeline stage -> path in the whole model). Empty if there are fewer than two stages."
+    "Return a dict: rank -> dict from module paths on this rank to paths in the whole model. It is empty without several pipeline stages."
     inside = defaultdict(dict) # stage -> dict: (rank, path on this rank) -> path inside the stage
     for rank,about in metadata.items():
         for top,stage in about.get('stages', {}).items():
@@ -92,11 +92,11 @@ def names_of_stages(metadata, paths) -> dict: # paths: function that returns the
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #53c94d7d
 def display_name(module, new):
-    "Return the display name of a module under a new path."
+    "Return the new display name of a module. `module`: old display name; `new`: new path of the module."
     root,*parts = module.split('.')
     path,at,tag = new.partition('@')
     names = path.split('.') if path else []
-    # the containers around a rank's stages are left out, because the whole model has no such containers
+    # drop containers that exist only on a rank, around its pipeline stage, but not in the whole model
     parts = parts[max(len(parts)-len(names), 0):]
     if len(names)==len(parts): parts = [re.sub(r'^[^(]*', n, p, count=1) for n,p in zip(names, parts, strict=True)]
     return '.'.join([root, *parts])+at+tag

@@ -16,17 +16,17 @@ from ..measure.summary import index, sums_of_squares
 
 # %% ../../nbs/42_processes/07_norms.ipynb #a15496b5
 class NormsOfWhole:
-    "Norms of all gradients of the whole model: for each step a pair, after and before clipping."
-    # wholes: merged summaries of the tensors; global_shapes: shapes of whole tensors, for the rows that `plan` keeps
+    "Gradient norms of the whole model: for each step, the norm of all gradients after clipping and before clipping."
+    # wholes: merged summaries of the tensors; global_shapes: shape of the whole tensor for each row to merge
     def __init__(self, table, wholes, plan, global_shapes):
         self.world,ttype = plan.axes.world,table['ttype'].astype(object).to_numpy()
         rows = np.flatnonzero(np.isin(ttype, ['weight_grad', 'unclipped_grad']))
         steps,step = np.unique(table['step'].to_numpy()[rows], return_inverse=True)
-        # step -> index of the step in the arrays with one number per step
+        # place: step -> index of the step in the arrays `norm`, `before_clipping`, `is_unknown` and `needs_all_ranks`
         self.place = {s: i for i,s in enumerate(steps.tolist())}
         tensor = group_codes(*(table[c].iloc[rows] for c in ('step', 'path', 'tname', 'pname') if c in table))
         squared = sums_of_squares(wholes)
-        # sums of squares of each gradient, after and before clipping; -1 if the gradient has no row for it
+        # sums: sum of squares of each gradient, after and before clipping; -1 without a row for this case
         sums,step_of = np.full((2, tensor.max(initial=-1)+1), -1.),np.zeros(tensor.max(initial=-1)+1, int)
         sums[(ttype[rows]=='unclipped_grad').astype(int), tensor],step_of[tensor] = squared[rows],step
         exists = sums!=-1
@@ -37,22 +37,22 @@ class NormsOfWhole:
         before = np.where(exists[1], sums[1], np.where(exists[0], sums[0], 0.))
         self.before_clipping = np.where(sum_by_step(exists[1])>0, np.sqrt(sum_by_step(before)), -1.)
         def any_in_step(mask):
-            "Return a boolean for each step: True if `mask` is True in at least one row of the step."
+            "Return a boolean mask of the steps: True if `mask` is True in at least one row of the step."
             return np.bincount(step, mask[rows], len(steps))>0
-        # the norm is unknown if the sum of squares of a gradient cannot be computed from its recorded statistics
+        # the norm of all gradients is unknown if the sum of squares of one gradient is unknown
         incomplete = np.isnan(squared) & (wholes[:, index['nan']]==0)
         incomplete |= plan.any_row(plan.partial) | has_wrong_count(plan.whole, global_shapes, wholes)
         self.is_unknown = any_in_step(incomplete)
         self.needs_all_ranks = any_in_step(plan.any_row(~plan.roles.all_of('R')[plan.kept]))
 
     def of_step(self, step:int, ranks:set) -> dict:
-        "Return the gradient norms of a step as a dict: name of the norm -> norm. Empty if they are unknown. `ranks`: ranks with rows in the step."
+        "Return the gradient norms of a step as a dict: name of the norm -> value; empty if unknown. `ranks`: ranks with rows in the step."
         i = self.place.get(step)
         if i is None or self.is_unknown[i] or self.needs_all_ranks[i] and len(ranks)<self.world: return {}
         return {n: float(v[i]) for n,v in zip(norm_names, (self.norm, self.before_clipping), strict=True) if v[i]!=-1}
 
 def has_wrong_count(whole, global_shapes, wholes):
-    "Return a boolean mask of the merged rows whose shards together have fewer or more elements than the whole tensor."
+    "Return a boolean mask of the merged rows for which all shards together have fewer or more elements than the whole tensor."
     out = np.zeros(len(wholes), bool)
     for o,shape in zip(whole.tolist(), global_shapes.tolist(), strict=True):
         if isinstance(shape, list|tuple): out[o] = prod(shape)!=wholes[o, index['count']]
@@ -63,7 +63,7 @@ def rows_of_norms(table):
     "Return the indices of the rows with the norm of all gradients."
     return np.flatnonzero((table['ttype']=='scalar') & (table['tname']==computed[0]))
 
-def fill_norms(table, rows, whole, norms): # whole: for each of `rows`, the index of its merged row in `table`
+def fill_norms(table, rows, whole, norms): # whole: for each row in `rows`, the index of its merged row in `table`
     "Return the merged table with the gradient norms of the whole model. Drop the rows of unknown gradient norms."
     unknown = []
     for o in rows_of_norms(table).tolist():

@@ -26,7 +26,7 @@ def check_optimizers(optimizer, scaler, ttypes, params):
     for o in os:
         if not is_optimizer(o): raise TypeError(f"optimizer= must be a torch optimizer or a list of optimizers, got {an(o)}.")
         if mine & {id(p) for p in parameters_of(o)}: continue
-        # only a warning: a program may train copies of the parameters, and write the results back into the model
+        # This is only a warning: a program may train copies of the parameters and copy the results into the model
         warn(f"The optimizer {optimizer_names([o])} trains none of the {len(mine)} parameters of this model. "
             "Was it created for another model, or before the parameters were replaced? "
             "Pass the optimizer that trains this model, or leave out optimizer= and call te.step() at the end of each step.")
@@ -38,7 +38,7 @@ def check_optimizers(optimizer, scaler, ttypes, params):
     return os
 
 def scaler_of(optimizers):
-    "Return the gradient scaler of a wrapped optimizer, such as `AcceleratedOptimizer`. None if no optimizer has a scaler."
+    "Return the gradient scaler of the first optimizer that has one, such as `AcceleratedOptimizer`. Return None if no optimizer has a scaler."
     return next((s for o in optimizers if hasattr(s := getattr(o, 'scaler', None), 'unscale_')), None)
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #148cfe84

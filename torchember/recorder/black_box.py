@@ -24,12 +24,12 @@ except ImportError: fcntl = None # Windows has no `fcntl`, so black boxes are no
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #9bb60699
 magic,version = int.from_bytes(b'EMBERBOX', 'little'),1
-# Indices of the 64-bit integers at the start of a black box: MAGIC (file type), VERSION, PID (process id), STEP (number of the current step),
-# PHASE of the training, BEGAN (time in ns when the last pass began), ALIVE (time of the last event), FAILED (module that raised an exception).
-# BLOCKS, SLOTS, THREADS: numbers of used table entries. NOTED, LATE: bytes of text that rows of the current step and late rows use
+# Indices of 64-bit integers at the start of a black box file. PID: process id; STEP: number of the current step;
+# PHASE: phase of the training; BEGAN: start of the last pass (ns); ALIVE: last event (ns); FAILED: module that raised.
+# BLOCKS, SLOTS, THREADS: numbers of used table entries. NOTED, LATE: bytes in the texts of current rows and late rows
 MAGIC,VERSION,PID,STEP,PHASE,BEGAN,ALIVE,FAILED = range(8)
 BLOCKS,SLOTS,NOTED,LATE,THREADS = range(8, 13)
-# Maximum numbers in a black box: blocks of rows, slots (copies of steps), threads, running modules per thread, and bytes of each of the two texts
+# Limits of a black box: row blocks, slots (copies of steps), threads, running modules per thread, bytes of each text
 most_blocks,most_slots,most_threads,most_depth,most_text = 256,256,16,126,1<<18
 # Index where the table of row blocks begins. Each entry: offset of rows, offset of row headers, number of rows, length of a row
 BLOCK = 64
@@ -41,13 +41,13 @@ thread_width = 2+most_depth
 # Offset, in bytes, of the text with rows of the current step. Behind it is the text with late rows, which arrived after the end of their step
 NOTES = 8*(THREAD+most_threads*thread_width)
 head_of_slot = 64 # bytes of the integers at the start of a slot, before the copy of a step
-# Indices of the integers at the start of a slot. SEQ: number of the copy, 0 while the copy is incomplete. SLOT_PARTS: number of arrays in the slot.
-# SLOT_TEXT, SLOT_META: bytes of text and metadata in a slot. SLOT_OVER: 1 if the step is over. SLOT_TOLD: number of the line that describes shards
+# Indices of integers at the start of a slot. SEQ: number of the copy (0: incomplete); SLOT_PARTS: number of arrays;
+# SLOT_TEXT, SLOT_META: bytes of text and metadata; SLOT_OVER: 1 if the step is over; SLOT_TOLD: number of shards' line
 SEQ,SLOT_PARTS,SLOT_TEXT,SLOT_META,SLOT_STEP,SLOT_OVER,SLOT_TOLD = range(7)
 phases = ('before its first step', 'in the forward pass', 'after the forward pass (loss or backward)', 'in the optimizer',
     'between two steps')
 FORWARD,AFTER,OPTIMIZER,BETWEEN = range(1, 5)
-sum_names = [*index] # names of the sums in the summary of a row
+sum_names = [*index] # names of the accumulated numbers in the summary of a tensor, such as 'count', 'mean'
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #b5cf880d
 network_filesystems = 'nfs nfs4 cifs smb3 smbfs lustre ceph beegfs gpfs glusterfs 9p afs fuse.sshfs'.split()
@@ -89,8 +89,8 @@ class BoxUnavailable(OSError):
     "Raised if no black box can be created on this system or in this folder. The message is the reason."
 
 class BoxFile:
-    "Files of a black box: a memory-mapped file, and a text file whose lines describe the content of the first. Both files grow."
-    page = mmap.ALLOCATIONGRANULARITY # bytes: each allocation in the file begins at a multiple of this number
+    "Files of a black box: a memory-mapped file, and a text file that describes the mapped content line by line. Both files grow."
+    page = mmap.ALLOCATIONGRANULARITY # each allocation in the file begins at a multiple of this number of bytes
     least = 1<<21 # minimum number of bytes by which the file grows
 
     def __init__(self, folder, name:str): # folder: folder for the black boxes of all runs; name: file name without its suffix
@@ -100,7 +100,7 @@ class BoxFile:
         os.makedirs(folder, exist_ok=True)
         # end: offset of the first byte that is not allocated
         self.path,self.end,self.fd,self.side = os.path.join(folder, name),0,-1,-1
-        # mapped: memory that was mapped last; left: number of bytes in it that are still free
+        # mapped: newest memory-mapped part of the file; left: number of bytes in this part that are still free
         self.mapped,self.left = None,0
         self.name = name
         own_boxes.add(name)
@@ -136,7 +136,7 @@ class BoxFile:
         if os.write(self.side, line+b'\n')<=len(line): raise OSError('the disk has no space for one more line of the black box')
 
     def remove(self):
-        "Delete the files of the black box. Memory mapped already stays valid."
+        "Delete the files of the black box. Memory that is already mapped stays valid."
         for end in ('.new', '.box', '.told', '.fault'):
             with suppress(FileNotFoundError): os.unlink(self.path+end)
         for fd in (self.fd, self.side):
@@ -180,13 +180,13 @@ class Position:
     "Writes the position of the training into a black box: step, phase, and the running modules of each thread."
     def __init__(self, header):
         self.header,self.words,self.lock = header,header.words,threading.RLock()
-        # display name of a module, or names of the first and last module of a compiled graph -> number in the black box, counted from 1
+        # name of a module, or (first, last) name of a compiled graph's modules -> number in the black box, from 1
         self.modules = {}
         # identifies this black box in `ThreadContext.box`, without a reference that would keep the box alive
         self.token = object()
 
     def begin_step(self, step):
-        "Write into the black box that a pass of this step began."
+        "Write the step number and the start time of a pass into the black box."
         w = self.words
         w[STEP],w[FAILED],w[BEGAN],w[PHASE] = step,0,time.time_ns(),FORWARD
 
@@ -256,16 +256,16 @@ def line_of_custom(row):
 
 class StepSlots:
     "Keeps copies of steps in a black box, until the log file has the rows of these steps."
-    def __init__(self, header, n_held:int=1): # n_held: number of unrecorded steps to keep, which are not in the log
+    def __init__(self, header, n_held:int=1): # n_held: number of unrecorded steps to keep
         self.header,self.words,self.n_held = header,header.words,n_held
         self.memories = {} # index of a slot -> memory of the slot in the file
-        # seq: number of the last copy; next, next_held: index of the next slot for a recorded, or an unrecorded step
+        # seq: number of the last copy; next: next slot for a recorded step; next_held: next slot for an unrecorded step
         self.seq = self.next = self.next_held = 0
-        # Last description of shards with its number, and last metadata with their line. Both are written again only after a change
+        # last written shards with their number, and last metadata with their line; equal values are not written again
         self.shards,self.metadata = ({}, 0),(None, b'')
 
     def free(self):
-        "Mark all slots and the text of late rows as reusable, because the log file has these rows."
+        "Mark all slots and the text of late rows as reusable, because the log file contains these rows."
         self.next = self.words[LATE] = 0
 
     def keep(self, parts, custom, step:int, ts:str, over:bool=True, held:bool=False, of_parts=None, **metadata) -> int:
@@ -323,14 +323,14 @@ class StepSlots:
         return memory
 
     def drop(self, seqs):
-        "Invalidate the copies with these numbers, because their steps were merged into a later step. The copy of this step replaces them."
+        "Invalidate the copies with these numbers. Their steps were merged into a later step, so the copy of the merged step replaces them."
         for memory in self.memories.values():
             w = memory.cast('q')
             if w[SEQ] in seqs: w[SEQ] = 0
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #897feaad
 class BlackBox:
-    "Black box: a file of recent steps, to survive a crash. Raises OSError if no such file can be created."
+    "Memory-mapped file with the most recent steps of a run, readable after a crash. Raises OSError if the file cannot be created."
     def __init__(self, folder, run:str, root:str, is_written=lambda: False, n_held:int=1):
         """Create the black box of a run in a folder. `root`: display name of the root module.
 
@@ -352,7 +352,7 @@ class BlackBox:
             raise
 
     def block(self, n, length): # returns None if the disk is full; then rows are stored in ordinary memory
-        "Return arrays in the black box for `n` rows of the current step: summaries and headers."
+        "Allocate space in the black box for `n` rows of the current step. Return two arrays for these rows: summaries and headers."
         header,k = self.header,self.header.words[BLOCKS]
         if header.file is None or k>=most_blocks: return None
         try: at,memory = header.file.allocate(8*n*(length+head_width))
@@ -374,7 +374,7 @@ class BlackBox:
             self.marks = dict(marks)
             self.header.explain(marks=self.marks)
 
-    def keep(self, *args, **kwargs): # same arguments as `StepSlots.keep`
+    def keep(self, *args, **kwargs): # the arguments of `StepSlots.keep`
         "Copy a step into the black box, before the writer thread writes the rows of the step to the log file."
         self.free_if_written()
         return self.slots.keep(*args, **kwargs)
@@ -391,7 +391,7 @@ class BlackBox:
         self.header.append_text(line, LATE, NOTES+most_text)
 
     def free_if_written(self):
-        "Reuse the black box's memory of copied steps and late rows if the log file has all of them. Called before each new copy."
+        "Mark the memory of copied steps and late rows as reusable, if the log file contains all rows. Called before each new copy."
         if self.is_written(): self.slots.free()
 
     def disown(self):
@@ -409,7 +409,7 @@ class BlackBox:
         file.remove()
 
 def write_faults(path): # returns the open file; None if faulthandler is already in use
-    "Let Python write the call stacks of all threads to a file if the process crashes, as a segmentation fault does."
+    "Let Python write the call stacks of all threads to a file if the process crashes, for example by a segmentation fault."
     if faulthandler.is_enabled(): return None
     f = open(path, 'w')
     faulthandler.enable(f, all_threads=True)
@@ -463,7 +463,7 @@ class RunBox:
         self.box,self.is_tried,self.why = None,False,None
 
     def begin_pass(self, step:int, on):
-        "Write into the black box that a pass of this step began. `on`: True if the pass is recorded."
+        "Write the start of a pass in this step into the black box. `on`: True if the pass is recorded."
         if self.box is None and on and not self.is_tried: self.open()
         if self.box is None: return
         self.box.position.begin_step(step)
@@ -506,7 +506,7 @@ class RunBox:
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #fe0d4055
 def all_written(writer, log):
-    "Return a function that checks whether the log file has all rows. It refers to the writer weakly, because a writer keeps its model alive."
+    "Return a function that checks if the log file contains all rows. The function holds the writer by a weak reference, to free the model."
     ref = weakref.ref(writer)
     def is_written():
         "Return True if the log file has all rows."

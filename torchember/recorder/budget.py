@@ -140,7 +140,7 @@ class StepTimes:
         self.time,self.cost,self.idle_cost = 0.,None,0.
 
     def add(self, took:float, cost:float, recorded:bool, late:float=0., hidden:bool=False) -> float:
-        """Add the times of a step. Same arguments as `Budget.add_step`.
+        """Add the times of a step. The arguments are the same as in `Budget.add_step`.
 
         Return the cost of the step, including the estimated part that the clock does not measure.
         """
@@ -161,13 +161,13 @@ class StepTimes:
 # %% ../../nbs/40_recorder/02_budget.ipynb #56deb09d
 class Budget:
     "Decides which of the selected steps can be recorded within a share of the training time. Reads no clock: `add_step` gets the times."
-    # the first recorded step is slow. It is charged with at most the time that recording may take in this number of steps
+    # The slow first recorded step is charged at most the recording time allowed in this number of steps
     patience = 100
     rarest = 1000 # at least one step in this number of steps is recorded, even if this exceeds the budget
 
     def __init__(self, share:float): # share: fraction of the training time that recording may take, above 0 and at most 1
         self.share,self.times = check_share(share),StepTimes()
-        # balance: seconds that recording may still take; owed: seconds of the first recorded step that will be subtracted from it in later steps
+        # balance: seconds left for recording; owed: seconds of the first recorded step that later steps still pay
         self.balance,self.owed = 0.,0.
         # credit: maximum of seconds by which the first recorded step reduces `balance`; floor: minimum of `balance`, in seconds
         self.credit,self.floor = 0.,0.
@@ -175,11 +175,11 @@ class Budget:
         self.thinned,self.since = 0,0
         self.hopeless = False # True if recording exceeds `share` even with only one recorded step in `rarest` steps
         self.hidden = False # True on a GPU, where the clock of the process does not measure the cost of work on the GPU
-        # True if compiled code was loaded during a recorded step. Then the cost of a recorded step is unknown
+        # True if compiled code was loaded in a recorded step, so that the cost of this step is unknown
         self.unknown = False
 
     def add_step(self, took:float, cost:float, recorded:bool, late:float=0., hidden:bool=False, disturbed:bool=False):
-        """Add the times of a finished step. `took`: seconds of the step; `cost`: seconds of recording among them.
+        """Add the times of a finished step. `took`: seconds of the whole step; `cost`: part of these seconds that recording took.
 
         `late`: seconds that the writer thread worked during this step, for earlier steps. `hidden`: True on a GPU, where
         the clock does not measure all costs. `disturbed`: True if compiled code was loaded during this step; then the

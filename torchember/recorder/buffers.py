@@ -11,10 +11,10 @@ from torch.nn.parameter import is_lazy
 class Buffers:
     "Measures the buffers of a model's modules."
     ttypes = ('buffer',)
-    def __init__(self, buffer): self.buffer = buffer # buffer: a `StepBuffer`
+    def __init__(self, buffer): self.buffer = buffer # buffer: `StepBuffer` that collects the rows
 
     def each(self, states): # states: the `ModuleState` of each recorded module
-        "Yield state, tensor type, name and tensor of each buffer. A shared buffer is yielded once, for its first module."
+        "Yield a tuple (module state, tensor type, name, tensor) for each buffer. A shared buffer is yielded once, for its first module."
         seen = set()
         for st in states:
             for n,b in st.track.buffers.items() if st.watched else ():

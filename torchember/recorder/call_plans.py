@@ -63,8 +63,8 @@ def needs(ttype, source):
     return not hasattr(source, 'needs') or source.needs(ttype)
 
 class PlannedPass:
-    "State of the running pass for code compiled with numba: integers that this code reads and writes, shared by the `CallPlan`s of a recorder."
-    # after this number of calls, a background thread loads the compiled code: it saves about as much time in as many calls
+    "Integers that describe the running pass to code compiled with numba. All `CallPlan`s of a recorder share these integers."
+    # After this number of calls, loading the compiled code is worth its time, and a background thread begins to load it
     calls_before_compiling = 20_000
     def __init__(self, pipe):
         self.pipe,self.steps,self.sources,self.buffer,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer,pipe.buffer.calls,pipe.cost
@@ -72,7 +72,7 @@ class PlannedPass:
         self.words = self.cells = None # words: array of integers that compiled code reads and writes; cells: memoryview of `words`
         self.held = () # objects whose addresses are in `words`, kept alive until the pass ends
         self.written = 0 # number of rows that compiled code wrote
-        self.unplanned = 0 # number of modules in all passes that began before compiled code was loaded
+        self.unplanned = 0 # sum of the numbers of recorded modules, over all passes before compiled code was loaded
         self.box = None # `token` of the black box whose module numbers are written in the plans
 
     def prepare(self) -> bool:
@@ -118,7 +118,7 @@ class PlannedPass:
         c[k.ON] = 1
 
     def begin_box(self, here):
-        "If the run has a black box, let compiled code write the running calls into the black box."
+        "Let compiled code write the running module calls into the black box, if the run has a black box."
         k,c,box = self.compiled,self.cells,self.calls.box
         c[k.BOX] = 0
         if box is None: return
@@ -129,7 +129,7 @@ class PlannedPass:
                 patch = st.track.module.__dict__.get(KEY)
                 if patch is not None and patch.plan is not None: patch.plan.note_box(box)
         c[k.ENTRY],c[k.DEEPEST],c[k.ALIVE] = here.box[1] if here.box[0] is box.token else 0,most_depth,ALIVE
-        # array on the memory of the box, kept alive so that the memory stays mapped until the pass ends
+        # keep this array alive until the pass ends, so that the memory of the black box stays mapped
         words = np.frombuffer(box.words, np.int64)
         self.held,c[k.BOX] = (*self.held[:-1], words, self.held[-1]),address_of(words)
 
@@ -151,7 +151,7 @@ class PlannedPass:
 
 # %% ../../nbs/40_recorder/76_call_plans.ipynb #d7068812
 class LearnedTensors:
-    "Nesting of a module's arguments or results, and the tap (place of a measured tensor) of each tensor in them, as compiled code needs."
+    "Stores the nesting of a module's arguments or results, and the tap (place where a tensor is measured) of each tensor in them, for compiled code."
     # maximum number of structures (nestings of arguments) to learn for a module. A module may get a new structure in each call, and learning is slow
     tries = 4
     def __init__(self):
@@ -263,7 +263,8 @@ class CallPlan:
         `code`: result of `enter` or `leave`; `structures`, `words`: indices of the plan's integers to set.
         """
         self.state.passes.shapes_known[ttype=='output'] = 0
-        if code!=self.kinds.OTHER and None not in learned.taps: return # the structure was learned before
+        # nothing to learn: the structure of these objects is known
+        if code!=self.kinds.OTHER and None not in learned.taps: return
         w = self.words
         w[structures] = 0 # if learning is interrupted, for example by Ctrl-C, the plan must not keep addresses of freed memory
         learned.learn(self.kinds, objects, tensors, self.taps_of(ttype, tensors))
@@ -308,5 +309,5 @@ class CallPlan:
         self.weights = encode_parameters(k, self.state)
         if self.weights is not None: w[[k.WEIGHTS, k.N_WEIGHTS]] = address_of(self.weights[0]),len(self.weights[1])
 
-# after a graph break, torch.compile calls modules with plans, and without `disable` it would compile these methods
+# without `never_compile`, torch.compile would compile these methods when it calls modules after a graph break
 for f in (CallPlan.finish_inputs, CallPlan.finish_outputs): never_compile(f)

@@ -26,10 +26,10 @@ class Cost:
         # first: time when the first pass began; last: time when the last pass or step ended
         self.first = self.last = None
         self.step_began = None # time when the current step began
-        # at the end of the previous step: `paid` is `total()`, `late` the seconds of the writer thread
+        # values at the end of the previous step. paid: result of `total()`; late: seconds of the writer thread's work
         self.paid = self.late = 0.
         self.loaded_before = loading_seconds() # seconds of loading compiled loops until the end of the previous step
-        # Seconds of loading compiled loops before this run, to be subtracted: in the background (`loaded`), and while steps waited (`waited`)
+        # seconds of loading compiled loops before this run. loaded: in the background; waited: while steps waited
         self.loaded,self.waited = seconds_in_background(),seconds_waited()[1]
         self.arming = 0. # seconds that the start of recording waited for compiled loops
 
@@ -86,7 +86,7 @@ class Cost:
         self.budget = None
 
     def add_work(self, since):
-        "Add the seconds since `since`, a value of `clock()`, to the time of recording. No effect in a `timed` method, which counts them already."
+        "Add the seconds since `since`, a value of `clock()`, to the time of recording. Do nothing in a `timed` method, which counts these seconds."
         if self.local.entered is None: self.spent += clock()-since
 
     def warm(self, tensors=()):
@@ -96,13 +96,13 @@ class Cost:
         self.arming += seconds_waited()[0]-before
 
     def warm_up(self):
-        "Run torch operations with a slow first use, to charge no step for this time."
+        "Run torch operations once before the training, because their first use is slow and would count as time of a step."
         self.warm()
         call_overhead(False)
         observe(torch.zeros(1), Arena().tap(None))
 
     def end_step(self, recorded:bool, late:float, hidden:bool=False):
-        """Pass the times of the ending step to the time budget.
+        """Pass the times of the step that ends now to the time budget.
 
         `late`: seconds of the writer thread so far; `hidden`: argument of `Budget.add_step`.
         """

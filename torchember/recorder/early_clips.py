@@ -10,12 +10,12 @@ from .parameters import grad_of
 
 # %% ../../nbs/40_recorder/47_early_clips.ipynb #3787fd93
 class ClippedParameter:
-    "Counts for one parameter: updates with a clipped gradient, and updates whose gradient was clipped only before the backward."
+    "Counts for one parameter: updates with a clipped gradient, and updates with a gradient clipped too early, before the backward."
     def __init__(self, version):
-        # version counters of the weight: `version` at the last event, `backward` at the last backward (None before the first backward)
+        # version counters of the weight. version: at the last event; backward: at the last backward, or None
         self.version,self.backward = version,None
-        # since the last update: `idle` is True after clipping without effect (no gradient, or a gradient that was used already),
-        # `early` is True if a backward followed the clipping without effect, and `in_time` is True after a new gradient was clipped
+        # states since the last update. idle: True after clipping a missing or already used gradient, without effect;
+        # early: True if a backward followed the idle clipping; in_time: True after a new gradient was clipped
         self.idle = self.early = self.in_time = False
         self.checked = self.wrong = 0
         self.first = None # number of the first training step in which clipping was too early
@@ -30,7 +30,7 @@ class ClippedParameter:
         self.version,self.idle,self.early,self.in_time = version,False,False,False
 
     def note_clip(self, p):
-        "Note that the gradient of the parameter `p` is about to be clipped."
+        "Store whether the gradient of the parameter `p` is a new one when it is clipped. Called before the clipping."
         self.idle = grad_of(p) is None or self.backward not in (None, p._version)
         self.in_time = self.in_time or not self.idle and self.backward is not None
 
@@ -40,7 +40,7 @@ class ClippedParameter:
 
 # %% ../../nbs/40_recorder/47_early_clips.ipynb #fffaa525
 class EarlyClips:
-    "Checks for some parameters whether their gradients are clipped only before the backward."
+    "Counts the updates of some parameters that used gradients clipped before the backward, so that clipping had no effect."
     most,some = 256,4 # most: number of clipping calls to check; some: every 4th parameter is checked, to save time
 
     def __init__(self):
@@ -48,7 +48,7 @@ class EarlyClips:
         self.clips = 0
 
     def note_clip(self, clipped, parameters, step):
-        """Check gradients that are about to be clipped.
+        """Check if the gradients that will be clipped were computed by a new backward. Called before the clipping.
 
         `clipped`: parameters given to a clipping function; `parameters`: parameters to check; `step`: number of the open training step."""
         self.clips += 1
@@ -61,7 +61,7 @@ class EarlyClips:
             c.note_clip(p)
 
     def note_backward(self, parameters, step):
-        "Note that a backward begins. `parameters`: parameters to check; `step`: number of the open training step."
+        "Store the start of a backward for each checked parameter. `parameters`: candidates to check; `step`: number of the open training step."
         if not self.counts or self.clips>self.most: return
         for p in parameters[::self.some]:
             if (c := self.counts.get(id(p))) is None: continue
@@ -69,7 +69,7 @@ class EarlyClips:
             c.note_backward(p)
 
     def facts(self, found) -> dict: # found: result of `every_parameter`
-        "Return the counts of each checked parameter, with its path and name, for the metadata of the run."
+        "Return the numbers of early and all clipped updates of each checked parameter, as metadata of the run."
         names = {id(p): next(iter(names)) for p,_,names in found}
         counts = [[*names[i], c.checked, c.wrong, c.first] for i,c in self.counts.items() if i in names and c.checked]
         return {'early_clips': counts} if counts else {}

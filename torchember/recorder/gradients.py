@@ -18,33 +18,33 @@ class Gradients:
         self.handles = [] # handles of the hooks on leaf tensors, to remove these hooks
         self.given = {} # id of a leaf tensor -> number of the last pass that used the tensor
         # True if the step that just ended may still be merged into the next step as a micro-batch.
-        # Then the hooks stay on tensors of the ended step, because gradients of these tensors may still arrive
+        # If True, hooks of the ended step stay installed, because its gradients may still arrive
         self.keeps_hooks = False
 
     def needs(self, ttype):
-        "Return True if `flow` must get the tensors of calls. ttype: 'input' or 'output'."
+        "Return True if gradients of these tensors are recorded, so that `flow` must get the tensors. `ttype`: 'input' or 'output'."
         return self.of[ttype] in self.ttypes
 
     def flow(self, state, ttype, named, call, phase):
-        "Install gradient hooks on the inputs or outputs of a module call, if their gradients are recorded. ttype: 'input' or 'output'."
+        "Install gradient hooks on the inputs or outputs of a module call, if their gradients are recorded. `ttype`: 'input' or 'output'."
         if self.needs(ttype): self.hook_tensors(state, self.of[ttype], named, call, phase)
 
     def hook_tensors(self, state, ttype, named, call, phase):
-        "Install gradient hooks on the tensors of one module call. ttype: 'input_grad' or 'output_grad'."
+        "Install gradient hooks on the tensors of one module call. `ttype`: 'input_grad' or 'output_grad'."
         # backwards: name of a tensor -> number of the last backward that computed its gradient
         backwards,pass_ = {},self.steps.pass_
         leaves = {n: id(x) for n,x in named if x.is_leaf}
         self.given.update(dict.fromkeys(leaves.values(), pass_))
         def report(n, g):
-            "Report the gradient of the tensor with this name. The hook is called by autograd."
-            # this hook ignores the gradient, because a later pass has its own hook on the leaf tensor
+            "Report the gradient `g` of the tensor with the name `n`. Autograd calls this hook."
+            # ignore the gradient here: a later pass used the same leaf tensor, and its own hook reports the gradient
             if n in backwards and n in leaves and self.given.get(leaves[n])!=pass_: return
             backwards[n] = backwards.get(n, -1)+1
             self.notify(state, ttype, n, g, call, phase, backwards[n])
         self.handles += hook_gradients(named, report, (id(state), ttype), False, state.key, ttype)
 
     def recomputed(self, state, inputs, outputs):
-        "Install gradient hooks when a checkpoint is recomputed, because a reentrant checkpoint builds its graph only then."
+        "Install gradient hooks while a checkpoint is recomputed. A reentrant checkpoint builds its autograd graph only then."
         for ttype,named in (('input_grad', inputs), ('output_grad', outputs)):
             if ttype not in self.ttypes: continue
             self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.grads_arrived(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)

@@ -26,8 +26,7 @@ class NoPython(Unmeasurable):
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #6e82c472
 class UnrecordedGraphs(Listener):
-    """Listener of a model whose CUDA graphs are not recorded. It writes all queued rows before a CUDA graph is captured, because no copy from
-    the GPU may be pending during the capture."""
+    """Listener of a model with unrecorded CUDA graphs. Writes all queued rows before a capture, because no GPU copy may be pending then."""
     def __init__(self, drain): self.drain,self.watch = drain,GraphWatch(self) # drain: function that writes all queued rows
 
     def before_capture(self, graph):
@@ -51,9 +50,10 @@ class Tape:
         "Add an event to the `Tape` of the captured CUDA graph. `event`: name of the event, then its arguments."
         self.events.append(event)
 
-    @functools.cached_property # the number can be cached, because it is first read after the capture, when it no longer changes
+    # cached after the first read: the value is read only after the capture and cannot change then
+    @functools.cached_property
     def before(self):
-        """Number of events repeated before the replay of the graph.
+        """Number of events to repeat before the CUDA graph is replayed.
 
         These are the events of the first pass, because its weights must be read before the replay.
         """
@@ -70,7 +70,7 @@ class CapturedEvents(Listener):
     def __init__(self, events, ttypes): # events: `ModelEvents` of the recorder
         self.events,self.ttypes = events,ttypes
         self.tape = None # `Tape` of the running capture; None if no capture is running
-        # depth: number of nested running calls of the outermost module; stack: running `Call` objects
+        # depth: number of nested running calls of the outermost module; stack: `Call` objects of the running calls
         self.depth,self.stack = 0,[]
         self.pass_ = None # object that identifies the current pass
         self.gradients = Gradients(ttypes, self, self.gradient)
@@ -92,7 +92,7 @@ class CapturedEvents(Listener):
     # ---- events of passes and calls
 
     def inside(self):
-        "Return True if a pass is running."
+        "Return True if a pass of the model is running."
         return self.depth>0
 
     def pass_begins(self, state, grad=None):
@@ -142,7 +142,7 @@ class CapturedEvents(Listener):
 
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
         "Add the gradient of an input or output to the `Tape` of the captured CUDA graph."
-        if self.tape is None: return # ignored after the capture, when hooks on leaf tensors may still run
+        if self.tape is None: return # gradients after the capture are ignored: hooks on leaf tensors may still run then
         self.tape.add('gradient', state, ttype, tname, self.tensor(state, ttype, tname, grad, self.events.sources.optimizers.scale()), call, backward)
 
     def recomputed(self, state, inputs, outputs):
@@ -178,16 +178,16 @@ class CapturedEvents(Listener):
         self.tape.rows.seen.clear()
 
     def failed(self, *what):
-        "Report the failed measurement of a tensor."
+        "Report that a tensor could not be measured."
         self.events.failed(*what)
 
     def missed(self, *what):
-        "Report tensors lost in compiled code."
+        "Report tensors that could not be recorded in compiled code."
         self.events.missed(*what)
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #921e3ece
 class Player:
-    "Repeats the events of a `Tape` for a recorder, at each replay of a CUDA graph. It has a method for each kind of event."
+    "Repeats the events of a `Tape` for a recorder, at each replay of a CUDA graph. Each kind of event has its own method."
     def __init__(self, events, optimizer_events): # events, optimizer_events: listeners of the recorder, which get the repeated events
         self.events,self.optimizer_events = events,optimizer_events
         self.notified = False # True if the recorder records the running pass
@@ -239,7 +239,7 @@ class Player:
         self.optimizer_events.step_begins(optimizer)
 
     def gradients_ready(self, optimizer, scale):
-        "Notify the recorder: all gradients for an optimizer's step are computed."
+        "Notify the recorder that all gradients for an optimizer's step are computed."
         self.optimizer_events.gradients_ready(optimizer, scale, False)
 
     def step_ends(self, optimizer, skips): # skips: `found_inf` of a fused optimizer (not 0 if it skipped its step), else None
@@ -272,7 +272,7 @@ class Graphs(CapturedEvents):
         self.gradients.step_over()
         self.depth,self.stack = 0,[]
         self.tape = Tape(GraphRows(graph, devices.chosen_device()), self.events.buffer.rows.arena)
-        # False, so that hooks of earlier passes do not measure during the capture
+        # switched off, so that hooks of earlier passes measure nothing during the capture
         self.was_on,self.events.on = self.events.on,False
         self.set_listeners(self, self)
 
@@ -301,18 +301,19 @@ class Graphs(CapturedEvents):
             "To record them, capture the graph again.", 'info')
 
     def replay_begins(self, graph):
-        "Repeat the captured events that must come before the replay of a CUDA graph."
+        "Repeat the captured events that belong before the replay, such as the start of the first pass."
         if (tape := self.tape_of(graph)) is None: return
-        # the event 'pass_begins' is sent again before the CUDA graph is replayed, because this event may end the previous step
+        # 'pass_begins' is repeated before the replay, because this event may end the previous step
         first = tape.events[0][0]=='pass_begins'
         self.player.play(tape.events[:first])
         prepare_replay(tape.arena, tape.rows)
         self.player.play(tape.events[first:tape.before])
 
     def replay_ends(self, graph, whole):
-        "Repeat the captured events that must come after the replay of a CUDA graph."
+        "Repeat the captured events that belong after the replay, such as optimizer steps."
         if (tape := self.tape_of(graph)) is None: return
-        self.events.buffer.rows.forget_seen() # a replay changes tensors, but not their version counters
+        # a replay changes tensors without a change of their version counters, so all must be measured again
+        self.events.buffer.rows.forget_seen()
         if whole: self.player.play(tape.events[tape.before:])
         else: drop_graph_rows(tape.arena, tape.rows)
 

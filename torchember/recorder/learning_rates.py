@@ -36,7 +36,7 @@ def rates_in(optimizer, prefix:str='lr') -> dict:
     if len(optimizer.param_groups)==1: return {prefix: groups[0][1]['lr']} if groups else {}
     often = Counter(str(g.get('name')) for g in optimizer.param_groups)
     def label(i, g):
-        "Return the name of a parameter group, or its index if it has no name."
+        "Return the name of a parameter group. Return its index if it has no name, or if another group has the same name."
         return i if g.get('name') is None or often[str(g['name'])]>1 else g['name']
     return {f'{prefix}/{label(i, g)}': g['lr'] for i,g in groups}
 
@@ -62,7 +62,8 @@ class LearningRates:
     "Collects the learning rates that have changed since their last row, so that unchanged rates are not logged again."
     def __init__(self, optimizers):
         self.optimizers = list(optimizers)
-        self.last,self.found = {},{} # last: name -> `rate_version` in the last row; found: name -> changed learning rate of this step
+        # last: name -> `rate_version` in the last row; found: name -> learning rate that changed in this step
+        self.last,self.found = {},{}
         self.plain = {} # id of an optimizer -> last result of `plain_rates`
 
     def prefix(self, optimizer) -> str:

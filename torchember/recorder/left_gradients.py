@@ -26,19 +26,19 @@ def may_be_cleared(p):
 
 # %% ../../nbs/40_recorder/46_left_gradients.ipynb #fed28507
 class LeftGradient:
-    "Counts for one parameter: intervals between two steps of its optimizer, and intervals in which its gradient was never set to zero."
+    "Counts for one parameter: intervals between optimizer steps, and intervals in which the gradient was never set to zero."
     def __init__(self, version, is_late=False):
         self.version = version # version counter of the weight at the last backward
-        # True if the backward has computed this gradient before the backward is noticed, as for a weight used only in the loss
+        # True if this backward had already computed the gradient when `note_backward` was called
         self.is_late = is_late
-        # begun: True once the optimizer has stepped; cleared: True if the gradient was zero at the start of a backward since the last step
+        # begun: True after an optimizer step; cleared: True if a backward since then found a zero gradient
         self.begun = self.cleared = False
         self.backwards = 0 # number of backwards since the last step of the optimizer
         self.checked = self.left = 0
         self.first = None # number of the first training step with a gradient left over from an earlier step
 
     def end_interval(self, step):
-        "Add the interval since the optimizer's last step to the counts, because the optimizer has stepped again. `step`: number of the current training step."
+        "Count the interval since the optimizer's last step, because the optimizer has stepped again. `step`: number of the current training step."
         if self.begun and self.backwards:
             self.checked += 1
             self.left += not self.cleared
@@ -46,16 +46,16 @@ class LeftGradient:
         self.begun,self.cleared,self.backwards = True,False,0
 
     def restart(self):
-        "Begin a new interval at the next step of the optimizer, because some backwards were not checked."
+        "Skip the current interval, because some of its backwards were not checked. The next optimizer step begins a new interval."
         self.begun = False
 
 # %% ../../nbs/40_recorder/46_left_gradients.ipynb #f1216e70
 class LeftGradients:
-    "Checks for some parameters whether their gradients were left over from an earlier step of their optimizer."
-    # The first `often` backwards are checked. Later only the first `together` of every `every` backwards are checked, to save time
+    "Checks if the gradients of some parameters still contained values of an earlier optimizer step when a backward began."
+    # The first `often` backwards are checked, later only the first `together` of each `every` backwards, to save time
     often,every,together = 64,64,8
 
-    # optimizers: known optimizers. If there are none, a changed version counter of a parameter counts as a step of its optimizer
+    # optimizers: known optimizers. Without them, a changed version counter of a parameter counts as an optimizer step
     def __init__(self, optimizers=()):
         self.optimizers,self.owners = optimizers,None # owners: id of a parameter -> ids of its optimizers
         self.stepped = set() # ids of the optimizers that stepped since the last backward
@@ -68,7 +68,7 @@ class LeftGradients:
         self.at_start = {id(p) for p in parameters if grad_of(p) is not None}
 
     def note_step(self, optimizer):
-        "Note that an optimizer has made a step, which used the gradients of its parameters."
+        "Store that an optimizer has stepped since the last backward."
         self.stepped.add(id(optimizer))
 
     def find_owners(self):
@@ -79,7 +79,7 @@ class LeftGradients:
         return owners
 
     def note_backward(self, parameters, step):
-        "When a backward begins, check whether the gradients of these parameters are zero. `step`: number of the current training step."
+        "Check if the gradients of these parameters are zero when a backward begins. `step`: number of the current training step."
         self.backwards += 1
         if self.backwards>self.often and self.backwards%self.every>=self.together:
             if self.backwards%self.every==self.together:
@@ -98,6 +98,6 @@ class LeftGradients:
         self.stepped.clear()
 
     def facts(self, found) -> dict: # found: result of `every_parameter`
-        "Return for each checked parameter how often its gradient was left over, with its path and name, for the metadata of the run."
+        "Return the number of leftover gradients of each checked parameter, with its path and name, as metadata of the run."
         names = {id(p): next(iter(names)) for p,_,names in found}
         return {'left_gradients': [[*names[i], c.checked, c.left, c.first] for i,c in self.counts.items() if i in names and c.checked]} if self.counts else {}

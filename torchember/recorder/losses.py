@@ -27,7 +27,7 @@ class ArrivingCopies:
 
     def add(self, x, *more):
         "Pass the values of a tensor to the function: at once for the CPU, after their copy has arrived for a GPU. Else drop them."
-        # a clone is read, because `numpy()` would forbid resizing the storage of the user's tensor
+        # a clone is read, because `numpy()` on the user's tensor would forbid resizing its storage
         if x.is_cpu: self.function(x.clone().numpy(), *more)
         elif copies_async(x.device) and not being_captured(x.device.type) and len(self.pending)<most_pending: self.pending.append((to_host(x), more))
 
@@ -36,12 +36,12 @@ class ArrivingCopies:
         try:
             while self.pending and (wait or self.pending[0][0].done.query()):
                 copy,more = self.pending.pop(0)
-                # not `asarray(copy)`, which would wait for the GPU once more
+                # `copy.host` is read directly, because `asarray(copy)` would wait for the GPU again
                 self.function(np.asarray(copy) if wait else copy.host.numpy().copy(), *more)
         except RuntimeError: self.pending = [] # a failed device sends no copies
 
 class Labels:
-    "Labels of all batches so far: smallest, largest, how often each label occurred, and the number of batches with only one label."
+    "Counts the labels of all batches: smallest and largest label, number of each label, and number of batches with only one label."
     def __init__(self):
         # counts: how often each label occurred; too_many: True if a label is too large to be counted
         self.counts,self.too_many = np.zeros(0, np.int64),False
@@ -74,7 +74,7 @@ class Labels:
         self.counts = new
 
     def facts(self) -> dict:
-        "Return the facts about all labels, for the metadata of the run. Empty if no labels were added."
+        "Return a dict of statistics of all labels, for the metadata of the run. Return an empty dict if no labels were added."
         if not self.batches: return {}
         out = dict(smallest=self.smallest, largest=self.largest, batches=self.batches, single=self.single)
         if self.too_many: return out
@@ -125,7 +125,7 @@ class NextTokens:
 
 # %% ../../nbs/40_recorder/36_losses.ipynb #1e3ba0ee
 class TermFacts:
-    "Facts about one term of a loss, such as one cross-entropy, for the metadata of a run."
+    "Collects facts about one term of a loss, such as one cross-entropy, for the metadata of a run."
     def __init__(self, name, tname, step): # name: name of the logged loss; tname: name of its rows; step: number of the first step with this loss
         self.fixed = dict(name=name, tname=tname, first_step=step)
         # broadcast: number of batches in which prediction and target had different shapes; seen: number of batches
@@ -146,7 +146,7 @@ class TermFacts:
         for x in (self.labels, self.next_tokens): x.copies.read(wait)
 
     def state(self):
-        "Return a value that changes whenever a fact changes. Changes of counts are ignored."
+        "Return a value to compare: it changes if the loss's kind, shapes or label range change. Changes of counts are ignored."
         labels = self.labels
         return self.known.get('kind'),bool(self.broadcast),labels.smallest,labels.largest,labels.batches==labels.single
 
@@ -156,7 +156,7 @@ class TermFacts:
         return self.fixed | self.known | {'seen': self.seen} | more | self.labels.facts() | self.next_tokens.facts()
 
 def labels_of(term):
-    "Return the class labels of a loss term: whole numbers, or the classes of one-hot rows. None for other targets."
+    "Return the class labels of a loss term: integer targets, or the class indices of one-hot targets. Return None for other targets."
     x = term.target
     if x is None or term.kind not in ('cross_entropy', 'nll', 'margin') or x.is_complex(): return None
     if not x.is_floating_point(): return x if x.dtype!=torch.bool else None
@@ -165,12 +165,12 @@ def labels_of(term):
     return best.indices if bool((best.values==1).all()) and bool((x.sum(-1)==1).all()) else None
 
 def target_facts(term) -> dict:
-    "Return the dtype and shape of a loss term's target, as a dict. Empty if the target is unknown."
+    "Return the dtype and shape of a loss term's target as a dict. Return an empty dict if the target is unknown."
     if term.target is None: return {}
     return {'target_dtype': str(term.target.dtype).removeprefix('torch.'), 'target_shape': None if term.target_shape is None else list(term.target_shape)}
 
 def softmax_facts(links) -> dict:
-    "Return dimension and size of the softmax, or division by a sum, that is closest to the model. Empty if there is none."
+    "Return dimension and size of the softmax (or normalizing division) nearest to the model. Return an empty dict if there is none."
     soft = [(l.dim if l.name!='normalize' else len(l.shape)-1, l.shape) for l in links if l.name in ('softmax', 'log_softmax', 'normalize') and l.shape]
     found = [(d, s[d]) for d,s in soft if d is not None]
     dim,size = min(reversed(found), key=lambda f: f[1]!=1, default=(None, None))
@@ -188,7 +188,7 @@ def describe_term(term) -> dict:
 
 # %% ../../nbs/40_recorder/36_losses.ipynb #b26e8eaa
 def row_names(name, terms) -> list:
-    "Return the `tname` for the rows of each term of a loss: the kind of the term, or the name of the loss if it is not 'loss'."
+    "Return the `tname` for the rows of each loss term: the kind of the term if the loss is named 'loss', else the name of the loss."
     is_plain,seen,out = name=='loss',Counter(),[]
     for t in terms:
         n = t.kind if is_plain else name if len(terms)==1 else f'{name}_{t.kind}'
@@ -197,7 +197,7 @@ def row_names(name, terms) -> list:
     return out
 
 class SparseSteps:
-    """Selects steps for reading losses: all of the first recorded steps, and few of the later steps.
+    """Selects the steps in which losses are read: all of the first recorded steps, and few of the later steps.
 
     dense: number of first steps that are all selected; sparse: one of so many later steps is selected"""
     def __init__(self, dense=64, sparse=8): self.dense,self.sparse,self.number,self.count = dense,sparse,None,0
@@ -210,17 +210,17 @@ class SparseSteps:
 class LossReader:
     "Reads the autograd graphs of logged losses. Makes rows of predictions and targets, and metadata about losses."
     ttypes = 'prediction','target'
-    def __init__(self, pipe, lock, notify): # pipe: `Pipe`; lock: the recorder's lock; notify: function that is called with changed metadata
+    def __init__(self, pipe, lock, notify): # pipe: `Pipe`; lock: the recorder's lock; notify: function to call with changed metadata
         self.pipe,self.lock,self.notify = pipe,lock,notify
         self.ttypes = tuple(t for t in self.ttypes if t in pipe.sources.ttypes)
-        # facts: (name of a loss, `tname` of its rows) -> `TermFacts`; states: same keys -> `TermFacts.state` when the facts were last written
+        # keys: (name of a loss, `tname` of its rows). facts: `TermFacts`; states: `TermFacts.state` at the last write
         self.facts,self.states,self.due = {},{},1
-        # for the pass `pass_`: `calls`: `tname` -> number of measured losses; `numbers`: numbers of the graph nodes that were read
+        # of the pass `pass_`. calls: `tname` -> number of measured losses; numbers: numbers of graph nodes already read
         self.pass_,self.calls,self.numbers = None,Counter(),set()
-        # compiled: True if compiled code computed a loss; freed: True if a backward had freed the tensors of a loss
+        # compiled: True if compiled code computed a loss; freed: True if tensors of a loss were already freed
         self.compiled = self.freed = False
         self.tokens = [] # integer inputs of the last pass with the shape (sequences, positions), until a loss is read
-        # losses are not read in every step, because this takes as long as several rows, and targets change little
+        # losses are read in few steps, because reading takes as long as several rows, and targets change little
         self.selected = SparseSteps()
 
     def note(self, numbers:dict):
@@ -238,7 +238,7 @@ class LossReader:
         else: self.tokens = [x.detach() for _,x in inputs if type(x) is torch.Tensor and x.dtype in (torch.int64, torch.int32) and x.dim()==2 and x.shape[1]>1]
 
     def note_outputs(self, outputs):
-        "Read the autograd graph of a loss among the model's outputs, as Hugging Face models return it. `outputs`: (name, tensor) pairs."
+        "Read the autograd graph of the loss that the model returns as an output (as Hugging Face models do). `outputs`: (name, tensor) pairs."
         for n,x in outputs:
             if n=='output_loss': self.note({'loss': x})
 
@@ -250,7 +250,7 @@ class LossReader:
             except Exception as e: self.pipe.buffer.notices.failed(self.pipe.writer.extra.root_name, f'the graph of {name}', e)
 
     def read(self, name, loss):
-        "Record the terms of one loss: rows of their predictions and targets, and facts about them."
+        "Record each term of one loss: make rows of its prediction and target, and collect facts."
         steps = self.pipe.steps
         if self.pass_!=steps.pass_: self.pass_,self.calls,self.numbers = steps.pass_,Counter(),set()
         graph = find_terms(loss)
@@ -264,26 +264,26 @@ class LossReader:
         if terms: self.write()
 
     def measure(self, term, tname):
-        "Measure prediction and target of a loss term. Nothing is measured before the first pass of a step."
+        "Measure the prediction and the target of a loss term. Do nothing before the first pass of a step."
         steps,buffer,states = self.pipe.steps,self.pipe.buffer,self.pipe.sources.states
         if not states or not steps.opened or not sum(steps.passes.values()): return
         call,phase = self.calls[tname],steps.phase if steps.manual else None
         self.calls[tname] += 1
-        # a cross-entropy's prediction gets no row, because the same logits are an output of the model already, and often the largest tensor
+        # a cross-entropy's logits are an output of the model and already have a row, so its prediction gets no row
         prediction = None if term.kind=='cross_entropy' and term.takes=='logits' else term.prediction
         for ttype,x in (('prediction', prediction), ('target', term.target)):
             if x is not None and ttype in self.ttypes: buffer.measure(states[0], ttype, tname, x, None, call, phase)
         buffer.rows.forget_seen()
 
     def add_facts(self, name, tname, term):
-        "Add a loss term of a batch to the facts of the run."
+        "Add the facts about a loss term of one batch to the metadata of the run."
         key = name,tname
         if key not in self.facts and len(self.facts)>=most_losses: return
         if key not in self.facts: self.facts[key] = TermFacts(name, tname, self.pipe.steps.number)
         self.facts[key].add(term, self.tokens)
 
     def write(self, now=False):
-        "Write the metadata about losses after batches 1, 2, 4, 8, ..., and if a fact has changed. `now`: True to write always."
+        "Write the metadata about losses after batches 1, 2, 4, 8, ..., and after a fact has changed. `now`: True to write at once."
         for f in self.facts.values(): f.read_copies(now)
         seen,states = max(f.seen for f in self.facts.values()) if self.facts else 0,{k: f.state() for k,f in self.facts.items()}
         if not seen or not now and seen<self.due and states==self.states: return
@@ -291,7 +291,7 @@ class LossReader:
         self.notify(self.meta())
 
     def meta(self) -> dict:
-        "Return the metadata about losses, for the file of the run."
+        "Return the metadata about losses, to write into the log file."
         return {'losses': [f.entry() for f in self.facts.values()]}
 
     def remarks(self) -> list:

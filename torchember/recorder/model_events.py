@@ -29,11 +29,11 @@ from .tally import not_called
 # %% ../../nbs/40_recorder/79_model_events.ipynb #d84d3047
 class FunctionCalls:
     "Detects an autograd Function that calls the model several times, such as an ODE solver. These calls count as one pass."
-    # The autograd Function that called the model in the last pass, as returned by `enclosing_call`; None if no Function did
+    # autograd Function that called the model in the last pass, from `enclosing_call`; None without such a Function
     def __init__(self): self.function = None
 
     def joins(self, phase) -> bool:
-        "Return True if a call of the model belongs to the last pass, because one autograd Function makes both calls. `phase`: phase of the call."
+        "Return True if a call of the model belongs to the last pass, because one autograd Function made both calls. `phase`: phase of this call."
         before,self.function = self.function,enclosing_call() if phase is None else None
         same = is_same_call(self.function, before)
         if same: self.function = before if self.function is True else self.function
@@ -44,9 +44,11 @@ class OtherModels:
     "Detects calls by a second model that shares modules with the recorded model. These calls are not recorded."
     def __init__(self, sources):
         self.sources = sources # the `Sources` of the recorder
-        self.root,self.known,self.parameters = None,frozenset(),frozenset() # Weak reference to the model, ids of its modules, ids of its parameters
-        self.is_ours = weakref.WeakKeyDictionary() # module that called a recorded module -> True if the caller is part of the recorded model
-        self.root_called = False # True once the root was called
+        # root: weak reference to the model; known: ids of its modules; parameters: ids of its parameters
+        self.root,self.known,self.parameters = None,frozenset(),frozenset()
+        # module that called a recorded module -> True if this caller counts as part of the recorded model
+        self.is_ours = weakref.WeakKeyDictionary()
+        self.root_called = False # True after the first call of the root module
         self.at_first = None # version counters of the weights at the first call by another model
 
     def prepare(self, root):
@@ -55,7 +57,7 @@ class OtherModels:
         self.is_ours.clear()
 
     def is_caller(self, state) -> bool:
-        """Return True if another model calls this module, and not the recorded model.
+        """Return True if this module was called by another model, not by the recorded model.
 
         If the root is never called, calls by other modules count as calls of another model until the weights change.
         Then the recorded model is trained through these calls.
@@ -69,7 +71,7 @@ class OtherModels:
         return now==self.at_first
 
     def acts_for_root(self, caller) -> bool:
-        "Return True if calls by the module `caller` count as calls of the recorded model, because it wraps the model or has its parameters."
+        "Return True if calls by the module `caller` count as calls of the recorded model, because `caller` wraps the model or shares its parameters."
         known = self.is_ours.get(caller)
         if known is None:
             its = set(map(id, caller.parameters()))
@@ -83,11 +85,11 @@ class PassEvents:
     def __init__(self, pipe, only_training:bool=False): # only_training: True to record no evaluations and no passes without gradients
         self.pipe,self.steps,self.sources,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer.calls,pipe.cost
         self.only_training,self.functions,self.other_models = only_training,FunctionCalls(),OtherModels(pipe.sources)
-        # function set by an integration: gets the phase, and True if gradients will be computed. Returns True to record the pass
+        # `wanted(phase, grad)`, set by an integration, returns True to record a pass. grad: True with gradients
         self.wanted = None
         self.modes = ModeFacts(self.calls.innermost, self.sources.parameters.known.note_modes)
-        self.extra_frames = 0 # number of frames added to Python's recursion limit while the model runs
-        self.numbers = {} # tensor type -> `PassNumbers` that measures some passes, such as 'router' -> `Routers`
+        self.extra_frames = 0 # extra frames of Python's recursion limit while the model runs
+        self.numbers = {} # tensor type -> `PassNumbers` for this type, such as 'router' -> `Routers`
 
     def prepare(self, root, depth):
         "Store the modules of a model before recording of the model starts. `depth`: nesting depth of the model's innermost module."
@@ -105,7 +107,7 @@ class PassEvents:
         return phase if self.steps.manual or phase!='no_grad' else None
 
     def begin(self, here, state, grad, eager=True):
-        """Begin a pass. If another thread is in a pass already, join this pass and continue its numbering of calls.
+        """Begin a pass. If a pass of another thread is running, join this pass and continue its numbering of calls.
 
         `here`: the `calls.ThreadContext`; `state`: `ModuleState` of the outermost module; `grad`: True if gradients will
         be computed; `eager`: False for a pass of compiled code.
@@ -131,7 +133,7 @@ class PassEvents:
         for numbers in () if shared else self.numbers.values(): numbers.begin(state, phase, self.pipe.gate.writes, eager)
 
     def fail(self, here):
-        "Mark the pass as failed, because its outermost module raised an exception. Do nothing if other threads continue this pass."
+        "Mark the pass as failed, because its outermost module raised an exception. Do nothing while other threads are in this pass."
         if here.depth==1 and not here.skipped and self.calls.recorded==1:
             self.steps.state.failed = True
             for numbers in self.numbers.values(): numbers.fail()
@@ -145,39 +147,40 @@ class PassEvents:
         if not here.skipped and self.calls.end_recorded() and self.extra_frames: raise_recursion_limit(-self.extra_frames)
 
     def after_end(self):
-        "Measure the queued parameters. Warn if the current step seems never to end, because an optimizer does not step."
+        "Measure the queued parameters after a pass. Warn if the current step seems never to end, because an optimizer does not step."
         if self.sources.watch is not None: warn_if_stalled(self.pipe)
         if self.pipe.gate.has_content: self.pipe.read_pending()
 
-    def is_next_recorded(self, here) -> bool|None: # returns None if Python code can decide this when the pass begins
+    def is_next_recorded(self, here) -> bool|None: # returns None if Python code can decide at the start of the pass
         "Return True if the next pass of compiled code is recorded. Compiled code must know this before the pass begins."
         if not self.steps.manual and (here.outermost.root or len(self.steps.state.seen)<2): return self.pipe.gate.is_measured(self.steps.number+1)
 
 # %% ../../nbs/40_recorder/79_model_events.ipynb #5ea1c0d9
 class RunningPasses:
     "Counts the running passes of all threads. `planned`: `PlannedPass`, which lets compiled code record while only one pass runs."
-    def __init__(self, events, planned, lock): # events: `PassEvents`; lock: the lock of the recorder
+    def __init__(self, events, planned, lock): # events: `PassEvents`; lock: lock of the recorder
         self.events,self.planned,self.lock,self.running = events,planned,lock,0
 
-    def begin(self, here, state, grad=None): # same arguments as `PassEvents.begin`; grad: None for a pass of code that is not compiled
-        "Begin the pass of a thread. If this raises an exception, the pass does not count as running."
+    def begin(self, here, state, grad=None): # arguments of `PassEvents.begin`; grad: None without compiled code
+        "Begin a pass in this thread. If an exception is raised, the pass does not count as running."
         with self.lock:
             self.running += 1
             try:
                 self.events.pipe.raise_error()
                 self.events.begin(here, state, torch.is_grad_enabled() if grad is None else grad, grad is None)
-            except BaseException: # reached with on_error='raise', for example if a schedule raises an error
+            except BaseException: # for example, a schedule raised an error, and on_error='raise'
                 self.running -= 1
                 raise
-            # compiled code must stop, because it takes no lock, and a pass in several threads needs the lock
+            # a pass in several threads needs a lock; compiled code takes no lock, so Python code records from now on
             if self.running>1: self.planned.stop()
             else: self.planned.begin(here)
 
     def end(self, here, compiled) -> bool|None:
-        "End the pass of a thread. For a recorded pass of compiled code return the result of `PassEvents.is_next_recorded`, else None."
+        "End the pass of a thread. Return `PassEvents.is_next_recorded` for a recorded pass of compiled code, else None."
         with self.lock:
             self.running -= 1
-            if not self.running: self.planned.end() # not while another thread is in a pass, because its planned calls use the objects of the pass
+            # wait for the last thread, because compiled calls of all threads use the objects of the pass
+            if not self.running: self.planned.end()
             self.events.end(here, compiled)
         if here.skipped: return None
         self.events.after_end()
@@ -186,7 +189,8 @@ class RunningPasses:
     def disown(self, lock):
         "Use a new lock in a forked process, because a thread of the parent process may hold the old lock."
         self.lock = lock
-        self.planned.stop() # compiled code must not write into the black box of the parent; a process may be forked during a pass
+        # the fork may happen during a pass, and compiled code must not write into the black box of the parent
+        self.planned.stop()
 
 # %% ../../nbs/40_recorder/79_model_events.ipynb #c98f036c
 def warn_if_stalled(pipe):
@@ -214,7 +218,7 @@ class DTensorInCompiledCode(Unmeasurable):
         "are DTensors in compiled code are not recorded; weights, their gradients and updates are. Without torch.compile, all tensors are recorded")
 
 def report_missed(events, state, ttype, names):
-    "Warn that DTensors in compiled code cannot be recorded, if the user records tensors of this type."
+    "Warn that DTensors in compiled code are not recorded. Do nothing if the user does not record this tensor type."
     if {ttype, f'{ttype}_grad'}.isdisjoint({'probe', *events.sources.ttypes}): return
     for n in names: events.failed(state, ttype, n, DTensorInCompiledCode())
 
@@ -223,7 +227,7 @@ class ModelEvents(Listener):
     "Listener of a recorded model: handles its passes, module calls and gradients."
     exclusive = True
     def __init__(self, recorder, pipe, lock, only_training:bool=False):
-        self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: the `Recorder`, for callers of `capture.forward.armed_by`
+        self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: read by callers of `armed_by`
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
         self.pass_events,self.planned = PassEvents(pipe, only_training),PlannedPass(pipe)
         self.passes = RunningPasses(self.pass_events, self.planned, lock)
@@ -235,13 +239,13 @@ class ModelEvents(Listener):
         doc="Number of earlier steps that may be micro-batches of the open step.")
 
     def turn(self, on):
-        "Switch the measuring of module calls on or off."
+        "Switch the measurement of module calls on or off."
         self.on = on
         self.planned.stop()
         self.wants.switch(on)
 
     def disown(self, lock):
-        "Use a new lock in a forked process, because a thread of the parent process may hold the old lock."
+        "Use a new lock in a forked process, because a thread of the parent process may hold the lock of the parent."
         self.lock = lock
         self.passes.disown(lock)
 
@@ -249,7 +253,7 @@ class ModelEvents(Listener):
     @timed
     def pass_begins(self, state, grad=None):
         here = self.calls.here
-        if here.measuring: return False # a user's statistics function calls the model, so the pass is not recorded
+        if here.measuring: return False # do not record a pass that a user's statistics function causes
         if not here.depth:
             self.passes.begin(here, state, grad)
             self.sums_after_hooks = self.buffer.shards.ranks is not None and self.buffer.shards.ranks.sharded
@@ -271,7 +275,7 @@ class ModelEvents(Listener):
 
     def call_begins(self, state, inputs, compiled=False):
         since,here = clock(),self.calls.here
-        with self.lock: call = state.number(self.steps.pass_) # locked, because two threads may call the same module at once
+        with self.lock: call = state.number(self.steps.pass_) # two threads may call a module at the same time
         self.calls.current = state.track
         state.passes.shapes_known[0] = 0
         state.track.input_dt = {n: shape_of(x) for n,x in inputs}
@@ -285,8 +289,8 @@ class ModelEvents(Listener):
         since,here = clock(),self.calls.here
         call = self.calls.exit()
         ttypes = self.sources.parameter_types[self.steps.manual]
-        if ttypes and not here.phase: # weights are not measured in an evaluation, which may use averaged weights
-            # several calls of a module are no problem, because `after_call` measures each parameter only once in a step
+        if ttypes and not here.phase: # in an evaluation, the model may contain averaged weights
+            # `after_call` measures each parameter only once in a step, so it may be called several times
             with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes)
         state.passes.shapes_known[1] = 0
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
@@ -305,7 +309,7 @@ class ModelEvents(Listener):
         self.sources.flow(state, 'output', outputs, call, phase)
         self.cost.add_work(since)
 
-    def plan_of(self, state, names): # returns None for the root, because each call of the root begins a pass, which Python code must handle
+    def plan_of(self, state, names): # None for the root: Python code handles its calls, because they begin passes
         return CallPlan(state, names, self.planned) if self.planned.compiled is not None and not state.root else None
 
     def calls_pending(self, state, last): self.calls.note_pending(state.track.name, last.track.name)
@@ -323,7 +327,7 @@ class ModelEvents(Listener):
     def probe(self, state, name, x):
         here = self.calls.here
         if self.on and self.sources.states:
-            # Number of the running call of this module, else of the last call, because the tensor belongs to this call
+            # number of the module's running call, because the tensor belongs to this call; else number of the last call
             call = next((n for track,n in reversed(here.stack) if track is state.track), here.call)
             self.buffer.measure(state, 'probe', name, x, None, call, here.phase)
         if not here.depth: self.buffer.rows.forget_seen()
@@ -349,7 +353,7 @@ class OptimizerEvents(Listener):
     def __init__(self, pipe, lock): self.pipe,self.sources,self.cost,self.lock = pipe,pipe.sources,pipe.cost,lock
 
     def disown(self, lock):
-        "Use a new lock in a forked process, because a thread of the parent process may hold the old lock."
+        "Use a new lock in a forked process, because a thread of the parent process may hold the lock of the parent."
         self.lock = lock
 
     @timed
@@ -360,10 +364,11 @@ class OptimizerEvents(Listener):
             if self.pipe.gate.on: self.sources.updates.before(optimizer)
 
     def gradients_ready(self, optimizer, scale, unchanged):
-        "Measure the gradients when all gradients for an optimizer's step are computed."
+        "Measure the gradients of an optimizer's parameters before its step, when all of these gradients are computed."
         if self.pipe.box is not None: self.pipe.box.set_phase(OPTIMIZER)
         if self.pipe.gate.on: self.measure_gradients(optimizer, scale, unchanged)
-        else: self.pipe.steps.note_content() # the step is not empty, even if it has no pass of a recorded module
+        # an optimizer step counts as content of the training step, even without a recorded pass
+        else: self.pipe.steps.note_content()
 
     @timed
     def measure_gradients(self, optimizer, scale, unchanged):
@@ -403,7 +408,7 @@ class OptimizerEvents(Listener):
         self.pipe.raise_error()
 
     def step_skipped(self, optimizer):
-        "Note an optimizer's step skipped by a `GradScaler`, and handle the end of this step."
+        "Count an optimizer step that a `GradScaler` skipped, and handle the end of this optimizer step."
         self.pipe.writer.note_skipped()
         self.pipe.tally.skipped += 1
         self.sources.updates.step_over()

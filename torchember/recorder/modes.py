@@ -17,10 +17,10 @@ from torch.overrides import TorchFunctionMode
 from ..capture.private_torch import has_spectral_norm, norm_base
 
 # %% ../../nbs/40_recorder/31_modes.ipynb #d67c0f34
-with_statistics = norm_base # classes of torch with running statistics: BatchNorm and InstanceNorm
+with_statistics = norm_base # torch modules with running statistics: BatchNorm and InstanceNorm
 
 def depends_on_mode(module) -> bool:
-    "Return True if a module itself, apart from its children, behaves differently in training and in evaluation mode."
+    "Return True if this module (without its children) behaves differently in training mode and in evaluation mode."
     name,p = type(module).__name__,getattr(module, 'p', None)
     if 'Dropout' in name: return not isinstance(p, int|float) or p>0
     if isinstance(module, with_statistics): return bool(module.track_running_stats)
@@ -31,9 +31,9 @@ def depends_on_mode(module) -> bool:
 dropouts = {torch.dropout, torch.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
 def dropped_share(func, args, kwargs):
-    "Return the fraction of values that a call of a torch function drops: 0 for every function except Dropout."
+    "Return the fraction of values that a call of a torch function drops. Return 0 if the function applies no Dropout."
     def given(i, name, default):
-        "Return an argument of the torch function: by keyword, else by position `i`, else the default."
+        "Return an argument of the call, given by keyword or at position `i`. Return `default` if the argument is missing."
         return kwargs.get(name, args[i] if len(args)>i else default)
     if func is F.scaled_dot_product_attention: p = given(4, 'dropout_p', 0.)
     elif func in dropouts: p = given(1, 'p', .5) if given(2, 'training', kwargs.get('train', True)) else 0.
@@ -44,7 +44,7 @@ class DropoutCalls(TorchFunctionMode):
     "Records the calls of Dropout while this torch function mode is active. `innermost`: returns the `moduleTrack` of the running module, or None."
     def __init__(self, innermost):
         super().__init__()
-        # found: path of a module -> name of the Dropout function, dropped fraction, True if the module is in training mode
+        # found: path of a module -> dict with the Dropout function, its probability, and the module's training mode
         self.innermost,self.found = innermost,{}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -62,7 +62,7 @@ def generator_states(root):
     device = next((p.device for p in root.parameters()), None)
     if device is None or device.type!='cuda' or not torch.cuda.is_initialized(): return found
     try: found.append(torch.cuda.default_generators[device.index or 0].get_state())
-    except RuntimeError: pass # the generator cannot be read while a CUDA graph is captured
+    except RuntimeError: pass # the state of the generator cannot be read while a CUDA graph is captured
     return found
 
 def is_power_of_two(n):
@@ -74,22 +74,22 @@ class ModeFacts:
 
     `innermost`: as in `DropoutCalls`; `notify`: function called with changed facts.
     """
-    most = 4 # maximum number of evaluations to search for calls of Dropout
+    most = 4 # maximum number of evaluations in which calls of Dropout are searched
     def __init__(self, innermost, notify=lambda facts: None):
         self.innermost,self.notify = innermost,notify
-        # paths of modules that were in training mode (`trained`) or evaluation mode (`in_eval`) in a pass with gradients; '' is the model
+        # paths of modules in training mode (trained) or eval mode (in_eval), in passes with gradients; '' is the root
         self.trained,self.in_eval = set(),set()
-        # calls of Dropout in an evaluation: `DropoutCalls.found`. Empty if no evaluation applied Dropout
+        # calls of Dropout that were found in an evaluation (see `DropoutCalls.found`); empty if there were none
         self.random = {}
         self.passes = {True: 0, False: 0} # number of passes with gradients (key True), and of evaluations (key False)
-        # 0 until an evaluation draws random numbers. From then on: 1 + number of evaluations that were searched for active Dropout
+        # 0 until an evaluation draws random numbers, then 1 plus the number of evaluations searched for active Dropout
         self.searches = 0
         # before: states of the random generators before the running evaluation; mode: `DropoutCalls` of this evaluation
         self.before,self.mode = None,None
-        self.thread = None # thread of the running evaluation, because a torch function mode belongs to one thread
+        self.thread = None # thread of the running evaluation; a torch function mode is active in only one thread
 
     def begin(self, states, phase, grad, eager=True):
-        """Begin to check a pass: store the modes of its modules, or detect random numbers in an evaluation.
+        """Begin to check a pass. With gradients: store the modes of the modules. In an evaluation: detect random numbers.
 
         `states`: `ModuleState`s, root first; `grad`: True if gradients will be computed; `eager`: False in compiled
         code.
@@ -105,7 +105,7 @@ class ModeFacts:
         elif due: self.before = generator_states(root)
 
     def end(self, states):
-        "End the check that `begin` has started, if any, because the pass ends."
+        "End the check that `begin` has started in this thread, because the pass ends. Do nothing if no check is running."
         if self.thread!=get_ident(): return
         self.thread = None
         if self.mode is not None:
@@ -126,7 +126,7 @@ class ModeFacts:
         if self.facts()!=before: self.notify(self.facts())
 
     def facts(self):
-        "Return the facts about unusual modes of the modules, for the metadata of the run."
-        # at most 1000 paths are listed, because the lists of a large model would make the metadata large
+        "Return metadata of the run about modules in an unusual mode, such as a model trained in evaluation mode."
+        # list at most 1000 paths, to limit the size of the metadata of a large model
         modes = {'eval': sorted(self.in_eval)[:1000], 'train': sorted(self.trained)[:1000]} if '' in self.in_eval else {}
         return modes | ({'dropout': self.random} if self.random else {})

@@ -13,23 +13,23 @@ from ..ground.messages import warn
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #042d7ae6
 class Notices:
-    "Warnings of one run, each given once, and the number of errors."
-    most_places = 5 # maximum number of tensors that warnings name, for each reason why tensors have no values
+    "Gives each kind of warning only once in a run, and counts errors."
+    most_places = 5 # maximum number of tensors to name in warnings, for each reason for missing values
 
     def __init__(self, on_error:str='warn', report=None):
-        """`on_error`: what to do if a tensor cannot be recorded: 'warn' once and continue, or 'raise' the error.
+        """Create the notices of a run. `on_error`: 'warn' to warn once about a failed measurement and continue, 'raise' to raise the error.
 
         `report`: function of kind, text and severity that writes a warning into the run.
         """
         self.on_error,self.report = on_error,report
-        self.said = set() # kinds of the warnings that were given
+        self.said = set() # kinds of warnings that were already given
         self.errors = 0 # number of exceptions so far, in users' functions and in measurements
         self.unmeasurable = 0 # number of tensors without values, or with values that torch cannot read
-        # Reason why tensors have no values -> set of (module, name) of the tensors that warnings named
+        # reason for missing values -> set of (module, name) of the tensors that were named in warnings
         self.places = {}
 
     def once(self, kind, text:str, severity:str|None=None) -> bool:
-        """Warn, unless a warning of this kind was given before. `kind`: any hashable object.
+        """Give a warning, unless a warning of this kind was given before. `kind`: any hashable object.
 
         Return True if the warning is given now. `severity` of the finding in the run: 'warning' if rows mislead,
         'info' if rows are missing, None to write no finding.
@@ -54,10 +54,11 @@ class Notices:
         kind = type(error) if no_values else (how, type(error))
         what = f"is not measured: {why}" if no_values else f"could not be measured: {type(error).__name__}: {why}"
         self.once(kind, f"{tname} of {module} {what}. Training continues. This warning is given once.",
-            'info' if no_values else None) # an error of a user's function makes no finding, because the tensor's row contains the error
+            # no finding for an error of a user's function, because the tensor's row contains this error
+            'info' if no_values else None)
 
     def warn_without_values(self, module, tname, why):
-        "Warn that a tensor has no values, at most `most_places` times for each reason, because in a model of fake tensors no tensor has values."
+        "Warn that a tensor has no values. Give at most `most_places` warnings for each reason, because all tensors of a model may be fake tensors."
         place,places = (module, tname),self.places.setdefault(why, set())
         if place in places: return
         if len(places)==self.most_places:
@@ -72,7 +73,7 @@ class ChangingMarks:
     def __init__(self): self.last = {} # name of a mark -> (value, step, number of consecutive steps in which the value changed)
 
     def find(self, marks:dict, step:int) -> tuple|None:
-        "Return name and value of a mark that changed in the last three steps. Return None if no mark changed."
+        "Return (name, value) of a float mark that has changed in three consecutive steps. Return None if there is no such mark."
         for name,v in marks.items():
             if isinstance(v, torch.Tensor) and v.numel()==1: v = v.item()
             if type(v) is not float: continue

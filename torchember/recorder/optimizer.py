@@ -19,7 +19,7 @@ class Updates:
     "Measures updates of weights, and optimizer states."
     def __init__(self, buffer, parameters, ttypes):
         self.buffer,self.parameters,self.ttypes = buffer,parameters,ttypes
-        self.copies = {} # id of a parameter -> copy of the parameter from before the optimizer's step
+        self.copies = {} # id of a parameter -> copy of its values before the optimizer step
 
     def before(self, optimizer):
         "Copy the weights before this optimizer's step, if updates are recorded."
@@ -32,7 +32,7 @@ class Updates:
             old = self.copies.pop(id(p), None)
             if old is not None:
                 w = f'weight_{i}'
-                # the old weight gets no row of its own, because only its rms is needed, for the update-to-weight ratio
+                # the old weight gets no row: only its rms is needed, for the update-to-weight ratio
                 if not self.has_weight(st, n, w, old): self.buffer.measure(st, 'before', w, old, n, once=True, replace=True)
                 self.buffer.measure(st, 'update', f'update_{i}', p.detach()-old, n, once=True, replace=True)
             if 'optimizer' in self.ttypes:
@@ -50,5 +50,5 @@ class Updates:
         return 'weight' in self.ttypes and (state.track.id, name) in self.parameters.seen
 
     def step_over(self):
-        "Delete copies of weights left over if a scaler skipped the optimizer's step."
+        "Delete the copied weights at the end of a step. Copies are left if a scaler skipped the optimizer's step."
         self.copies.clear()

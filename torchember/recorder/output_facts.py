@@ -19,7 +19,7 @@ from ..measure.devices import disturbs, undisturbed
 most_rows,most_columns = 32,4096 # maximum numbers of rows and columns of the matrix that is read from each output
 
 def sample_rows(x, rows=most_rows, columns=most_columns):
-    """Return at most `rows` evenly spaced rows of an output, as a float32 matrix, without waiting for the device. None if it has no rows.
+    """Return at most `rows` evenly spaced rows of an output as a float32 matrix, without waiting for the device. Return None without rows.
 
     Of outputs with two or three dimensions, a row is the last dimension. Of images, a row is a whole sample. Of long
     rows, some columns are taken.
@@ -33,48 +33,48 @@ def sample_rows(x, rows=most_rows, columns=most_columns):
     return x[:, ::-(-d//columns)].float()
 
 def products(x):
-    "Return the scalar products of all pairs of rows, divided by the square of the largest value, so that they do not overflow."
+    "Return the dot products of all pairs of rows. All rows are first divided by the largest absolute value, to avoid overflow."
     x = x/x.abs().amax().clamp_min(1e-30)
     return x@x.T
 
 # %% ../../nbs/40_recorder/39_output_facts.ipynb #448cbe1c
 def mean_cosine(g):
-    "Return the mean cosine of pairs of different rows. `g`: scalar products of all pairs. NaN if fewer than two rows are different from zero."
+    "Return the mean cosine of all pairs of two different nonzero rows, NaN without such a pair. `g`: dot products of all pairs."
     size = np.sqrt(np.maximum(np.diag(g), 0))
     g,size = g[size>0][:, size>0],size[size>0]
     n = len(size)
     return float(((g/np.outer(size, size)).sum()-n)/(n*(n-1))) if n>1 else float('nan')
 
 def effective_rank_of_rows(g):
-    """Return the effective rank of a matrix, after subtracting the mean of its rows.
+    """Return the effective rank of a matrix after its mean row was subtracted.
 
     `g`: scalar products of all pairs of rows. 0 if all rows are equal.
     """
     n,total = len(g),np.trace(g)
     centre = np.eye(n)-1/n
     values = np.linalg.eigvalsh(centre@g@centre)
-    values = values[values>1e-6*total/n] # eigenvalues that are smaller are only rounding errors of float32
+    values = values[values>1e-6*total/n] # smaller eigenvalues are only rounding errors of float32
     if not len(values): return 0.
     p = np.sqrt(values)/np.sqrt(values).sum()
     return float(np.exp(-(p*np.log(p)).sum()))
 
 # %% ../../nbs/40_recorder/39_output_facts.ipynb #9f7a10a5
 class OutputRanks:
-    "Cosines and effective ranks of the outputs of a few modules, at the recorded steps 1, 2, 4, 8, ..."
-    most = 8 # maximum number of modules, because reading an output takes about 0.1 ms
+    "Computes mean cosines and effective ranks of the outputs of a few modules, in the recorded steps 1, 2, 4, 8, ..."
+    most = 8 # maximum number of modules to read, because reading one output takes about 0.1 ms
 
     def __init__(self):
         self.chosen = None # paths of the chosen modules; None before the end of the first step
-        self.seen = {} # path of a module -> its class, in the order of the first step
-        self.pending = [] # (path, step, scalar products) of outputs that are still on their device
+        self.seen = {} # path of a module -> name of its class, in the order of their calls in the first step
+        self.pending = [] # queued outputs with results still on their device: (path, step, dot products)
         self.found = {} # path of a module -> {'kind', 'rows', 'columns', 'steps', 'cosine', 'rank'} of its output
 
     def note(self, state, x, step):
-        "Queue rows of a module's output, if the module was chosen. `state`: `ModuleState` of the module; `x`: output."
+        "Queue dot products of rows of a module's output, if this module is compared. `state`: `ModuleState` of the module; `x`: output."
         path = state.track.path
         if self.chosen is not None and path not in self.chosen or inside_transform() is not None or x.is_meta: return
         kind = x.device.type
-        # modes such as autocast are switched off only if they are on, because the first such context in a process takes 13 ms
+        # autocast and similar modes are switched off only if active, because the first such context takes 13 ms
         with torch.no_grad(), undisturbed(kind) if disturbs(kind) else nullcontext():
             rows = sample_rows(x)
             if rows is not None:
@@ -82,7 +82,7 @@ class OutputRanks:
                 self.pending.append((path, step, tuple(rows.shape), products(rows)))
 
     def step_over(self):
-        "At the end of the first step, choose modules whose outputs are compared: evenly spaced among the called modules."
+        "Choose the modules to compare at the end of the first step: evenly spaced among all called modules."
         if self.chosen is None and self.seen:
             paths = [*self.seen]
             self.chosen = {paths[i] for i in np.unique(np.linspace(0, len(paths)-1, self.most).astype(int))}
@@ -94,61 +94,61 @@ class OutputRanks:
             g = g.double().cpu().numpy()
             if not np.isfinite(g).all() or self.chosen is not None and path not in self.chosen: continue
             own = self.found.setdefault(path, {'kind': self.seen[path], 'rows': shape[0], 'columns': shape[1], 'steps': [], 'cosine': [], 'rank': []})
-            if own['steps'] and own['steps'][-1]>=step: continue # only the first call of a module in a step is used
+            if own['steps'] and own['steps'][-1]>=step: continue # use only the first call of a module in a step
             for k,v in (('steps', step), ('cosine', round(mean_cosine(g), 6)), ('rank', round(effective_rank_of_rows(g), 4))): own[k].append(v)
         self.pending = []
         return {'outputs': self.found} if self.found else {}
 
 # %% ../../nbs/40_recorder/39_output_facts.ipynb #9ae1d5d2
 class AutocastStates:
-    "Notes whether autocast is on when modules with weights are called."
+    "Stores if autocast was on when modules with weights were called."
     most = 1000 # maximum number of modules to list
 
     # on: number of calls under autocast; off: paths of modules that were called without autocast
     def __init__(self): self.dtype,self.device,self.on,self.off = None,None,0,{}
 
     def note(self, state, device):
-        "Note whether autocast is on when a module is called. `state`: `ModuleState` of the module; `device`: device type of its input."
+        "Store if autocast is on when a module is called. `state`: `ModuleState` of the module; `device`: device type of its input."
         if not state.track.parameters: return
         if torch.is_autocast_enabled(device):
             self.dtype,self.device,self.on = str(torch.get_autocast_dtype(device)).removeprefix('torch.'),device,self.on+1
         elif len(self.off)<self.most: self.off[state.track.path] = None
 
     def facts(self):
-        "Return the dtype and device of autocast, and paths of modules called without autocast. Empty if autocast was never on."
+        "Return a dict with dtype and device of autocast, and paths of modules called without autocast. Empty if autocast was never on."
         return {'autocast': {'dtype': self.dtype, 'device': self.device, 'off': [*self.off]}} if self.on else {}
 
 # %% ../../nbs/40_recorder/39_output_facts.ipynb #9e62fcf2
 class OutputFacts:
     "Collects facts about outputs in the recorded steps 1, 2, 4, 8, ... The method `flow` is called for each module call, as in `Flows`."
-    def __init__(self, steps): # steps: the `Steps` of the recorder
+    def __init__(self, steps): # steps: `Steps` of the recorder
         self.steps,self.ranks,self.autocast = steps,OutputRanks(),AutocastStates()
         self.number = 1 # number of recorded steps so far, including the current step
         self.is_due,self.has_failed = True,False
 
     def needs(self, ttype):
-        "Return True if `flow` must get the tensors of calls in the open step."
+        "Return True if `flow` must get the inputs and outputs of module calls in the current step."
         return self.is_due
 
     def flow(self, state, ttype, named, call, phase=None):
-        "Note the state of autocast at the input of a module call, and some rows of the output. Arguments as in `Flows.flow`."
+        "Store the state of autocast at the input of a module call, and queue rows of the output to compare. Arguments as in `Flows.flow`."
         if not self.is_due or phase is not None or call: return
         x = next((x for _,x in named if isinstance(x, torch.Tensor)), None)
         if x is None: return
         try:
             if ttype=='input': self.autocast.note(state, x.device.type)
             elif state.root or not state.track.children: self.ranks.note(state, x, self.steps.number)
-        except Exception: self.has_failed,self.is_due = True,False # ends only the collection of facts
+        except Exception: self.has_failed,self.is_due = True,False # an error ends only the collection of these facts
 
     def step_over(self):
-        "Choose modules at the end of the first step, and decide whether the next step is used."
+        "Choose the modules to compare at the end of the first step. Decide if facts are collected in the next step."
         if self.is_due: self.ranks.step_over()
         self.number += 1
         self.is_due = not self.number & self.number-1 and not self.has_failed
 
-    def facts(self, found=None): # found: unused, but `ParameterFacts.more` passes this argument
-        "Return the facts about autocast and outputs, for the metadata of the run."
+    def facts(self, found=None): # found: unused here, passed by `ParameterFacts.note`
+        "Return the facts about autocast and about similar outputs, for the metadata of the run."
         try: return self.autocast.facts() | self.ranks.facts()
-        except Exception: # raised, for example, if the device has failed
+        except Exception: # for example, the device has failed
             self.has_failed,self.ranks = True,OutputRanks()
             return self.autocast.facts()

@@ -32,38 +32,39 @@ def own_parameters(track) -> list:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #d6e86a10
 def grad_of(p):
-    "Return the gradient of a parameter, or None. Do not read `grad` of tensors that are not leaves, because torch warns about this."
+    "Return the gradient of a parameter, or None. Do not read `grad` of a non-leaf tensor, because torch warns about this access."
     return p.grad if p.is_leaf or p.retains_grad else None
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #3e1a0f12
 class OldGradients:
-    "Detects old gradients, which get no rows: gradients from before the run, and unchanged gradients of frozen parameters."
+    "Detects old gradients, for which no rows are written: gradients from before the run, and unchanged gradients of frozen parameters."
     def __init__(self):
         self.frozen = {} # (id of a `moduleTrack`, name) of a frozen parameter -> weak reference to its old gradient, or None
-        # (id of a `moduleTrack`, name) of a trained parameter -> its gradient from before the run: weak reference, version counter
+        # (id of a `moduleTrack`, name) of a trained parameter -> (weak reference, version) of an older gradient
         self.from_before = {}
 
-    def note_existing(self, parameters): # parameters: tuples (state, position, name, parameter), as `Parameters.each` yields
-        "Store which gradients exist before the run."
+    def note_existing(self, parameters): # parameters: tuples from `Parameters.each`
+        "Store the gradients that exist before the run."
         for st,_,n,p in parameters:
             grad = grad_of(p)
             if not p.requires_grad: self.frozen[st.track.id, n] = reference(grad)
             elif grad is not None: self.from_before[st.track.id, n] = reference(grad),version(grad)
 
     def gradient(self, st, n, p):
-        "Return the gradient of a parameter. None if there is no gradient, or if the parameter is frozen and its gradient is old."
+        "Return the gradient of a parameter. Return None if the gradient is missing, or if the parameter is frozen and its gradient is old."
         grad = p.grad if p.is_leaf or p.retains_grad else None # `grad_of(p)`, written inline for speed
         if p.requires_grad:
-            if self.frozen: self.frozen.pop((st.track.id, n), None) # it was frozen, but is trained now
+            # the parameter was frozen before, and is trained now
+            if self.frozen: self.frozen.pop((st.track.id, n), None)
             return grad
         key = st.track.id,n
-        # a parameter that was just frozen gets an entry, because its present gradient is old from now on
+        # for a parameter that has just been frozen, the present gradient counts as old from now on
         if key not in self.frozen: self.frozen[key] = reference(grad)
         was = self.frozen[key]
         return None if grad is None or was is not None and was() is grad else grad
 
     def is_new_gradient(self, st, n, grad):
-        "Return True unless a gradient is the unchanged gradient from before the run."
+        "Return True unless this gradient existed before the run and has not changed since then."
         was = self.from_before.get((st.track.id, n))
         if was is None: return True
         if was[0]() is grad and was[1]==version(grad): return False
@@ -85,14 +86,14 @@ def below(state, states):
     return [by_id[t.id] for t in tracks if t.id in by_id]
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #5ea1c0d1
-def is_new(seen, state, name, p): # seen: ids of the measured parameters, and their (id of the module, name)
-    "Return True if this step has not measured the parameter yet, and mark the parameter as measured."
+def is_new(seen, state, name, p): # seen: ids of measured parameters, and their keys (module id, name)
+    "Return True if the current step has not measured this parameter yet. Mark the parameter as measured."
     if id(p) in seen or (state.track.id, name) in seen: return False
     seen |= {id(p), (state.track.id, name)}
     return True
 
 def each_parameter(states, wanted:set|None=None):
-    """Yield state, position, name and parameter. A shared parameter is yielded once, for its first module.
+    """Yield (state of the module, position, name, parameter) for each parameter. A shared parameter is yielded once, for its first module.
 
     `wanted`: ids of the parameters to yield, all by default. `states`: `ModuleState`s of the model, in any order.
     """
@@ -105,19 +106,19 @@ def each_parameter(states, wanted:set|None=None):
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #5ea1c0d5
 class GatheredGradients:
-    "Gradients that the current step has measured, to know when the norm of all gradients can be computed."
+    "Stores the gradients that the current step has measured. The norm of all gradients is computed only if no gradient is missing."
     def __init__(self):
         # tensor type -> (id of a `ModuleState`, name) of each gradient measured in this step
         self.places = {'weight_grad': set(), 'unclipped_grad': set()}
         self.unrecorded = [] # parameters of unrecorded modules
 
-    def find_unrecorded(self, states, recorded): # states: `ModuleState`s, root first; recorded: ids of the recorded parameters
+    def find_unrecorded(self, states, recorded): # recorded: ids of recorded parameters
         "List the parameters of unrecorded modules, because norms of all gradients cannot include them."
         modules = states[0].track.module.modules() if states else ()
         self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in recorded]
 
     def count(self) -> tuple|None:
-        "Return the numbers of weight gradients and unclipped gradients. None without weight gradients, or with unrecorded trained modules."
+        "Return (number of weight gradients, number of unclipped gradients). Return None if there are none, or if trained modules are unrecorded."
         weights,unclipped = (len(self.places[t]) for t in ('weight_grad', 'unclipped_grad'))
         return None if not weights or any(p.requires_grad for p in self.unrecorded) else (weights, unclipped)
 
@@ -128,17 +129,17 @@ class GatheredGradients:
 # %% ../../nbs/40_recorder/30_parameters.ipynb #86d117a6
 class Parameters:
     "Measures the weights and weight gradients of a model's modules."
-    def __init__(self, buffer, ttypes, notify=None): # notify: function that is called with changed metadata of the parameters
+    def __init__(self, buffer, ttypes, notify=None): # notify: function to call with changed metadata
         self.buffer,self.ttypes = buffer,ttypes
         self.states = [] # `ModuleState` of each recorded module, root first
-        # Ids of the parameters measured in this step, and their (id of the module, name),
-        # because FSDP uses another tensor for a sharded parameter during the forward pass
+        # ids of the parameters measured in this step, and their keys (id of the module, name)
+        # both are needed, because FSDP replaces the tensor of a sharded parameter during the forward pass
         self.seen = set()
         self.hint = ZeroGradHint(getattr(buffer, 'notices', None))
         self.known = ParameterFacts(ttypes, notify)
         self.old_gradients = OldGradients()
         self.gathered = GatheredGradients()
-        self.plan = None # `ParameterPlan` of the current parameters; None if not made yet
+        self.plan = None # `ParameterPlan` of the current parameters; None before it is made
 
     def measure_own(self, state, ttypes): # ttypes: 'weight', 'weight_grad', or both
         "Measure the parameters of a module itself, without its children, unless they were measured in this step."
@@ -146,8 +147,8 @@ class Parameters:
         new = [(state, i, n, p) for i,n,p in own_parameters(state.track) if is_new(self.seen, state, n, p)]
         if new: self.measure(new, ttypes)
 
-    def measure(self, which, ttypes, replace=False, scale=None): # which: tuples (state, position, name, parameter), as `each` yields
-        "Measure parameters, their gradients, or both. `replace`: True to replace measurements of this step."
+    def measure(self, which, ttypes, replace=False, scale=None): # which: tuples from `each`
+        "Measure some parameters, their gradients, or both. `replace`: True to replace the earlier measurements of this step."
         some = []
         for st,i,n,p in which:
             if 'weight' in ttypes: some.append((st, 'weight', f'weight_{i}', n, p))
@@ -165,7 +166,7 @@ class Parameters:
             for other in self.states if state.root else below(state, self.states): self.measure_own(other, ttypes)
 
     def current_plan(self):
-        "Return the `ParameterPlan` of the model's parameters. If they have changed, return None, and make a new plan for the next step."
+        "Return the `ParameterPlan` of the model's parameters. If the parameters have changed, make a new plan for the next step and return None."
         if self.plan is not None and self.plan.is_current(self.states, self.buffer.uses): return self.plan
         if objects() is not None and self.states: self.plan = ParameterPlan(self.states, list(self.each()), self.buffer.uses)
 
@@ -174,7 +175,7 @@ class Parameters:
         return each_parameter(self.states if states is None else states, wanted)
 
     def measure_complete(self, wanted=None, scale=None, plan=None):
-        """At the end of a step, measure weights without a row in this step, then the complete gradients.
+        """Measure the weights that have no row in this step, then the complete gradients, at the end of a step.
 
         The complete gradients replace gradients measured during the passes. `wanted`: ids of the parameters, None for
         all; `scale`: factor to divide out of the gradients; `plan`: result of `current_plan`, None to call it here.
@@ -184,8 +185,8 @@ class Parameters:
         if 'weight' in self.ttypes: self.measure_missed(which)
         if 'weight_grad' in self.ttypes: self.measure_again(('weight_grad',), which, scale)
 
-    def measure_planned(self, wanted, plan=None): # same arguments as `measure_complete`
-        "Measure the complete gradients by compiled code. Return False if Python code has to measure them."
+    def measure_planned(self, wanted, plan=None): # arguments of `measure_complete`
+        "Measure the complete gradients with compiled code. Return False if Python code has to measure the gradients."
         old = self.old_gradients
         if 'weight_grad' not in self.ttypes or not self.buffer.is_simple or old.frozen or old.from_before: return False
         if count_function_modes() or inside_transform() is not None: return False
@@ -201,9 +202,9 @@ class Parameters:
         for st,_,n,p in which:
             if id(p) not in self.seen and (st.track.id, n) not in self.seen: self.measure_own(st, ('weight',))
 
-    def measure_again(self, ttypes, which=None, scale=None): # same arguments as `measure`
+    def measure_again(self, ttypes, which=None, scale=None): # arguments of `measure`
         "Measure the current values of parameters, and replace earlier measurements of this step."
-        # cached summaries are not used, because `.data` changes values without changing the version counter
+        # forget cached summaries: a write to `.data` changes values, but not the version counter
         self.buffer.rows.forget_seen()
         which = list(self.each()) if which is None else which
         if 'weight' in ttypes: self.seen |= {x for st,_,n,p in which for x in (id(p), (st.track.id, n))}
@@ -215,7 +216,7 @@ class Parameters:
             if (grad := self.old_gradients.gradient(st, n, p)) is not None: yield st, f'grad_{i}', n, grad
 
     def clips(self, ids, scale=None):
-        """Measure gradients before they are clipped. `ids`: ids of their parameters; `scale`: loss scale to divide by.
+        """Measure the gradients of some parameters before clipping. `ids`: ids of the parameters; `scale`: loss scale to divide by.
 
         If a step clips several times, the last measurement replaces the earlier ones.
         """
@@ -228,7 +229,7 @@ class Parameters:
         self.buffer.measure(state, 'unclipped_grad', tname, grad, name, scale=scale, once=True, replace=True)
 
     def gradient_counts(self, manual:bool) -> tuple|None:
-        """Return how many weight gradients the current step has, and how many gradients before clipping.
+        """Return (number of weight gradients, number of unclipped gradients) of the current step.
 
         None if rows of some trained parameters are missing. `manual`: True if optimizers or `te.step()` end the
         steps; then all gradients have been measured.
@@ -248,23 +249,23 @@ class ZeroGradHint:
     "Warns once if the weights of a model change, but none of their gradients are recorded."
     def __init__(self, notices=None):
         self.notices = notices or Notices()
-        self.found = False # True once a gradient was recorded, or once the warning of missing gradients was given
-        self.in_step = False # True if the current step has a gradient
+        self.found = False # True after a gradient was recorded, or after the warning of missing gradients
+        self.in_step = False # True if the current step has a recorded gradient
         self.trains = False # True once a pass with gradients began in training mode
-        # True once `te.step()` checked gradients for zeros, which `zero_grad` may have written
+        # True after `te.step()` has checked once if all gradients are zero, because `zero_grad` may have zeroed them
         self.looked = False
-        self.given = False # True once the warning was given
-        self.silent = False # True if another part of torchember gives this warning instead
-        self.begun = False # True once a step ended without `te.step()`
+        self.given = False # True after the warning
+        self.silent = False # True if another part of torchember gives such a warning
+        self.begun = False # True after a step ended without `te.step()`
         self.steps_without = 0 # number of recorded training steps without a gradient
         self.versions = None # id of each weight -> its version counter when the check began
 
     def training(self, states):
-        "Store the version counters of the weights at the start of a pass that may be a training pass."
+        "Store the version counters of the weights at the start of a pass that may train the model."
         self.trains,self.versions = True,{id(p): p._version for p in trained_in(states)}
 
     def step_over(self, trained:bool, states, manual:bool, ttypes, boundary:bool=False):
-        """Check the gradients of a recorded step, and warn if the weights change although no gradient was found.
+        """Check the gradients at the end of a recorded step. Warn if the weights change although no gradient was found.
 
         `trained`: True if the step had a training pass. `manual`: True if an optimizer or `te.step()` ends the steps.
         `boundary`: True if `te.step()` ended this step.
@@ -292,11 +293,11 @@ give_all = ("If optimizers step inside backward() (register_post_accumulate_grad
     "Then pass all optimizers: torchEmber(model, optimizer=[...]).")
 
 def trained_in(states):
-    "Return the parameters with `requires_grad` of these modules."
+    "Return the parameters of these modules that have `requires_grad=True`."
     return [p for st in states for _,_,p in own_parameters(st.track) if p.requires_grad and not p.is_inference()]
 
 def all_zero(states):
-    "Return True if there are gradients, and all gradients are ordinary tensors filled with zeros."
+    "Return True if the modules have gradients, and all gradients are ordinary tensors of zeros."
     grads = [p.grad for p in trained_in(states) if p.grad is not None]
     return bool(grads) and all(type(g) is torch.Tensor and g.dtype in plain_floats and g.layout is torch.strided and not g.is_meta for g in grads) \
         and not any(g.any() for g in grads)
@@ -319,8 +320,8 @@ def children_in(parts):
     return [i for i in parts or () if isinstance(i, int)]
 
 class Containers:
-    "Watches modules without torchember's hooks, such as an empty `ModuleList`, because they may get children that should be recorded."
-    def __init__(self, tracks=(), states=()): # tracks: `moduleTrack` of each module; states: `ModuleState` of each recorded module
+    "Detects changed children of modules without torchember's hooks, such as an empty `ModuleList`, because new children may need recording."
+    def __init__(self, tracks=(), states=()): # tracks: all modules; states: recorded modules
         armed = {st.track.id for st in states}
         apart = [t.module for t in tracks if t.id not in armed]
         self.known = [(m, own_parts(m)) for m in apart if m._modules or isinstance(m, nn.Sequential|nn.ModuleList|nn.ModuleDict)]
@@ -332,7 +333,7 @@ class Containers:
 # %% ../../nbs/40_recorder/30_parameters.ipynb #5d0c71aa
 class VersionChanges:
     "Detects updates of parameters without a known optimizer, by their version counters."
-    # last: (path, name) of a parameter -> its last version counter; changes: same key -> number of changes seen
+    # keys: (path, name) of a parameter. last: its version counter at the last call; changes: number of changes so far
     def __init__(self): self.last,self.changes = {},{}
 
     def compare(self, p, name):
@@ -342,39 +343,39 @@ class VersionChanges:
         self.last[name] = p._version
 
     def changed_repeatedly(self, name):
-        "Return True if at least two changes of a parameter were seen. A single change may be `load_state_dict`."
+        "Return True if at least two changes of a parameter were found. A single change may come from `load_state_dict`."
         return self.changes.get(name, 0)>1
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
 class ParameterFacts:
-    "Facts about each parameter, for the metadata: whether it has an optimizer, has had a gradient, and whether its module was called."
+    "Collects facts about each parameter for the run's metadata: optimizer, gradient, and calls of its module."
     most = most_entries
 
-    def __init__(self, ttypes, notify=None): # notify: function that is called with changed metadata of the parameters
+    def __init__(self, ttypes, notify=None): # notify: function to call with changed metadata
         self.notify = notify
         self.grads = 'weight_grad' in ttypes
-        # Sets of (path, name) of parameters: with a gradient, with an optimizer of this run, with another optimizer of the process
+        # sets of (path, name) of parameters; elsewhere: in an optimizer of this process that the run does not know
         self.with_gradient,self.with_optimizer,self.elsewhere = set(),set(),set()
         self.called = set() # paths of modules that were called
         self.version_changes = VersionChanges()
         self.trained = False # True if the model was trained
-        # entries: facts about each parameter, from the last call of `note`; left_out: number of parameters beyond the first `most`
+        # entries: facts about each parameter; left_out: number of unlisted parameters, after the first `most`
         self.entries,self.left_out = [],0
         self.modes = {} # facts about training and evaluation modes, from `recorder.modes.ModeFacts.facts`
-        # more: functions that get the result of `every_parameter` and return further facts as a dict; facts: their last results
+        # more: functions that return further facts about the result of `every_parameter`; facts: their last results
         self.more,self.facts = [],{}
 
     def resume_from(self, entries):
-        "Continue with the facts of a resumed run. entries: list of parameters in the run's metadata."
+        "Continue with the facts of a resumed run. `entries`: facts about its parameters, from the metadata of the run."
         for fact,to in (('gradient', self.with_gradient), ('optimizer', self.with_optimizer)): to |= {(p['path'], p['name']) for p in entries if p.get(fact)}
         self.called |= {p['path'] for p in entries if p.get('called')}
 
     def is_due(self, recorded:int): # recorded: number of recorded steps
-        "Return True if it is time to collect the facts: after 1, 2, 4, 8, ... recorded steps."
+        "Return True if the facts must be collected now: after 1, 2, 4, 8, ... recorded steps."
         return recorded>0 and not recorded & recorded-1
 
     def note(self, states, optimizers, trains:bool, search:bool=False):
-        """Collect the facts about all parameters. `optimizers`: the known optimizers, None if no optimizer is known.
+        """Collect the facts about all parameters. `optimizers`: known optimizers, or None if no optimizer is known.
 
         `trains`: True if a pass may have trained the model; in compiled code only gradients show this.
         `search`: True to search this process for unknown optimizers, if a parameter is in no known optimizer.
@@ -397,15 +398,16 @@ class ParameterFacts:
         if self.notify: self.notify(self.meta())
 
     def search(self, found, ours):
-        "Find parameters in other optimizers of this process. The search takes up to 0.1 s, so skip it if every trained parameter has an optimizer."
+        "Search parameters in unknown optimizers of this process. The search takes up to 0.1 s, so only parameters without an optimizer cause one."
         missing = {id(p): names.keys() for p,_,names in found
             if p.requires_grad and id(p) not in ours and (self.with_optimizer | self.elsewhere).isdisjoint(names)}
         for i in in_live_optimizers(set(missing)) if missing else (): self.elsewhere |= missing[i]
 
     def entry_of(self, p, owner, state, names, has_optimizers):
         "Return the facts about one parameter, as an entry of the metadata."
-        any_grad = self.grads and bool(self.with_gradient) # a missing gradient of one parameter means nothing if the run has no gradients at all
-        # modules without a forward, such as `ModuleList`, are never called
+        # without any recorded gradient, the missing gradient of one parameter means nothing
+        any_grad = self.grads and bool(self.with_gradient)
+        # a module without a `forward`, such as `ModuleList`, is never called
         is_callable = inspect.getattr_static(type(owner.module), 'forward', None) is not nn.Module.forward
         any_of = lambda known: not known.isdisjoint(names)
         return parameter_entry(*names[0], None if is_lazy(p) else p.shape, str(p.dtype).removeprefix('torch.'), p.requires_grad,

@@ -20,7 +20,7 @@ from .steps import Decision, ProvisionalSteps
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #ee96ef9c
 class Gate:
-    "Decides for each step whether it is measured, and switches measuring on and off."
+    "Decides for each step if tensors are measured, and switches measuring on and off."
     def __init__(self, decide, steps, cost, notify=lambda on: None, measure_all:bool=False):
         """Create a `Gate` that is switched off.
 
@@ -28,15 +28,15 @@ class Gate:
         also measure unrecorded steps, for a black box.
         """
         self.decide,self.steps,self.cost,self.notify,self.measure_all = decide,steps,cost,notify,measure_all
-        self.on = False # True if the current step is measured
+        self.on = False # True if tensors are measured in the current step
         self.box_only = False # True if the current step is measured only for the black box
-        self.has_content = False # True if the current step has measurements, or will have some
+        self.has_content = False # True if the current step has measurements, or will get some
         self.disowned = False # True in a process that was forked from the recording process
 
     writes = property(lambda self: self.on and not self.box_only, doc="True if the open step is recorded.")
 
     def decide_step(self):
-        "Decide whether the current step is measured, by the schedule and the time budget."
+        "Decide if tensors are measured in the current step, by the schedule and the time budget."
         recorded = self.is_recorded()
         self.box_only = self.measure_all and not recorded
         self.turn(self.measure_all or recorded)
@@ -52,15 +52,15 @@ class Gate:
         return self.decide(self.steps.number if step is None else step, lambda: self.cost.pending if self.steps.opened and self.on else 0.)
 
     def is_measured(self, step) -> bool:
-        "Return True if a step is measured: either to be recorded in the log, or only for the black box."
+        "Return True if tensors are measured in a step: for the log, or only for the black box."
         return self.measure_all or self.is_recorded(step)
 
     def note_content(self):
-        "Mark the current step as not empty, to count it as a step."
+        "Mark the current step as not empty, so that it counts as a step."
         self.has_content = True
 
     def step_over(self):
-        "Begin a new step without content."
+        "Mark the new step as empty, because the previous step has ended."
         self.has_content = False
 
     def disown(self):
@@ -70,8 +70,8 @@ class Gate:
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d297b3bf
 class PassRemover:
-    "Removes failed passes, and passes with unused gradients, from the current step."
-    def __init__(self, steps, sources, buffer, writer, gate, tally, lock): # parts of a `Pipe`, with the same names as its attributes
+    "Removes passes from the current step: failed passes, and passes with gradients that were discarded unused."
+    def __init__(self, steps, sources, buffer, writer, gate, tally, lock): # the parts of a `Pipe`
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
@@ -86,21 +86,21 @@ class PassRemover:
         self.left.prepare(self.refused.parameters)
 
     def note_backward(self):
-        "When a backward begins, remove earlier passes with discarded gradients, because the backward changes these gradients."
+        "Remove earlier passes with discarded gradients when a backward begins, because the backward will change the gradients."
         with self.lock:
             self.remove_refused()
             for checks in (self.left, self.clips): checks.note_backward(self.refused.parameters, self.steps.number)
 
     def hook_losses(self, numbers):
-        "Install hooks on logged losses to notice their backward, if the outputs of the pass have no hooks. `numbers`: name -> logged number."
+        "Install hooks on logged losses to detect their backward, if the outputs of the pass have no hooks. `numbers`: name -> logged number."
         if not self.refused.passes or self.refused.passes[-1].hooks: return
         for x in numbers.values():
             if getattr(x, 'grad_fn', None) is not None and not is_wrapped(x): x.register_hook(self.note_loss_backward)
 
     def note_loss_backward(self, gradient):
-        "Note that a backward has reached a logged loss. Ignore later calls in the same backward."
+        "Handle a backward that has reached a logged loss. Ignore later calls in the same backward."
         task = running_backward()
-        # with create_graph=True, the gradients are not final, because another backward may follow
+        # with create_graph=True, gradients are not final: another backward may follow
         if torch.compiler.is_compiling() or task in (-1, self.task) or torch.is_grad_enabled(): return
         self.task = task
         self.note_backward()
@@ -113,11 +113,11 @@ class PassRemover:
         self.refused.forget(number)
 
     def remove_failed(self):
-        "Remove the last pass of the current step if it raised an exception and the step has other passes."
+        "Remove the last pass of the current step if the pass raised an exception, and the step has at least one more pass."
         if self.steps.state.failed and sum(self.steps.passes.values())>1: self.remove_last()
 
     def remove_refused(self, unreached=False):
-        """Remove passes whose gradients were thrown away, and write their rows with the phase `refused`.
+        """Remove passes with discarded gradients from the current step, and write their rows with the phase `refused`.
 
         `unreached`: True to remove passes without a backward instead.
         """
@@ -127,13 +127,13 @@ class PassRemover:
             refused.forget(p.number)
             refused.taken += 1
             self.tally.refused += 1
-            # True if nothing of the step remains: no other pass, and no rows in the log, which the next pass would have to replace
+            # True if the step has no other pass, and no rows in the log that the next pass would replace
             empty = steps.remove_refused(p.number) and not buffer.rows.is_partly_logged
             write_refused(self.writer, buffer, steps, p, refused.first_after(p), empty, self.gate.writes)
             for part in (self.sources.gradients, self.sources.parameters, buffer) if empty else (): part.step_over()
 
     def remove_at_end(self):
-        """At the end of a step, remove passes with unused gradients.
+        """Remove passes with unused gradients from the step that ends now.
 
         If the training loop copies gradients, passes only seem unused: correct the count.
         """
@@ -142,18 +142,18 @@ class PassRemover:
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #b684a4b7
 def budget_warning(budget):
-    "Return the warning for a time budget that is exceeded even if few steps are recorded."
+    "Return the warning for a time budget that is exceeded even though only few steps are recorded."
     t = budget.times
     return f"{budget}: recording one step takes {duration(t.cost)}, and the step itself {duration(t.time)}. Record less with include=, ttypes= or stats=."
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d297b3be
 class Pipe:
-    "Controls the current step, from its first pass until its rows are queued. All methods are called under the recorder's lock."
+    "Controls the current step, from its first pass until its rows are queued. All methods must be called under the recorder's lock."
     most_rows = 1<<18 # maximum number of rows of the current step in memory
 
     def __init__(self, steps, sources, buffer, writer, gate, tally, cost, box=None, lock=None,
         look_for_modules=lambda: None):
-        """Connect the stages: `Steps`, `Sources`, `StepBuffer`, `RowWriter`, `Gate`, `Tally` and `Cost`.
+        """Connect the parts of the recorder: `Steps`, `Sources`, `StepBuffer`, `RowWriter`, `Gate`, `Tally` and `Cost`.
 
         `look_for_modules`: called when the first pass of a recorded step begins, to arm new modules.
         """
@@ -171,28 +171,28 @@ class Pipe:
         self.error = error
 
     def raise_error(self):
-        "Raise the exception that `stop` stored, if any."
+        "Raise the exception that `stop` has stored. Do nothing without a stored exception."
         if self.error is not None:
             error,self.error = self.error,None
             raise error
 
     def end_evaluation(self):
-        "Queue the rows of an evaluation for the log. These rows belong to the step before, because no training pass of the current step has begun."
+        "Queue the rows of an evaluation for the log. They belong to the previous step, because the current step has no training pass yet."
         self.remover.remove_failed()
         self.writer.write(self.buffer, self.steps, True)
-        # keep the copies of weights from before the optimizer's step: an LBFGS closure may evaluate the model during this step
+        # keep copies of weights from before the optimizer step: an LBFGS closure may evaluate the model in this step
         for part in (self.sources.gradients, self.buffer): part.step_over()
         self.steps.end_evaluation()
 
     # ---- methods that end the step
 
     def close_step(self, boundary=False, by_pass=False, wait=False):
-        """End the current step, and begin the next step. A step in which nothing happened yet is not ended.
+        """End the current step, and begin the next step. Do nothing if the current step is still empty.
 
         `boundary`: True if the user ends the step. `by_pass`: True if the begin of the next pass ends the step. `wait`:
         argument of `flush`.
         """
-        if self.buffer.rows.arena.in_graph(): return # the step cannot end during the capture of a CUDA graph, because the GPU cannot be read
+        if self.buffer.rows.arena.in_graph(): return # the capture of a CUDA graph cannot read the GPU
         if not by_pass: self.provisional.clear()
         if not self.steps.opened: return
         if boundary: self.steps.confirm_training()
@@ -200,17 +200,17 @@ class Pipe:
         self.remover.remove_failed()
         if not by_pass and self.gate.on: self.remover.remove_at_end()
         try: self.finish_step(boundary, wait)
-        finally: self.next_step() # the next step must begin even if Ctrl-C interrupts `finish_step`
+        finally: self.next_step() # even Ctrl-C during `finish_step` must not prevent the next step
 
     def finish_step(self, boundary, wait=False):
-        "At the end of a step, measure buffers and tensors outside of modules, compute the norm of all gradients, and queue the rows for the log."
+        "Finish the current step: measure buffers and followed tensors, compute the norm of all gradients, and queue the rows for the log."
         if boundary: self.cost.note_end()
         sources,hint = self.sources,self.sources.parameters.hint
         if self.gate.on:
             try:
                 if boundary: sources.parameters.measure_complete(sources.optimizers.unmeasured(self.steps.optimizers.stepped))
                 self.measure_at_end()
-            # the rows measured before an error or Ctrl-C are written, because they belong to this step
+            # rows measured before an error or Ctrl-C belong to this step, so they are written
             except BaseException:
                 self.flush(True)
                 raise
@@ -220,18 +220,18 @@ class Pipe:
         if self.gate.has_content or self.buffer.rows.size or self.writer.log.file_is_open: self.flush(True, wait)
 
     def measure_at_end(self):
-        "Measure each buffer, and each followed tensor (tensor outside of modules), once at the end of the step."
+        "Measure each buffer and each followed tensor (a tensor outside of modules) once, at the end of the step."
         self.sources.measure_at_end(not (self.steps.manual and self.steps.passes and not self.steps.own_passes))
 
     def next_step(self):
-        "Clear the data of the ended step, and decide whether the next step is recorded."
+        "Clear the data of the ended step, and decide if the next step is recorded."
         steps,sources,tally,gate,budget = self.steps,self.sources,self.tally,self.gate,self.cost.budget
         if len(steps.optimizers.awaited)>1: tally.note_wait(steps, sources.watch.optimizers)
         tally.step_over(gate.writes)
         self.writer.step_over(steps.number, gate.writes)
         for part in (sources, self.buffer, gate, self.remover.refused) if gate.has_content else (): part.step_over()
         if gate.writes and sources.parameters.known.is_due(tally.recorded):
-            # unknown optimizers are searched now, because live rules check the run for the first time after this step
+            # search unknown optimizers after this step, because live rules check the run for the first time now
             sources.note_parameters(search=tally.recorded==4)
         steps.close()
         if self.box is not None: self.box.set_phase(BETWEEN)
@@ -242,7 +242,7 @@ class Pipe:
     # ---- methods that queue rows for the log
 
     def flush(self, over:bool=False, wait:bool=False):
-        """Queue all rows measured so far for the log. This method returns before the rows are written.
+        """Queue all rows measured so far for the log, without waiting until the rows are written.
 
         `over`: True if the step is over. `wait`: True to write the rows later, because the step may turn out to be a
         micro-batch.
@@ -255,11 +255,11 @@ class Pipe:
         if self.buffer.rows.size>self.most_rows: self.provisional.clear(); self.flush()
 
     def read_pending(self):
-        "Measure all queued tensors now, before their values change."
+        "Measure all queued tensors now, before the values of these tensors change."
         self.buffer.read_pending(self.writer.extra.root_name)
 
     def disown(self, lock):
-        "Stop recording in a forked process. `lock`: new lock, because a thread of the parent process may hold the old lock."
+        "Stop recording in a forked process. `lock`: new lock, because a thread of the parent process may hold the old one."
         self.remover.lock = lock
         for part in (self.gate, self.cost, self.steps): part.disown()
         for part in (self.writer, self.box) if self.box is not None else (self.writer,): part.leave()
@@ -291,15 +291,15 @@ def begin_pass(pipe, path:str, phase, root:bool, grad:bool, joins:bool=False):
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d108d07b
 def close_by_pass(pipe, following):
-    """End the current step, because the next pass begins. Store the step, because it may turn out to be a micro-batch of a later step.
+    """End the current step at the begin of a new pass. Keep the step, because later passes may show that it was a micro-batch.
 
     `following`: weight versions at the begin of the pass.
     """
     if pipe.buffer.rows.arena.in_graph(): return
     steps,hint,writer,gradients = pipe.steps,pipe.sources.parameters.hint,pipe.writer,pipe.sources.gradients
     known = pipe.gate.writes and steps.state.training_passes and not steps.phase
-    known = known and not pipe.buffer.rows.is_partly_logged # a step with rows in the log cannot become a micro-batch of the next step
-    known = known and not pipe.remover.refused.removed() # a refused pass cannot be a micro-batch of the next step
+    known = known and not pipe.buffer.rows.is_partly_logged # a step with rows in the log cannot become a micro-batch
+    known = known and not pipe.remover.refused.removed() # a pass with discarded gradients cannot be a micro-batch
     weights,noted,without = steps.state.weights if known else None,writer.extra.noted[steps.number],hint.steps_without
     gradients.keeps_hooks = pipe.provisional.may_join(weights, following)
     try: pipe.close_step(wait=pipe.provisional.has_earlier(weights), by_pass=True)
@@ -307,7 +307,7 @@ def close_by_pass(pipe, following):
     pipe.provisional.add(weights, ProvisionalStep(writer.last, writer.ended, noted, hint.steps_without-without))
 
 def join_passes(pipe):
-    "Merge earlier steps, each ended by the next pass, into the open step, because they turn out to be its micro-batches."
+    "Merge earlier steps into the open step, because they turn out to be its micro-batches. Each earlier step was ended by the next pass."
     steps = pipe.steps
     earlier = pipe.provisional.with_weights(steps.state.weights) if steps.passes[None] and not steps.phase else []
     if not earlier: return
@@ -322,7 +322,7 @@ def join_passes(pipe):
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #682c2c3d
 def end_step(pipe, empty=False) -> bool:
-    """End the step for `te.step()`. From now on, nothing else ends steps. Return True if the step had content.
+    """End the step for `te.step()`. From now on, only `te.step()` ends steps. Return True if the step had content.
 
     `empty`: True to count a step without content, too.
     """
@@ -335,7 +335,7 @@ def end_step(pipe, empty=False) -> bool:
     return opened
 
 def finish(pipe):
-    "Measure buffers and tensors outside of modules at the end of the current step, because the step gets no more passes."
+    "Measure buffers and followed tensors (tensors outside of modules) when the current step gets no more passes."
     if pipe.steps.is_evaluation: pipe.end_evaluation()
     pipe.provisional.clear()
     pipe.remover.remove_failed()

@@ -42,28 +42,28 @@ from ..store.base import now
 # %% ../../nbs/40_recorder/90_plan.ipynb #18184d49
 @contextmanager
 def restored(model):
-    "Context manager to run a model without side effects: restores its buffers, attributes, training modes and random generators."
+    "Run a model without side effects in this context: restore its buffers, attributes, training modes and random generators afterwards."
     dicts = [d for m in model.modules() for d in (m.__dict__, m._parameters, m._buffers, m._modules)]
     kept,buffers = [dict(d) for d in dicts],[(b, b.detach().clone()) for b in model.buffers()]
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type not in ('cpu', 'meta')}
     states = random.getstate(),np.random.get_state()
     try:
         with ExitStack() as generators:
-            # for a model on the CPU, the device type 'cuda' makes `fork_rng` restore only the CPU generator
+            # with 'cuda' and no devices, `fork_rng` restores only the CPU generator, enough for a model on the CPU
             for kind in {d.type for d in devices if hasattr(torch, d.type)} or {'cuda'}:
                 generators.enter_context(torch.random.fork_rng(sorted(d.index or 0 for d in devices if d.type==kind), device_type=kind))
             yield
     finally:
         for d,k in zip(dicts, kept, strict=True):
             if d!=k if len(d)!=len(k) else any(d.get(n) is not v for n,v in k.items()): d.clear(); d.update(k)
-        # All buffers are restored, because batch_norm changes buffers without changing their version counters
+        # all buffers are restored, because batch_norm changes buffers without a change of their version counters
         for b,old in buffers: b.data.copy_(old)
         random.setstate(states[0])
         np.random.set_state(states[1])
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #a59154fb
 class PlannedTensor(NamedTuple):
-    "Tensor in an expected row of the log. Fields are None if unknown."
+    "Describes the tensor of one expected row in the log. Unknown fields are None."
     track:object # `moduleTrack` of the module
     ttype:str
     tname:str
@@ -71,42 +71,42 @@ class PlannedTensor(NamedTuple):
     call:int
     shape:tuple|None
     dtype:torch.dtype|None
-    read:bool # True if reading the tensor takes time. False if another row of this tensor already has the summary
+    read:bool # True if reading the tensor takes time, False if the summary of another row is reused
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4062864a
 class Rehearsal(Listener):
-    "Listener for one pass of a model: lists the rows that recording would write, without measuring anything."
+    "Listener for one example pass of a model: lists the rows that recording would write, but measures nothing."
     running = 1
 
     def __init__(self, ttypes, states):
         self.ttypes,self.states = ttypes,states
         # places: list of `PlannedTensor`; ended: `ModuleState`s in the order in which their calls ended
         self.places,self.ended = [],[]
-        # seen: id of a tensor -> weak reference and version counter; calls: `ModuleState` -> number of calls; stack: running calls
+        # seen: id of a tensor -> (weak reference, version); calls: `ModuleState` -> call count; stack: running calls
         self.seen,self.calls,self.stack = {},Counter(),[]
 
     def call_begins(self, st, inputs, compiled=False):
-        "List the rows of a module call's inputs."
+        "Add the expected rows of a module call's inputs to the list `places`."
         self.note(st, 'input', inputs, self.calls[st])
         self.stack.append((st, self.calls[st]))
         self.calls[st] += 1
 
     def call_ends(self, st, outputs, compiled=False):
-        "List the rows of a module call's outputs."
+        "Add the expected rows of a module call's outputs to the list `places`."
         self.ended.append(st)
         self.note(st, 'output', outputs, self.stack.pop()[1])
 
     def call_fails(self, st):
-        "Forget the running call, because it raised an exception."
+        "Remove the running call from the stack, because it raised an exception."
         self.stack.pop()
 
     def probe_here(self, name, x):
-        "List the row of a tensor passed to `te.probe`."
+        "Add the expected row of a tensor passed to `te.probe` to the list `places`."
         st,call = self.stack[-1] if self.stack else (self.states[0], 0)
         self.add(st.track, 'probe', name, call, x, self.is_new(x))
 
     def note(self, st, ttype, named, call):
-        "List the rows of the inputs or outputs of a module call."
+        "Add the expected rows of one module call's inputs or outputs, and of their gradients, to the list `places`."
         for n,x in named:
             if ttype in self.ttypes: self.add(st.track, ttype, n, call, x, self.is_new(x))
             if f'{ttype}_grad' in self.ttypes and x.requires_grad and torch.is_grad_enabled(): self.add(st.track, f'{ttype}_grad', n, call, x, True)
@@ -117,23 +117,23 @@ class Rehearsal(Listener):
         self.places.append(PlannedTensor(track, ttype, tname, None, call, shape, x.dtype, read))
 
     def is_new(self, x) -> bool:
-        "Return True if this pass has not yet seen this tensor with its current values."
+        "Return True if this example pass has not read this tensor with its current values yet."
         known,version = self.seen.get(id(x)),None if x.is_inference() else x._version
         self.seen[id(x)] = weakref.ref(x),version
         return known is None or known[0]() is not x or known[1]!=version
 
 def eagerly():
-    "Return a context manager in which `torch.compile` is switched off."
+    "Return a context manager that switches `torch.compile` off."
     return torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4bc4b785
 def rehearse(model, recorder, args, kwargs) -> tuple: # returns a list of `PlannedTensor`, and the states in the order in which their calls ended
-    "Run a model once on an example input, and return the rows that recording would write."
+    "Run a model once on an example input. Return the rows that recording would write, without writing any."
     states = recorder.sources.states
     listener,by_id,ts = Rehearsal(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
     arm(ts, listener, {st.track.id for st in states if st.watched})
     try:
-        # gradients are switched on if they are recorded: their rows depend on `requires_grad` of activations
+        # enable gradients if they are recorded, because their rows depend on `requires_grad` of activations
         grads = bool({'input_grad', 'output_grad'} & set(listener.ttypes))
         with notify_only(model, listener), restored(model), eagerly(), torch.set_grad_enabled(grads): model(*args, **kwargs)
     finally: disarm(ts, listener)
@@ -141,12 +141,12 @@ def rehearse(model, recorder, args, kwargs) -> tuple: # returns a list of `Plann
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #01727a7c
 class NullRun:
-    "Replaces a run: converts rows to lines and discards them, to measure the time of writing."
+    "Replaces the run during time measurements: converts rows to lines of text and discards the lines."
     fname,marked,step,seconds = 'null', {}, (), 0.
     def note(self, what): "Discard a remark, because nothing is recorded."
     def __init__(self): self.file,self.took,self.rows = self,0.,0
     def put(self, measured, close, by):
-        "Convert the rows of a step to lines, add up the time, and discard the lines."
+        "Convert the rows of a step to lines of text and discard the lines. Add the time of the conversion to `took`."
         start = clock()
         [rows] = by([measured])
         for r in rows: isinstance(r, bytes) or line_of(r)
@@ -155,7 +155,7 @@ class NullRun:
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #1a5775d0
 def expected_states(optimizer, p) -> dict|None:
-    "Return the shapes of the optimizer states that a parameter has, or will have after the first step: name -> shape. None if unknown."
+    "Return name -> shape of the optimizer states that a parameter has now, or will have after its first step. Return None if unknown."
     have = state_tensors(optimizer, p)
     if have: return {k: tuple(v.shape) for k,v in have.items()}
     kind = type(optimizer)
@@ -170,19 +170,19 @@ def expected_states(optimizer, p) -> dict|None:
     return {k: tuple(p.shape) if v.shape==q.shape else tuple(v.shape) for k,v in state_tensors(small, q).items()}
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #88a37214
-timed_sizes = (16, 1<<13, 1<<17, 1<<20, 1<<22) # numbers of elements of the tensors for which reading is timed
+timed_sizes = (16, 1<<13, 1<<17, 1<<20, 1<<22) # numbers of elements of the tensors with measured reading times
 
 def example(n, dtype, device):
-    "Return a tensor of `n` elements with different values, to measure the time of reading."
+    "Return a tensor of `n` different numbers, to measure the time of reading."
     x = torch.from_numpy(np.random.default_rng(0).standard_normal(n, dtype=np.float32)).to(device)
     return x>0 if dtype is torch.bool else x.to(dtype) if dtype.is_floating_point or dtype.is_complex else (x*100).to(dtype)
 
-def time_reading(stats, dtype, device, most) -> tuple: # the measured numbers of elements, and the seconds for each number
+def time_reading(stats, dtype, device, most) -> tuple: # (numbers of elements, seconds)
     """Measure the time to compute statistics of tensors of increasing size, until a tensor has at least `most` elements.
 
     `stats`: names of the statistics.
     """
-    ready() # waits for compiled loops, because nearly all steps of a training use compiled loops
+    ready() # wait for compiled loops, because nearly all training steps use them
     arena = Arena()
     tap,xs,ys = arena.tap(None, stats),[],[]
     for n in timed_sizes:
@@ -193,7 +193,7 @@ def time_reading(stats, dtype, device, most) -> tuple: # the measured numbers of
             observe(x, tap)
             wait_for(x.device)
             times.append(clock()-start)
-        # the minimum is used, because other programs on the machine can only add time
+        # use the minimum, because other programs on the machine can only add time
         xs.append(n); ys.append(min(times))
         if n>=most: break
     return xs, ys
@@ -205,14 +205,14 @@ def interpolate(xs, ys, n):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #b6862992
 class ReadingTime:
-    "Estimates how much longer, in seconds, reading a tensor takes than reading a tiny tensor. Measures the speed of a dtype at its first use."
+    "Estimates the extra seconds for reading a tensor, compared to a tiny tensor. Times each dtype at its first use."
     def __init__(self, most): self.most,self.curves = most,{}
 
     def __call__(self, stats, dtype, device, n):
         key = (stats, dtype, str(device))
         if key not in self.curves:
             try: self.curves[key] = time_reading(stats, dtype, device, self.most)
-            # a tensor that cannot be measured costs no time
+            # a tensor that cannot be measured counts as 0 seconds
             except (Unmeasurable, RuntimeError, NotImplementedError): self.curves[key] = [1], [0.]
         xs,ys = self.curves[key]
         return max(interpolate(xs, ys, n)-ys[0], 0.)
@@ -220,7 +220,7 @@ class ReadingTime:
 # %% ../../nbs/40_recorder/90_plan.ipynb #b75bd9e9
 @functools.cache
 def row_times(stats) -> tuple:
-    "Return the seconds to record a tensor of a few elements, and the seconds to write its row. `stats`: names of the statistics."
+    "Return two times in seconds for a tensor of a few elements: to record it, and to write its row. `stats`: names of the statistics."
     model,x = nn.Sequential(*(nn.Tanh() for _ in range(8))),torch.zeros(4)
     r,ts = Recorder(NullRun(), Settings(('input', 'output'), stats, schedule(1))),tracks(model)
     spent,took = [],[]
@@ -237,13 +237,14 @@ def row_times(stats) -> tuple:
     return sorted(spent)[3], sorted(took)[3]
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #0ebf059a
-def parameter_rows(r, ended=()) -> tuple: # a list of `PlannedTensor`, and remarks about rows whose number is unknown
-    "Return the expected rows of all tensors other than inputs and outputs. `ended`: result of `rehearse`."
+def parameter_rows(r, ended=()) -> tuple: # (list of `PlannedTensor`, remarks about unknown rows)
+    "Return the expected rows of all tensors that are not inputs or outputs, such as parameters. `ended`: from `rehearse`."
     (places,notes),s = ([], set()),r.sources
     def add(st, ttype, tname, n, p, shape=None):
-        "Add the expected row of a parameter, or of a tensor with the parameter's shape."
+        "Add the expected row of a parameter, or of a tensor that belongs to it. `shape`: None for the shape of the parameter."
         places.append(PlannedTensor(st.track, ttype, tname, n, 0, tuple(p.shape) if shape is None else shape, p.dtype, True))
-    first = list(dict.fromkeys([*ended, *s.states])) # a tied weight has its row in the module whose call ends first
+    # a tied weight gets its row from the module that ends its call first
+    first = list(dict.fromkeys([*ended, *s.states]))
     for st,i,n,p in s.parameters.each(states=first):
         if 'weight' in r.ttypes: add(st, 'weight', f'weight_{i}', n, p)
     for st,i,n,p in s.parameters.each(states=s.states if r.steps.manual else first):
@@ -264,8 +265,8 @@ def parameter_rows(r, ended=()) -> tuple: # a list of `PlannedTensor`, and remar
             if t in r.ttypes and (t=='weight' or x.requires_grad): add(s.states[0], t, n, n, x)
     return places, sorted(notes)
 
-def flow_rows(r) -> tuple: # a list of `PlannedTensor`, and remarks about rows whose number is unknown
-    """Return the rows of inputs and outputs to expect, for a plan without an example input.
+def flow_rows(r) -> tuple: # (list of `PlannedTensor`, remarks about unknown rows)
+    """Return the expected rows of inputs and outputs, if the plan has no example input.
 
     These are the rows of the last recorded pass. Without such a pass, expect one input and one output for each module.
     """
@@ -279,7 +280,7 @@ def flow_rows(r) -> tuple: # a list of `PlannedTensor`, and remarks about rows w
         dtype = next((p.dtype for p in m.parameters() if p.is_floating_point()), torch.float32)
         for kind,ttype in kinds:
             named = (st.track.input_dt if kind=='input' else st.track.output_dt) if known else {'input': None} if kind=='input' else {'output_0': None}
-            # reading takes no extra time: inputs of inner modules are outputs of other modules, which were read already
+            # reading takes no extra time for an inner module's input, because another module's output was read already
             read = kind!=ttype or (st.root if kind=='input' else st.track.base_module)
             calls = range(st.calls if known else 1)
             places += [PlannedTensor(st.track, ttype, n, None, c, s, s and dtype, read) for c in calls for n,s in (named or {}).items()]
@@ -288,14 +289,14 @@ def flow_rows(r) -> tuple: # a list of `PlannedTensor`, and remarks about rows w
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #23264aeb
 def example_row(place, how, marks) -> dict:
-    "Return an example of a row, with numbers of the usual number of digits, to count its bytes."
+    "Return an example of a row, filled with numbers of usual length, to count its bytes."
     stats = {} if callable(how) else {n: list(place.shape or (64, 64)) if n=='shape' else 1234 if n in counts else -.0123456789012345678 for n in how}
     key = (place.track.name, place.ttype, place.tname, place.pname, None, 0)
     return one_row(key, place.call, None, str(place.dtype or torch.float32).removeprefix('torch.'), stats, 1000, now(), marks, {})
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #8193001c
 class Plan:
-    "Expected number of `rows`, `bytes` and `seconds` of a recorded step. `df` is a table with a row for each tensor."
+    "Plan of one recorded step: expected number of `rows`, `bytes` and `seconds`. `df` is a table with one line for each tensor."
     def __init__(self, name:str, places:list, lines:list, seconds:list, notes=()):
         """Add up rows, bytes and seconds of all `PlannedTensor`s. `lines`: bytes of each row; `seconds`: time of each row.
 
@@ -311,7 +312,7 @@ class Plan:
         return [(t, len(rows), *(None if None in column else sum(column) for column in zip(*rows, strict=True))) for t,rows in found.items()]
 
     def largest(self, n=3) -> list: # returns pairs (seconds, `PlannedTensor`)
-        "Return the `n` tensors that take the most time to record."
+        "Return (seconds, `PlannedTensor`) for the `n` tensors that take the most time to record."
         return sorted(((s, p) for s,p in zip(self.each, self.places, strict=True) if p.shape is not None), key=lambda r: -r[0])[:n]
 
     @property
@@ -333,7 +334,7 @@ class Plan:
         return f"Plan for {self.name}: {self.rows:,} rows, {byte_size(self.bytes)} and about {duration(self.seconds)} for each recorded step"
 
     def tail(self):
-        "Return lines of text about the tensors that take the most time to record."
+        "Return one line of text for each of the tensors that take the most time to record."
         return [f"{p.track.name} {p.tname} {list(p.shape)}: about {duration(s)}" for s,p in self.largest()]
 
     def __repr__(self):
@@ -355,7 +356,7 @@ def tensor_bytes(p):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #9b552bcf
 def plan_from_rows(name, places, notes, r, device) -> Plan:
-    "Return the `Plan` of a model on a device, for these `PlannedTensor`s."
+    "Return the `Plan` of a model on a device. `places`: `PlannedTensor`s of the expected rows."
     stats = r.buffer.stats
     if any(callable(f) for t,f in stats.items() if t in r.ttypes): notes = [*notes, "The time and the results of your own functions are not included."]
     lines = [len(line_of(example_row(p, stats[p.ttype], r.t.marked)))+1 for p in places]

@@ -17,11 +17,11 @@ from ..store import jsonl # noqa: F401
 from ..store.base import run_name
 
 # %% ../../nbs/40_recorder/70_process.ipynb #f04d8101
-open_recorders = weakref.WeakSet() # recorders of this process: objects with `finish`, `leave`, and a run `t`
+open_recorders = weakref.WeakSet() # recorders of this process, with the methods `finish` and `leave`, and their run `t`
 
 # %% ../../nbs/40_recorder/70_process.ipynb #6b947870
 def finish_open_recorders():
-    "When Python exits, write the remaining rows of all open recorders, and the exception that ended the program."
+    "Write the remaining rows of all open recorders when Python exits, and a finding about the exception that ended the program."
     for r in list(open_recorders):
         try:
             r.finish()
@@ -32,7 +32,7 @@ def finish_open_recorders():
         except Exception as e: print(printable(f"torchember: the last rows of {r.t.fname} are lost: {type(e).__name__}: {e}"), file=sys.stderr)
 
 def last_exception():
-    "Return the exception that ended this process, or None. In an interactive session, an exception does not end the process."
+    "Return the exception that ended this process. Return None without one, and in an interactive session."
     shell = hasattr(sys, 'ps1') or 'IPython' in sys.modules and sys.modules['IPython'].get_ipython() is not None
     return None if shell else getattr(sys, 'last_value', None)
 
@@ -41,30 +41,30 @@ def disown_open_recorders():
     for r in list(open_recorders): r.leave()
     open_recorders.clear()
 
-# registered after the exit function of `store`, so that it runs before: exit functions run in reverse order
+# registered after the exit function of `store`, to run before it: Python calls exit functions in reverse order
 atexit.register(finish_open_recorders)
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=disown_open_recorders)
 
 # %% ../../nbs/40_recorder/70_process.ipynb #78226770
 def release_run(name):
-    "Stop the `torchEmber` object of this run in this process, and write all of its rows, so a new object can continue the run."
+    "Stop the `torchEmber` of this run in this process, and write all of its rows, so that a new `torchEmber` can continue the run."
     for r in list(open_recorders):
         if r.t.fname!=name: continue
         if getattr(r, 'owner', None): r.owner().disarm()
         r.t.barrier()
 
 def weak_source(recorder):
-    "Return a function that calls `recorder.source` without keeping the recorder alive, because the run keeps this function."
+    "Return a function that calls `recorder.source`. It has only a weak reference, because the run keeps the function, but not the recorder."
     ref = weakref.ref(recorder)
     def source(close):
-        "Call `recorder.source`, if the recorder still exists."
+        "Call `recorder.source`. Do nothing if the recorder was deleted."
         if (r := ref()) is not None: r.source(close)
     return source
 
 # %% ../../nbs/40_recorder/70_process.ipynb #ccba5439
-# shared_names: counts keys in the store that all processes share; given: name of a run -> number of runs of this name in this process
+# shared_names: numbers of keys in the shared store; given: name of a run -> number of runs with this name
 shared_names,given = itertools.count(),Counter()
-# name of a run -> number of calls of `store_for`, because each continuation of a run needs another prefix for its keys in the store
+# name of a run -> number of calls of `store_for`, because each continuation of a run needs its own key prefix
 shared_runs = Counter()
 
 # %% ../../nbs/40_recorder/70_process.ipynb #ed2ef205
@@ -74,7 +74,7 @@ def rank_and_size() -> tuple:
     if d.is_available() and d.is_initialized(): return d.get_rank(), d.get_world_size()
     rank,size = (os.environ.get(k, default) for k,default in (('RANK', '0'), ('WORLD_SIZE', '1')))
     if all(re.fullmatch('[0-9]{1,9}', n) for n in (rank, size)) and int(rank)<int(size): return int(rank), int(size)
-    # if only RANK is set, there is no warning, because another program may use this variable
+    # no warning if only RANK is set, because another program may use this variable
     if 'WORLD_SIZE' in os.environ:
         warn(f"RANK={rank!r:.40} and WORLD_SIZE={size!r:.40} in the environment are no valid rank and number of processes, "
             "so this run is recorded as the run of a single process.")
@@ -88,7 +88,7 @@ def shared_name(kind:str) -> str: # kind: class name of the model
     if store is not None:
         name = store.compare_set(f'torchember/{next(shared_names)}', '', name).decode()
     given[name] += 1
-    # a name that is used already gets a number, because two runs may begin in the same second
+    # append a number to a name that is already in use, because two runs may begin in the same second
     return name if given[name]==1 else f'{name}_{given[name]}'
 
 # %% ../../nbs/40_recorder/70_process.ipynb #0cf7fd1f

@@ -44,15 +44,16 @@ from .tally import Tally
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #c461705f
 recorded = tuple(t for t in ttypes if t not in of_no_tensor) # tensor types that can be recorded
-pass_numbers = {c.ttype: c for c in (Attention, Routers, Stream)} # tensor type -> class that computes its numbers in some passes
+pass_numbers = {c.ttype: c for c in (Attention, Routers, Stream)} # tensor type -> class that records it in some passes
 
 def numbers_of_passes(asked, **arguments) -> dict:
-    """Return the value for `Settings.numbers`. Raise an error if an argument is not a schedule of steps.
+    """Return the steps for attention, router and stream rows: the value of `Settings.numbers`. Raise an error for an invalid schedule.
 
     `asked`: tensor types that the user asked for; `arguments`: values of the arguments `attention`, `routers` and `stream` of `torchEmber`.
     """
     for name,when in arguments.items():
-        if when is False or when is None or name=='stream' and isinstance(when, list|tuple|set): continue # a list selects blocks
+        # a list for `stream` selects blocks, not steps
+        if when is False or when is None or name=='stream' and isinstance(when, list|tuple|set): continue
         StepSubset(when, name)
     return {t: when or t in asked for t,when in zip(of_passes, arguments.values(), strict=True)}
 
@@ -61,30 +62,30 @@ def numbers_of_passes(asked, **arguments) -> dict:
 class Settings:
     "Settings of a `Recorder`, mostly from arguments of `torchEmber`."
     ttypes:tuple # Tensor types to record
-    stats:object # Names of built-in statistics, or a function that maps a tensor to a dict
+    stats:object # Names of built-in statistics, or a user's function: tensor -> dict
     when:object # Schedule: function that gets the number of a step, and returns True to record the step
     only_training:bool = False # True to skip evaluations
-    on_error:str = 'warn' # What to do if a tensor cannot be measured: 'warn' or 'raise'
+    on_error:str = 'warn' # 'warn' or 'raise', if a tensor cannot be measured
     first_step:int = 0 # Number of the first step
     rank:int|None = None # Rank of this process, if there are several processes
     ranks:object = None # `capture.ranks.Ranks`, if there are several processes
     budget:object = None # `Budget` that limits the time of recording, or None
     optimizers:tuple = () # Optimizers that end the steps
     scaler:object = None # `GradScaler` in use
-    # 'step' if only `torchEmber.step` ends a step. None if optimizers end the steps;
-    # without optimizers, each pass is a step until `torchEmber.step` is called
+    # 'step': only `torchEmber.step` ends a step. None: the optimizers end the steps.
+    # None without optimizers: each pass is a step until the first call of `torchEmber.step`
     ends:str|None = None
     root_name:str = 'model' # Display name of the root module
-    # True for a black box, None for a black box if possible, False for none; a number to also keep this many steps that are not recorded
+    # True for a black box, None for one if possible, False for none; a number to keep so many unrecorded steps
     blackbox:int|None = False
-    note:object = None # Function that is called with the metadata about the parameters whenever they change
+    note:object = None # Function to call with changed metadata about parameters
     cuda_graphs:bool = False # True to record the replays of CUDA graphs
-    # tensor type, a key of `pass_numbers` -> steps at which its numbers are recorded: argument of `StepSubset`; False for none
+    # tensor type in `pass_numbers` -> steps to record it: an argument of `StepSubset`, or False for none
     numbers:dict|tuple = ()
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
 def statistics_of_types(stats) -> dict:
-    """Return a dict: tensor type -> statistics. Predictions and targets get built-in statistics in place of a user's function.
+    """Return a dict: tensor type -> statistics. A user's function is replaced by built-in statistics for predictions and targets.
 
     The user's function is written for tensors of layers, and may not accept labels.
     """
@@ -96,7 +97,7 @@ def make_pipe(t, s, lock, gradient, turn, look_for_modules):
 
     `gradient`: called with each gradient; `turn`: called to switch measuring on or off; `look_for_modules`: called to find new modules.
     """
-    # `SilentListener` does nothing. `ArmedModel` replaces it later
+    # `SilentListener` does nothing, and is replaced when `ArmedModel` sets the listeners
     watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None
     awaited = {id(o) for o in watch.optimizers} if watch and s.ends!='step' else ()
     steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),held_steps(s.blackbox)
@@ -115,10 +116,11 @@ class ArmedModel:
         self.events,self.optimizer_events,self.sources,self.cost = events,optimizer_events,sources,cost
         # watches: `OptimizerWatch` and `ClippingWatch`, if needed; graphs: `Graphs` or `UnrecordedGraphs` on a GPU
         self.watches,self.graphs = watches,graphs
-        self.tracks,self.owner = (),None # tracks: `moduleTrack` of each module, root first; owner: returns the `torchEmber`
-        # modules without torchember's hooks, to which child modules may be added that must be recorded
+        # tracks: `moduleTrack`s of all modules, root first; owner: function that returns the `torchEmber`
+        self.tracks,self.owner = (),None
+        # watches modules without torchember's hooks for new child modules, because these must be recorded
         self.containers = Containers()
-        self.same_modules = None # `SameDicts` of all modules, to find new modules quickly; None if not made yet
+        self.same_modules = None # `SameDicts` of all modules, to detect changed modules quickly; None before it is made
 
     def arm(self, tracks, watched=None, owner=None, methods=None):
         """Install the listeners on the modules of a model.
@@ -142,7 +144,7 @@ class ArmedModel:
     numbers = property(lambda self: self.events.pass_events.numbers, doc="Dict: tensor type -> `PassNumbers` that measures some passes")
 
     def record_numbers(self, ttype, when):
-        "Start to record numbers of some passes, or stop if `when` is False. `ttype`: key of `pass_numbers`; `when`: argument of `StepSubset`."
+        "Start or stop recording a tensor type of `pass_numbers`, such as 'router'. `when`: argument of `StepSubset`, or False to stop."
         old,at_calls = self.numbers.pop(ttype, None),self.sources.at_calls
         if old is not None:
             old.detach()
@@ -153,12 +155,12 @@ class ArmedModel:
         if self.sources.states: new.attach()
 
     def use_modules(self, tracks):
-        "Store the modules of the model, because they have changed."
+        "Store the current modules of the model after a change."
         self.tracks,self.same_modules = tracks,None
         self.events.pass_events.prepare(tracks[0].module, max(t.path.count('.') for t in tracks))
 
     def look_for_modules(self):
-        "Start to record new modules of the model. Warn if this fails."
+        "Search new modules of the model and start to record them. Warn if recording cannot start."
         if self.same_modules is not None and self.same_modules.unchanged(): return
         if not (with_other_children(self.sources.states) or self.containers.changed()) or self.owner is None: return self.note_modules()
         try: self.arm_new_modules(self.owner())
@@ -167,12 +169,12 @@ class ArmedModel:
                 f"({type(e).__name__}: {printable(e, 200)}). Fix the cause, then call te.rearm(). This warning is given once.")
 
     def note_modules(self):
-        "Store the parameters and children of all modules, so that later changes can be detected quickly."
+        "Store the parameters and children of all modules, to detect later changes quickly."
         modules = [*(st.track.module for st in self.sources.states), *(m for m,_ in self.containers.known)]
         self.same_modules = SameDicts(d for m in modules for d in (m._parameters, m._modules)) if objects() is not None else None
 
     def arm_new_modules(self, owner):
-        """Install hooks on new modules of the model, and remove hooks from modules outside of the model.
+        """Install hooks on new modules of the model, and remove the hooks of modules that no longer belong to the model.
 
         Call this only while no module other than the root is running.
         """
@@ -189,13 +191,13 @@ class ArmedModel:
         self.containers = Containers(ts, self.sources.states)
 
     def set_listeners(self, events, optimizer_events):
-        "Send events to these listeners: the listeners of the recorder, or `Graphs` during the capture of a CUDA graph."
+        "Send the events of the model and of the optimizers to these listeners. `Graphs` is the listener during a CUDA graph capture."
         self.events.planned.stop()
         for st in self.sources.states: st.listener = events
         for w in self.watches: w.listener = optimizer_events
 
     def disarm(self):
-        "Remove the listeners, so that every module is as it was before recording."
+        "Remove the listeners, to leave every module as it was before recording."
         if self.graphs is not None: self.graphs.abandon()
         disarm(self.tracks, self.events)
         for w in (*self.watches, *self.numbers.values()): w.detach()
@@ -220,11 +222,11 @@ def make_model(events, optimizer_events, pipe, settings, drain):
 # %% ../../nbs/40_recorder/80_recorder.ipynb #631f32d8
 def pipe_property(path):
     "Return a property of `Recorder` that reads an attribute of its `Pipe`. `path`: path of the attribute, such as 'buffer.calls'."
-    first,_,then = path.partition('.') # `operator.attrgetter` is not used, because Dynamo cannot trace it
+    first,_,then = path.partition('.') # `operator.attrgetter` would be shorter, but Dynamo cannot trace it
     return property((lambda self: getattr(getattr(self.pipe, first), then)) if then else lambda self: getattr(self.pipe, first))
 
 def loggable(numbers, notices):
-    "Return the numbers of `te.log`: name -> number. Leave out tensors without a value, and warn about them."
+    "Return the numbers given to `te.log`: name -> number. Leave out each tensor without a value, with a warning."
     values = {}
     for k,v in numbers.items():
         try: values[k] = as_number(v)
@@ -261,7 +263,7 @@ class Recorder:
         "Stop recording the model, and wait until all rows are in the log file."
         self.model.disarm()
         self.finish()
-        self.t.file.flush() # the log file must be complete before `disarm` returns, because the run may be read by its name then
+        self.t.file.flush() # another program may read the run from now on
         self.t.file.wait_for_listeners()
         self.model.forget()
         self.ended()
@@ -274,8 +276,8 @@ class Recorder:
         with self.lock: measure_now(self.pipe)
 
     def log(self, numbers):
-        "Add the user's numbers to the step of the last pass."
-        open_recorders.add(self) # added again, because numbers logged after `torchEmber.close` must also be written when Python exits
+        "Add the numbers of `te.log` to the step of the last pass."
+        open_recorders.add(self) # write also numbers that are logged after `close`
         self.losses.note(numbers)
         self.pipe.remover.hook_losses(numbers)
         values = loggable(numbers, self.notices)
@@ -283,33 +285,34 @@ class Recorder:
         with self.lock: self.writer.extra.note(values, self.buffer, self.steps, self.pipe.gate.writes)
 
     def add_rows(self, step:int, rows:list):
-        "Add rows computed by other code, such as a `Monitor`. rows: tuples (key, call, dtype, statistics), arguments of `one_row`."
+        "Add rows that other code computed, such as a `Monitor`. `rows`: tuples (key, call, dtype, statistics), arguments of `one_row`."
         open_recorders.add(self)
         with self.lock: self.writer.extra.add(step, rows, self.buffer, self.steps, self.pipe.gate.writes)
 
     @timed
     def close(self, boundary=False):
-        "End the current step, unless it has no content. `boundary`: True to end the step as `te.step()` does."
+        "End the current step. Do nothing if the step has no content. `boundary`: True to end the step as `te.step()` does."
         with self.lock:
             self.pipe.remover.remove_refused()
             self.pipe.close_step(boundary)
 
     @timed
     def boundary(self, empty=False) -> bool:
-        "End the step for `torchEmber.step`. Same arguments and result as `pipe.end_step`."
+        "End the current step for `torchEmber.step`. Arguments and result as in `pipe.end_step`."
         with self.lock: return end_step(self.pipe, empty)
 
     @timed
     def flush(self):
-        "Queue all rows measured so far for the log. This method returns before the rows are written."
+        "Queue all rows measured so far for the log, without waiting until the rows are written."
         with self.lock: self.pipe.flush()
 
     @timed
     def source(self, close):
-        "Queue all rows measured so far, because the run is about to be read. `close`: True to end the current step first."
+        "Queue all rows measured so far, because the run will be read. `close`: True to end the current step first."
         with self.lock:
             self.sources.note_parameters()
-            self.pipe.provisional.clear() # a step whose rows have been read cannot become a micro-batch of a later step
+            # a step must not change after its rows were read, so earlier steps cannot become micro-batches any more
+            self.pipe.provisional.clear()
         self.close() if close else self.flush()
 
     def seconds(self) -> float:
@@ -317,16 +320,16 @@ class Recorder:
         return self.cost.total()+self.t.file.seconds
 
     def remarks(self) -> list:
-        "Return a sentence for each unusual fact of the run, such as failed passes."
+        "Return sentences about unusual facts of the run, such as failed passes."
         if self.pipe.gate.disowned: return ['This process was forked from the process that records the run, so it records nothing.']
         return [*self.tally.remarks(self.sources, self.steps.manual), *self.losses.remarks()]
 
     def keep_last(self, why='finding'):
-        "Write the unrecorded steps of the black box to the log, because something went wrong. `why`: the reason in one word."
+        "Write the unrecorded steps of the black box to the log, because a problem was found. `why`: the reason in one word."
         with self.lock: self.writer.release_held(self.step, why)
 
     def finish(self):
-        "Queue the rows of the current step for the log, because the step gets no more passes."
+        "Queue the rows of the current step for the log at the end of recording."
         with self.lock:
             self.losses.write(now=True)
             finish(self.pipe)
@@ -337,7 +340,7 @@ class Recorder:
         if self.box is not None: self.box.end()
 
     def record_exception(self, error):
-        "Write a finding into the run: this exception ends the process."
+        "Write a finding about the exception that ends the process into the run."
         self.keep_last('exception')
         if self.box is not None and (row := self.box.exit_finding(error)): self.t.file.put(partial(list, [line_of(row)]), joins=None)
 

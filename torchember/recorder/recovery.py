@@ -35,7 +35,7 @@ class BoxError(Exception):
     "Raised for a black box that is damaged, or that another version of torchember wrote."
 
 class BoxContent:
-    "Content of the files of a black box: copied steps, the last step, and the modules running at the end of the process."
+    "Parsed files of a black box: copied steps, the last step, and the modules that were running when the process ended."
     fault = '' # call stacks that Python wrote when the process crashed
 
     def __init__(self, path): # path: path of the black box without its suffix
@@ -45,21 +45,20 @@ class BoxContent:
         if len(self.data)<NOTES+2*most_text or w[MAGIC]!=magic or not lines:
             raise BoxError("the file is incomplete because the disk was full, or is not a black box")
         self.about = lines[0] # metadata of the run, and of the process that wrote the black box
-        # checked, so that a foreign file cannot cause writes outside of the folder of runs
-        safe_name(self.about['run'], 'run')
+        safe_name(self.about['run'], 'run') # a forged file must not cause writes in other folders
         if w[VERSION]!=version or (self.about['sums'], self.about['width'], self.about['head'])!=(sum_names, width, head_width):
             raise BoxError("another version of torchember wrote the file. Read the run with that version")
         self.taps = [SimpleNamespace(**{**t, 'key': tuple(t['key']), 'names': tuple(t['names'])}) for t in lines if 'tap' in t]
-        # display names of modules; for calls in a compiled graph, a pair: names of the first and the last called module
+        # display names of modules. An entry for a compiled graph is a pair: its first and its last called module
         self.modules = [(line['module'], line['last']) if 'last' in line else line['module'] for line in lines if 'module' in line]
         self.marks = next((line['marks'] for line in reversed(lines) if 'marks' in line), {})
         self.shards = {0: {}, **{line['parts']: {tuple(k): v for k,v in line['rows']} for line in lines if 'parts' in line}}
-        # numbers of dtypes may differ between processes, so the box has names, which are converted to numbers of this process
+        # numbers of dtypes differ between processes, so the names in the box are converted to numbers of this process
         self.dtypes = np.array([dtype_number(str(name)) for name in self.about['dtypes']])
         self.slots = sorted(filter(None, map(self.slot, range(w[SLOTS]))), key=lambda s: s.number)
 
     def array(self, at, n, k, kind):
-        "Return a part of the file as an array of integers or floats with `n` rows and `k` columns. `at`: offset in bytes; `kind`: dtype."
+        "Return `n` rows and `k` columns of the file as an array, from byte `at`. `kind`: dtype of the array."
         return np.frombuffer(self.data, kind, n*k, at).reshape(n, k)
 
     def rows(self, heads:int, at:int, n:int, length:int) -> tuple:
@@ -85,7 +84,7 @@ class BoxContent:
 
     @property
     def last_event(self):
-        "Number of the last event in the copied steps. A row of the last step with a later event is in no copy."
+        "Number of the last event in the copied steps. A row of the last step with a higher event number is in no copy."
         summaries = (int(h[:, EVENT].max()) for s in self.slots for h,_ in s.parts if len(h))
         return max([0, *summaries, *(c[0] for s in self.slots for c in s.custom)])
 
@@ -95,19 +94,20 @@ class BoxContent:
         last,parts = self.last_event,[]
         for rows,heads,n,length in self.w[BLOCK:BLOCK+4*self.w[BLOCKS]].reshape(-1, 4).tolist():
             h,v = self.rows(heads, rows, n, length)
-            u = np.flatnonzero(h[:, EVENT]>last) # these rows are complete: the event number is written last
+            # these rows are complete, because the event number of a row is written last
+            u = np.flatnonzero(h[:, EVENT]>last)
             if len(u): parts.append((h[u], v[u]))
         return parts, [c for c in custom_rows(self.data[NOTES:NOTES+int(self.w[NOTED])]) if c[0]>last]
 
     @property
     def late(self):
-        "Lines of late rows, which were added after their step had been closed."
+        "JSON lines of rows that were added after the end of their step."
         at = NOTES+most_text
         return [line for line in self.data[at:at+int(self.w[LATE])].split(b'\n') if line]
 
     @property
     def running(self):
-        """Display names of the modules that were running in each thread when the process ended, the outermost module first.
+        """Display names of the modules running in each thread when the process ended, outermost module first.
 
         The last entry of a thread may be a pair: names of the first and the last module that a running compiled graph calls.
         """
@@ -118,13 +118,13 @@ class BoxContent:
         return [s for s in stacks if s]
 
 def custom_rows(text):
-    "Parse a text of custom rows (not summaries of tensors) from a black box. Return tuples with the fields of `CustomRow`."
+    "Parse the text of rows from users' statistics in a black box. Return tuples with the fields of `CustomRow`."
     rows = [load_row(line) for line in text.split(b'\n') if line]
     return [(r['event'], tuple(r['key']), r['call'], r['micro'], r['dtype'], r['stats']) for r in rows]
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #917b7bd0
 def measured_steps(box):
-    "Return the copied steps of a black box, each as a `Measured`, oldest first."
+    "Return the copied steps of a black box as a list of `Measured`, oldest step first."
     kept,out = {},[]
     for s in box.slots:
         if any(n not in kept for n in s.earlier): continue
@@ -133,16 +133,16 @@ def measured_steps(box):
     return out
 
 def open_step(box) -> tuple:
-    """Return the number of the unfinished step when the process died, and its rows as a `Measured`.
+    """Return the number and the rows (a `Measured`) of the step that was unfinished when the process died.
 
     The rows have the mark `unfinished`. Return None, None if no step was unfinished.
     """
     parts,custom = box.opened
     if not parts and not custom: return None, None
     last,step = box.slots[-1] if box.slots else None,int(box.w[STEP])
-    # if the last copied step is over, the rows belong to the next step, although no pass of this step is noted in the box
+    # if the last copied step is over, the rows belong to the next step, although the box notes no pass of it
     if last is not None and last.over and last.step==step: step += 1
-    earlier = [] # `Snapshot`s of rows of the unfinished step that were copied earlier
+    earlier = [] # `Snapshot`s with rows of the unfinished step from earlier copies
     for s in box.slots:
         if s.step==step and not s.over: earlier.append(Snapshot(s.parts, box.taps, list(earlier)))
     micro = max(int(h[:, MICRO].max()) for h,_ in parts) if parts else 0
@@ -156,9 +156,9 @@ def local_time(ns):
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #7dbe60bc
 def lines_of_box(box) -> tuple:
-    "Return three values: lines of copied and late rows, the number of the unfinished step or None, and lines of this step."
+    "Return (lines of copied and late rows, number of the unfinished step or None, lines of the unfinished step)."
     def lines(rows):
-        "Return rows as JSON lines, if they are not lines already."
+        "Return rows as JSON lines. A row that is already a line stays unchanged."
         return [line if isinstance(line, bytes) else line_of(line) for line in rows]
     done = [line for rows in LineMaker()(measured_steps(box)) for line in lines(rows)] if box.slots else []
     step,measured = open_step(box)
@@ -166,7 +166,7 @@ def lines_of_box(box) -> tuple:
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #e92951a3
 def missing_lines(path, lines):
-    """Return the lines of a black box that the log does not contain, ordered by step. `path`: path of the log; `lines`: lines of the box.
+    """Return the lines of a black box that are missing in the log, ordered by step. `path`: path of the log; `lines`: lines of the box.
 
     If the log consists of Parquet parts, it contains all rows up to the last step of its last part.
     """
@@ -184,7 +184,7 @@ def missing_lines(path, lines):
     return [line for _,line in sorted(out, key=lambda o: o[0])]
 
 def tail_lines(path, start:int, first:int, size:int):
-    """Return the lines of a log from the step `first` on, and some lines before. Read only the end of a large file.
+    """Return the lines of a log from step `first` on, and a few earlier lines. Of a large file, read only the end.
 
     Ignore lines before byte `start`. `size`: total bytes of the lines to compare with.
     """
@@ -197,13 +197,13 @@ def tail_lines(path, start:int, first:int, size:int):
             f.seek(at)
             found = f.read().split(b'\n')
             if at==start: return found
-            found = found[1:] # the first line is dropped, because reading may have begun in its middle
+            found = found[1:] # drop the first line, because reading may have begun in its middle
             if any(isinstance(s := r.get('step'), int) and s<first for r in parse(b'\n'.join(found[:50]))[0]): return found
             tail *= 4
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #d6690df5
 def last_loss(lines) -> tuple|None:
-    """Return name and value of the last logged number with 'loss' in its name, from lines of a log.
+    """Return (name, value) of the last logged number with 'loss' in its name, from lines of a log.
 
     If no name contains 'loss', return the last logged number. Return None if there is no number.
     """
@@ -221,10 +221,11 @@ def last_loss(lines) -> tuple|None:
 fatal = re.compile(r'Fatal Python error: ([^\n]{1,100})')
 
 def cause_of_death(box):
-    "Return a phrase about why the process ended: a crash of Python, a restart of the machine, or a kill by the system."
+    "Return a phrase about the cause of the process's end: a crash of Python, a restart of the machine, or a kill by the system."
     if m := fatal.search(box.fault): return m[1].strip()
     before,kills = box.about.get('killed'),count_memory_kills()
-    if box.about.get('host')!=socket.gethostname(): before = None # counts of killed processes are compared only on the same machine
+    # only counts of killed processes on the same machine can be compared
+    if box.about.get('host')!=socket.gethostname(): before = None
     elif box.about.get('boot') and box.about['boot']!=boot_id(): return 'the machine was restarted since then'
     if before is not None and kills is not None and kills>before:
         return 'killed without a message, probably by the kernel, which has killed processes for lack of memory since the run began'
@@ -241,7 +242,7 @@ def advice_for(cause, graph=None):
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #b4e07241
 def split_running(stacks) -> tuple:
-    """Return the innermost running module of a dead process, and the names of the first and the last module of a running compiled graph.
+    """Return the innermost module that was running, and the (first, last) module names of a compiled graph that was running.
 
     Either may be None. `stacks`: property `running` of a `BoxContent`.
     """
@@ -250,13 +251,13 @@ def split_running(stacks) -> tuple:
     return (outer[-1] if outer else None, last) if isinstance(last, tuple) else (last, None)
 
 def place_of_death(inside, graph, phase) -> str:
-    "Return where the process died, in words. `inside`, `graph`: result of `split_running`; `phase`: number of the phase of the training."
+    "Return a phrase about the place of death. `inside`, `graph`: result of `split_running`; `phase`: number of the phase of the training."
     what = 'forward' if phase==FORWARD else phases[phase]
     if graph: return f"in code compiled by torch.compile, which calls modules from {quote_module(graph[0])} to {quote_module(graph[1])} ({what})"
     return f"in {quote_module(inside)} ({what})" if inside else phases[phase]
 
 def death_row(box, step, lines:list) -> dict:
-    """Return a finding that the process died, with the last step, the running modules, and the probable cause.
+    """Return a finding about the death of the process, with the last step, the running modules, and the probable cause.
 
     `box`: a `BoxContent`; `step`: number of the unfinished step, or None; `lines`: lines of the run's last steps.
     """
@@ -284,7 +285,7 @@ def death_row(box, step, lines:list) -> dict:
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #a9b8d266
 def recover(path) -> str|None:
-    """Append the missing rows of a dead process to its log, with a finding about its death. Delete the black box.
+    """Append the missing rows of a dead process to its log, with a finding about its death. Then delete the black box.
 
     `path`: path of the black box without its suffix. Return the name of the run, None if the box cannot be read.
     """
@@ -294,22 +295,22 @@ def recover(path) -> str|None:
         done,step,rest = lines_of_box(box)
         with suppress(FileNotFoundError), open(f'{path}.fault', errors='replace') as f: box.fault = f.read(8000)
         end = line_of(death_row(box, step, [*done, *rest]))
-    except Exception as e: # only a warning is given, because the run can be read without its black box
+    except Exception as e: # only warn, because the run can be read without its black box
         warn_once(path, f"The black box {printable(path)}.box cannot be read ({type(e).__name__}: {printable(e, 200)}), "
             "so the run contains only the rows of its log. Delete this file and its .told file if you do not need them.")
         return None
     log = os.path.join(os.path.dirname(os.path.dirname(path)), 'log', box.about['run'])
     # append only missing lines, because another process may have been killed while it recovered this black box
     append_lines(log, b''.join(line+b'\n' for line in [*missing_lines(log, done), *missing_lines(log, [*rest, end])]), sync=True)
-    # the file of the latest step is deleted, too, because it is outdated now
+    # the file of the latest step is outdated now, so it is deleted, too
     for gone in (f'{log}_latest', f'{path}.told', f'{path}.fault', f'{path}.box'):
         with suppress(FileNotFoundError): os.unlink(gone)
     return box.about['run']
 
-warned = set() # paths of the black boxes about which a warning was given
+warned = set() # paths of black boxes that have already caused a warning
 
 def warn_once(path, message):
-    "Warn about the black box at this path, unless a warning was given before."
+    "Give a warning about the black box at this path, unless a warning was given before."
     if path not in warned: warned.add(path); warn(message)
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #67a67b78
@@ -318,25 +319,25 @@ def recover_all(folder) -> list:
     boxes = os.path.join(folder, 'box')
     if fcntl is None: return [] # without file locks, dead processes cannot be recognized
     try: names = sorted(n.removesuffix('.box') for n in os.listdir(boxes) if n.endswith('.box'))
-    except OSError: return [] # the folder has no black boxes
+    except OSError: return [] # there is no folder of black boxes
     found = []
     for name in names:
         path = os.path.join(boxes, name)
         # a black box of this process is not opened, because closing its file would release the lock
         if name in own_boxes: continue
         try: fd = os.open(f'{path}.box', os.O_RDWR)
-        except FileNotFoundError: continue # another process has recovered this black box
+        except FileNotFoundError: continue # another process has just recovered this black box
         except OSError as e:
             warn_once(path, f"A process died while it recorded into {printable(folder)}. Its last rows cannot be added to its log: "
                 f"{printable(e, 200)}. Read the run from a machine or user that can write to this folder.")
             continue
         try:
             try: fcntl.lockf(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
-            except OSError: continue # the process of this black box is alive, or another process is recovering the box
+            except OSError: continue # the lock is held: the process is alive, or another process recovers the box
             if os.path.exists(f'{path}.box') and (run := recover(path)): found.append(run)
         except OSError as e:
             warn_once(path, f"The rows of the black box {printable(path)}.box cannot be added to the log: {printable(e, 200)}. "
                 "This will be tried again when the runs are read next.")
         finally: os.close(fd)
-    with suppress(OSError): os.rmdir(boxes) # removing the folder fails while it contains boxes
+    with suppress(OSError): os.rmdir(boxes) # fails, without harm, if the folder contains boxes
     return found

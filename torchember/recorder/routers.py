@@ -21,18 +21,18 @@ from .pass_numbers import PassNumbers, local_part
 
 # %% ../../nbs/40_recorder/42_routers.ipynb #01cc18fb
 def count_choices(indices, n:int):
-    "Return how many tokens chose each of `n` experts, as a tensor of whole numbers on the device of `indices` (numbers of the chosen experts)."
+    "Return the number of tokens that chose each of `n` experts, as an integer tensor. `indices`: numbers of the chosen experts."
     flat = indices.reshape(-1)
     return torch.zeros(n, dtype=torch.int64, device=flat.device).scatter_add_(0, flat, torch.ones_like(flat))
 
 # %% ../../nbs/40_recorder/42_routers.ipynb #e709f2f7
 def entropy_of_load(counts) -> float:
-    "Return the entropy of the load of experts, as a share of the largest possible. `counts`: number of tokens of each expert."
+    "Return the entropy of the experts' load, divided by the largest possible entropy. `counts`: number of tokens of each expert."
     shares = [c/sum(counts) for c in counts if c>0]
     return -sum(s*math.log(s) for s in shares)/math.log(len(counts))+0.
 
 def numbers_of_router(counts, tokens:int, choices:int, dropped=None) -> dict:
-    """Return a dict of the statistics in the row of a router.
+    """Return the statistics for the row of a router as a dict.
 
     `counts`: number of tokens of each expert; `tokens`: number of all tokens; `choices`: number of experts that each token chooses;
     `dropped`: share of the choices that no expert processed, None if unknown.
@@ -42,7 +42,7 @@ def numbers_of_router(counts, tokens:int, choices:int, dropped=None) -> dict:
     return out | ({} if dropped is None else {'dropped': dropped})
 
 def share_of_dropped(counts, rows):
-    """Return the share of the choices that no expert processed. Return None if the counts do not show this share.
+    """Return the share of expert choices that no expert processed. Return None if the share cannot be computed from the counts.
 
     `counts`: number of tokens that chose each expert; `rows`: number of tokens in the input of each expert. An expert with more tokens in its
     input than have chosen it gets a buffer with empty places, or all tokens.
@@ -53,20 +53,20 @@ def share_of_dropped(counts, rows):
 # %% ../../nbs/40_recorder/42_routers.ipynb #8c0c546e
 @dataclass
 class RoutedCall:
-    "One call of a router."
+    "One call of a router, a module that chooses experts for each token."
     name:str # Display name of the module
     call:int # Number of the call of this router in the pass
     dtype:str # Data type of the scores
     tokens:int # Number of tokens
-    running:dict # Keyword arguments of the running module call, which identify the call
+    running:dict # Keyword arguments of the running module call. Their identity identifies the call
     experts:list # Ids of the modules of the experts, empty if they are unknown
     choices:int = 0 # Number of experts that each token chooses
     is_topk:bool = False # True if `topk` made the choice, False for `argmax`
-    numbers:dict = field(default_factory=dict) # 'counts' -> number of tokens of each expert, on its device
+    numbers:dict = field(default_factory=dict) # 'counts' -> tensor with the number of tokens of each expert
     rows:Counter = field(default_factory=Counter) # id of an expert's module -> number of tokens in its inputs
 
     def add(self, counts, choices, is_topk):
-        "Add a choice. Only the last `topk` of a call counts. Results of `argmax` add up, because some routers choose each expert by an `argmax`."
+        "Add a choice of experts. A `topk` replaces earlier choices. Several `argmax` add up, because some routers call `argmax` for each expert."
         if is_topk or not self.numbers: self.numbers,self.choices,self.is_topk = {'counts': counts},choices,is_topk
         elif not self.is_topk and len(counts)==len(self.numbers['counts']):
             self.numbers['counts'],self.choices = self.numbers['counts']+counts,self.choices+1
@@ -77,19 +77,20 @@ no_router = ("No router was found in {model}, so the run has no rows of the type
     "their own, and routers that choose tokens for each expert. To record routers, run the model without torch.compile.")
 
 def all_tracks(track) -> list:
-    "Return the `moduleTrack`s of a module and of all modules in it, also of modules that are not recorded."
+    "Return the `moduleTrack`s of a module and of all modules inside it, recorded or not."
     found = [track]
-    for t in found: found += t.children # the loop also visits the children that it appends to the list
+    for t in found: found += t.children # visits appended children, too
     return found
 
 class Routers(PassNumbers):
-    "Records routers during some training passes. A `RouterWatch` notifies it of choices."
+    "Records routers in some training passes. A `RouterWatch` reports each choice of experts to this object."
     ttype,unseen = 'router',no_router
-    def __init__(self, when, pipe, wants=None): # same arguments as `PassNumbers`
+    def __init__(self, when, pipe, wants=None): # the arguments of the base class `PassNumbers`
         super().__init__(when, pipe, wants)
         self.watch = RouterWatch(self)
         self.tracks = {} # id of a module -> its `moduleTrack`, during a measured pass
-        self.expert_calls = {} # id of an expert's module -> `RoutedCall` whose router chose last among these experts
+        # id of an expert's module -> `RoutedCall` of the router that chose among these experts last
+        self.expert_calls = {}
 
     def attach(self): self.watch.attach()
 
@@ -112,22 +113,22 @@ class Routers(PassNumbers):
         if routed is not None and x is not None: routed.rows[state.track.id] += x.numel()//max(x.shape[-1], 1)
 
     def rows(self, c, numbers):
-        "Return (name, columns) of the rows of a `RoutedCall`. `numbers`: its numbers as lists."
+        "Return the rows of a `RoutedCall` as pairs (row name, columns). `numbers`: name of a statistic -> list."
         counts = [int(n) for n in numbers['counts']]
         dropped = share_of_dropped(counts, [c.rows[i] for i in c.experts])
         stats = {k: float(f'{v:.7g}') if isinstance(v, float) else v for k,v in numbers_of_router(counts, c.tokens, c.choices, dropped).items()}
         return [('router', stats), *((f'expert_{i}', {'load': float(f'{n/c.tokens:.7g}'), 'tokens': n}) for i,n in enumerate(counts))]
 
-    # ---- choices, reported by the `RouterWatch`
+    # ---- methods that the `RouterWatch` calls at each choice of experts
 
     def records_routers(self) -> bool:
-        "Return True if this thread is in a measured pass, outside of users' functions. Recomputation by a checkpoint does not count as a pass."
+        "Return True in a measured pass of this thread. Return False inside a user's statistics function, and while a checkpoint is recomputed."
         here = self.buffer.calls.here
         return self.path is not None and here.depth>0 and not here.measuring and not here.skipped
 
     def expert_choice(self, scores, indices, is_topk):
         since = clock()
-        # the module that makes the choice, and its caller
+        # find the module that makes the choice, and the module that calls it
         running = list(islice(((m, kwargs) for m,kwargs in running_calls() if id(m) in self.tracks), 2))
         try:
             scores,indices = local_part(scores),local_part(indices)
@@ -137,7 +138,7 @@ class Routers(PassNumbers):
         finally: self.cost.add_work(since)
 
     def count(self, running, scores, indices, is_topk):
-        "Count a choice of experts. `running`: (module, keyword arguments) of the module that makes the choice, and of its caller."
+        "Count the tokens of each expert in a choice of experts. `running`: (module, kwargs) of the choosing module and of its caller."
         n,tokens = scores.shape[-1],scores.numel()//scores.shape[-1]
         with torch.no_grad(), undisturbed(scores.device.type): counts = count_choices(indices, n)
         call = next((c for c in self.measured if c.running is running[0][1]), None)

@@ -16,7 +16,7 @@ from ..store.log import listen_directly
 
 # %% ../../nbs/40_recorder/55_row.ipynb #dff900af
 def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks:dict, many_passes:dict) -> dict:
-    """Return the row of one tensor as a dict. `key`: (module, ttype, tname, pname, phase, backward).
+    """Return the log row of one tensor as a dict. `key`: (module, ttype, tname, pname, phase, backward).
 
     `call`: number of the call in the pass; `micro`: number of the micro-batch, None if micro-batches are merged; `ts`:
     local time; `many_passes`: phase -> True if the step had several passes of this phase.
@@ -25,7 +25,7 @@ def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks
     if ttype=='scalar':
         stats = {k: wait_for_number(v) for k,v in stats.items()}
         nans = sum(isinstance(v, float) and v!=v for v in stats.values())
-        # NaN are counted in a column of their own, because tables show missing numbers as NaN, too
+        # NaN values are also counted in the column 'nan', because tables show a missing number as NaN, too
         if nans: stats = {**stats, 'nan': nans}
     extra = {} if pname is None else {'pname': pname}
     if micro is not None and many_passes.get(phase): extra['micro'] = micro
@@ -38,16 +38,16 @@ def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks
 
 # %% ../../nbs/40_recorder/55_row.ipynb #66311b0d
 def is_pending(v):
-    "Return True for a number that a device may not have sent yet: an array of JAX, or a `Pending`."
+    "Return True if a device may not have sent this number yet. This can be an array of JAX or a `Pending`."
     return hasattr(v, '__array__') and not isinstance(v, np.generic|np.ndarray)
 
 def wait_for_number(v):
-    "Return a number of a row as a Python number. Wait until the device has sent the number."
+    "Convert a number of a row to a Python number. Wait if the device has not sent the number yet."
     return np.asarray(v).item() if is_pending(v) else v
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9eeccf0c
 def describe_trouble(row):
-    "Return a phrase about NaN and infinities in a row, with step, tensor and module. Return None if all are finite, or if no warning is needed."
+    "Return a phrase about the NaN and infinities in a row, with step, tensor and module. Return None if the row needs no warning."
     if not is_alarming(row): return None
     if row['ttype']=='scalar':
         return next(f"step {row['step']}, {k} is {v}" for k,v in row.items() if isinstance(v, float) and not math.isfinite(v))
@@ -59,20 +59,20 @@ def describe_trouble(row):
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9e226cde
 class FirstBad:
-    "Finds the first NaN or infinity of a run, and warns about it."
+    "Finds the first NaN or infinity of a run, and gives a warning about it."
     def __init__(self, file): self.file,self.found = file,None
 
     def add(self, rows):
-        "Search the next rows of the run for the first NaN or infinity, unless it was found before."
+        "Search new rows of the run for the first NaN or infinity. Do nothing after the first one was found."
         if self.found is None and (row := first_not_finite((r for r in rows if isinstance(r, dict)), is_alarming)) is not None:
             self.found = describe_trouble(row)
             self.file.note(f"{self.found}: the first value of this run that is not finite. Training continues. This warning is given once.")
 
     def remark(self):
-        "Return a sentence about the first value of the run that is not finite. Return None if all values are finite."
+        "Return a sentence about the first NaN or infinity of the run. Return None if all values are finite."
         return f"First value that is not finite: {self.found}." if self.found else None
 
 def watch_first_bad(log):
-    "Warn about the first NaN or infinity of a run. `log`: log of the run; its rows are checked before listeners get them."
+    "Warn about the first NaN or infinity of a run. `log`: log of the run. Its rows are checked before listeners get them."
     first = FirstBad(log)
     listen_directly(log, first.add, first.remark)

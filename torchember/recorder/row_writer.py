@@ -19,7 +19,7 @@ from ..store.base import now
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #36541aae
 class StepLog:
-    "Adds rows to the log of a run: to the last step in the file, or without a step."
+    "Adds rows to the log of a run. A row can belong to the last step in the file, or to no step."
     def __init__(self, t, rank=None): # rank: rank of this process, if there are several processes
         self.t,self.rank,self.was_on = t,rank,False # was_on: True if the last finished step was recorded
 
@@ -28,7 +28,7 @@ class StepLog:
         return {**({} if self.rank is None else {'rank': self.rank}), **self.t.marked}
 
     def put_without_step(self, rows):
-        "Add rows to the file that belong to no step. `rows`: function without arguments that returns the rows."
+        "Add rows that belong to no step to the log file. `rows`: function without arguments that returns the rows."
         self.t.file.put(rows, joins=None)
 
     def report(self, kind, text, severity, name, step):
@@ -37,7 +37,7 @@ class StepLog:
         self.put_without_step(lambda: [line])
 
     def put_late(self, rows, **by):
-        "Add rows to the step that was written last, although this step has ended. Used for rows that arrive late."
+        "Add late rows to the step that was written last, although this step has ended."
         self.t.file.put(rows, joins=True if self.was_on else None, **by)
 
     @property
@@ -48,17 +48,17 @@ class StepLog:
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #2935a935
 class ExtraRows:
-    "Adds rows to the log that do not describe a measured tensor: the user's numbers, learning rates, warnings, and values of a `Monitor`."
-    def __init__(self, log, scalars, root_name:str='model'): # root_name: display name of the root, the module of these rows
+    "Adds rows that describe no tensor to the log: the user's numbers, learning rates, warnings, and values of a `Monitor`."
+    def __init__(self, log, scalars, root_name:str='model'): # root_name: display name of the root module
         self.log,self.scalars,self.root_name = log,scalars,root_name
         self.noted = Counter() # number of a step -> number of its rows from `te.log`
 
-    def report(self, steps, kind, text, severity): # steps: `Steps` of the recorder; others: as for `Notices.once`
+    def report(self, steps, kind, text, severity): # steps: `Steps`; other arguments: as in `Notices.once`
         "Write a warning into the run, as a finding about the current step."
         self.log.report(kind, text, severity, self.root_name, steps.number)
 
     def note(self, values:dict, buffer, steps, on:bool):
-        """Add the user's numbers to the step of the last pass. `values`: name -> result of `as_number`.
+        """Add the user's numbers from `te.log` to the step of the last pass. `values`: name -> result of `as_number`.
 
         `on`: True if the current step is recorded.
         """
@@ -78,7 +78,7 @@ class ExtraRows:
         buffer.add(key, 0, None, 'float64', {self.scalars.name(n): v for n,v in rates.items()})
 
     def add(self, step:int, rows:list, buffer, steps, on:bool):
-        """Add rows computed by other code, such as a `Monitor`. `rows`: tuples (key, call, dtype, statistics), which are arguments of `one_row`.
+        """Add rows that other code computed, such as a `Monitor`. `rows`: tuples (key, call, dtype, statistics), arguments of `one_row`.
 
         `on`: True if the current step is recorded.
         """
@@ -90,38 +90,38 @@ class ExtraRows:
         (self.log.put_late if step==steps.closed else self.log.put_without_step)(made)
 
     def join(self, step, first, earlier):
-        """Add up how many rows came from `te.log`, because earlier steps were merged into the current step.
+        """Add up the numbers of rows from `te.log` when earlier steps are merged into the current step.
 
         `step`: number of the current step before merging; `first`: its number after merging; `earlier`: the merged steps.
         """
         self.noted[first] = sum(e.noted for e in earlier)+self.noted[step]
 
     def step_over(self, step):
-        "Forget how many rows `te.log` has added to earlier steps."
-        # the count of this step is kept, because numbers logged before the next pass still belong to this step
+        "Forget the numbers of rows that `te.log` has added to earlier steps."
+        # keep the count of this step, because numbers logged before the next pass still belong to it
         if self.noted: self.noted = Counter({step: self.noted[step]})
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #6be1d0aa
 not_finite = [index[n] for n in ('nan', 'posinf', 'neginf')]
 
 class HeldSteps:
-    "Recent unrecorded steps, kept for the black box. They are written to the log only if something goes wrong."
+    "Keeps recent unrecorded steps for the black box. These steps are written to the log only if a problem is found."
     def __init__(self, n):
         self.steps = deque(maxlen=n) # queue with a `Measured` for each kept step
-        self.until = -1 # number of the last unselected step that is written to the log, because something went wrong
+        self.until = -1 # number of the last unselected step that is written to the log after a problem
         self.reasons = set() # reasons why kept steps were written to the log, such as 'not finite'
 
     def wants(self, step):
-        "Return True if an unrecorded step is kept in memory instead of being written to the log."
+        "Return True if an unrecorded step stays in memory. Return False if the step is written to the log because of a problem."
         return step>self.until
 
     def has_first_not_finite(self, measured):
-        "Return True if a step has the first NaN or infinity of the run. Values that a device has not sent yet are not checked."
+        "Return True if a step has the first NaN or infinity of the run. Values that are still on a device are not checked."
         if not self.steps.maxlen or 'not finite' in self.reasons: return False
         return any(isinstance(v, np.ndarray) and v[:, not_finite].any() for _,v in measured.snapshot.parts)
 
     def release(self, step:int, why:str) -> list:
-        """Return all kept steps, to write them to the log. The same number of steps after `step` will also be written.
+        """Return all kept steps, to write them to the log. The same number of unrecorded steps after `step` will be written, too.
 
         `why`: the reason in one word. Each reason releases steps only once, because a run may have NaN until its end.
         """
@@ -134,17 +134,17 @@ class HeldSteps:
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5c1be0c1
 @dataclass
 class ProvisionalStep:
-    "Recorded step that ended because the next pass began. It may turn out to be a micro-batch of the current step."
+    "Recorded step that ended because the next pass began. Later passes may show that it was a micro-batch of the current step."
     measured:object # `Measured` of the step; None if nothing was measured
-    custom:list # Rows of users' functions, and logged numbers
+    custom:list # Rows of users' functions, and rows of `te.log`
     noted:int # Number of rows that `te.log` added
-    without:int # 1 if this was a training step without weight gradients, else 0
+    without:int # 1 for a training step without weight gradients, else 0
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #d68cf43a
 class RowWriter:
-    "Queues the rows of steps for the log. The writer thread writes these rows to the file."
+    "Queues the rows of steps for the log. A writer thread writes these rows to the log file."
     def __init__(self, t, rank:int|None=None, root_name:str='model', held:int=0):
-        """Write into the run `t`. The method `t.put` takes a `Measured`, True if the step is over, and a `LineMaker`.
+        """Create the writer of the run `t`. Its method `t.put` takes a `Measured`, True if the step is over, and a `LineMaker`.
 
         `rank`: rank of this process, if there are several processes. `held`: number of unrecorded steps to keep.
         """
@@ -152,13 +152,13 @@ class RowWriter:
         self.extra = ExtraRows(self.log, self.lines.scalars, root_name)
         self.ts = None # local time of the first row of the current step; None if the step has no rows yet
         self.skipped = False # True if a scaler skipped the optimizer's step
-        self.last = None # `Measured` that was queued last; None if the last step had no rows
-        # custom: rows of users' functions and logged numbers of the current step; ended: `custom` of the previous step
+        self.last = None # last queued `Measured`; None if the last step had no rows
+        # custom: rows of users' functions and of `te.log` in the current step; ended: `custom` of the previous step
         self.custom,self.ended = [],[]
         self.marks = None # rank and marks of the rows that were queued last
-        # list of `Measured` of steps that are written later, because they may turn out to be micro-batches
+        # `Measured`s of steps that are written later, because they may turn out to be micro-batches
         self.waiting = []
-        # (number of the step with passes that could not be recorded, number of these passes)
+        # (number of a step, number of its refused passes, with gradients that no optimizer used)
         self.refused = None,0
 
     def note_time(self):
@@ -170,22 +170,22 @@ class RowWriter:
         return self.log.columns()
 
     def write(self, buffer, steps, over:bool, wait:bool=False, held:bool=False):
-        """Queue all new measurements of the step for the log, and empty the buffer. `over`: True if the step is over.
+        """Queue all new measurements of the step for the log, and empty the buffer. `over`: True if the step has ended.
 
         `wait`: True to write the step later, because it may turn out to be a micro-batch. `held`:
         True if the schedule does not select the step.
         """
         if not wait: self.release()
-        shown,rows = steps.shown,buffer.rows # read only once, because the property `shown` is slow
+        shown,rows = steps.shown,buffer.rows # read `shown` only once, because this property is slow
         self.last,held = None,held and self.held.wants(shown)
         closes = over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)
-        if not rows.size and not closes: return # without rows there is no reason to wake the writer thread
+        if not rows.size and not closes: return # without rows, the writer thread has nothing to do
         columns = self.columns()
-        # copied, because a signal handler may change `passes` during the loop
+        # copy `passes`, because a signal handler may change it during the loop
         many_passes = {phase: n>1 for phase,n in dict(steps.passes).items()}
-        if columns!=self.marks: rows.clear_taken() # rows with other marks do not supersede earlier rows
+        if columns!=self.marks: rows.clear_taken() # rows with new marks do not supersede earlier rows
         self.marks = columns
-        joins = shown!=steps.number # True for the rows of an evaluation, which belong to the previous step
+        joins = shown!=steps.number # True for an evaluation: its rows belong to the previous step
         again = {'supersedes': True} if joins and steps.evaluated==shown else {}
         marks = {**({'skipped': True} if self.skipped else {}), **again, **columns}
         ts = self.ts or now()
@@ -201,37 +201,37 @@ class RowWriter:
         if joins: self.log.put_late(measured, by=self.lines)
         else: self.log.t.put(measured, over, self.lines)
 
-    def release_held(self, step, why): # same arguments as `HeldSteps.release`
-        "Write the kept steps to the log, although the schedule does not select them, because something is wrong."
+    def release_held(self, step, why): # arguments of `HeldSteps.release`
+        "Write the kept steps to the log because of a problem, although the schedule does not select these steps."
         for measured in self.held.release(step, why): self.log.t.put(measured, True, self.lines)
 
     def release(self):
-        "Queue the steps that were to be written later, because they turned out to be no micro-batches."
+        "Queue the waiting steps for the log, because they turned out not to be micro-batches."
         waited,self.waiting = self.waiting,[]
         for measured in waited: self.log.t.put(measured, True, self.lines)
 
-    def join(self, step, first, earlier): # same arguments as `ExtraRows.join`
-        "Drop the steps that were to be written later, because they turned out to be micro-batches of the current step."
+    def join(self, step, first, earlier): # arguments of `ExtraRows.join`
+        "Drop the waiting steps, because they turned out to be micro-batches of the current step."
         self.waiting = []
         self.extra.join(step, first, earlier)
 
     def note_skipped(self):
-        "Note that a `GradScaler` skipped the optimizer's step."
+        "Store that a `GradScaler` skipped the optimizer's step."
         self.skipped = True
 
     def leave(self):
-        "Forget the queued steps in a forked process, because the parent process writes their rows."
+        "Drop the waiting steps in a forked process, because the parent process writes their rows."
         self.waiting = []
 
     def step_over(self, step:int, on:bool): # on: True if the step was recorded
-        "Begin with no custom rows, because a step has ended."
+        "Begin a new step without rows of users' functions or of `te.log`."
         self.log.was_on,self.skipped = on,False
         self.custom,self.ended = [],self.custom
         self.extra.step_over(step)
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5a100002
 def write_refused(writer, buffer, steps, p, until, whole:bool, on:bool):
-    """Queue the rows of a refused pass (with unused gradients) with the phase `refused`. `p`: its `TrainingPass`.
+    """Queue the rows of a refused pass (no optimizer used its gradients) with the phase `refused`. `p`: its `TrainingPass`.
 
     `until`: number of the first event of the next pass, or None. `whole`: True if the current step has no other pass,
     and none of its rows is in the log. `on`: True if the current step is recorded.

@@ -19,11 +19,11 @@ from .row import one_row
 from .step_scalars import StepScalars
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #6a6696ef
-last = np.iinfo(np.int64).max # event number larger than all others, for rows that must follow all other rows of a step
-VALUE,TS,STEP,MARKS = b'\0',b'\1',b'\2',b'\3' # placeholders in line templates
+last = np.iinfo(np.int64).max # largest event number, for rows at the end of a step
+VALUE,TS,STEP,MARKS = b'\0',b'\1',b'\2',b'\3' # placeholders in the templates of log lines
 
 def template(names, key, dtype:str, parts, marks) -> bytes|None:
-    """Return a template for the log lines of one tensor, with placeholders for values that change from step to step.
+    """Return a template for the log lines of one tensor. Values that change from step to step are placeholders.
 
     None if its rows need the slower `line_of`. `names`: names of the columns of numbers. `key`: argument of `one_row`.
     `parts`: columns about the shard. `marks`: names of the marks.
@@ -37,22 +37,22 @@ def template(names, key, dtype:str, parts, marks) -> bytes|None:
 # %% ../../nbs/40_recorder/60_rows.ipynb #9918efd3
 @dataclass
 class Measured:
-    "Measurements of a step, taken out of the buffer at one time, with the values shared by all rows of the step."
-    snapshot:object # `Snapshot` of the arena: summaries of the step's tensors
-    custom:list # Rows of users' functions, and logged numbers: event number, and the first five arguments of `one_row`
+    "All measurements that were taken out of the buffer at one time, with the values that all rows of the step have in common."
+    snapshot:object # Summaries of the step's tensors: a `Snapshot` of the arena
+    custom:list # Rows of users' functions and of `te.log`: (event number, first five arguments of `one_row`)
     step:int # Number of the step
     ts:str # Local time of the step's first row
-    marks:dict # Name of a user's mark -> its value, a column of each row
+    marks:dict # name of a user's mark -> value of this column in each row
     many_passes:dict # Phase -> True if the step had several passes of this phase
-    parts:dict # `place_of` a row -> columns that describe the row's shard
-    norms:list|None = None # Result of `StepScalars.ask`, from which the gradient norms of a finished step are computed
+    parts:dict # `place_of` a row -> columns about the shard of this row
+    norms:list|None = None # Result of `StepScalars.ask`, to compute the gradient norms of a finished step, or None
 
     def __len__(self): return len(self.snapshot)+len(self.custom)
 
     regular = property(lambda self: regular_line(self.marks) is not None, doc="True if the marks fit into a template.")
 
     def columns(self, key, call):
-        "Return the columns about the shard of a row. Empty if the row's tensor is not sharded."
+        "Return the columns about the shard of a row. Return an empty dict if the tensor is not sharded."
         return self.parts.get(place_of(key, call), {})
 
     def row(self, key, call, micro, dtype, stats):
@@ -61,7 +61,7 @@ class Measured:
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #310557a6
 def update_ratios(columns) -> dict:
-    "Return the update-to-weight ratio of each update: (index of the `Measured`, event number) -> rms(update)/rms(weight)."
+    "Return (index of the `Measured`, event number) -> update-to-weight ratio, rms(update)/rms(weight), of each weight update."
     if not any(t.key[1]=='update' for c in columns for t in c.taps): return {}
     rows = sorted((o, e, t.key, r) for c in columns for o,e,t,r in zip(c.owner.tolist(), c.events.tolist(), c.taps, c.rms().tolist(), strict=True))
     size = {(o, k[0], k[2].removeprefix('weight_')): r for o,_,k,r in rows if k[1] in ('weight', 'before')}
@@ -69,21 +69,21 @@ def update_ratios(columns) -> dict:
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #d1e138c3
 def group_by_columns(columns):
-    "Yield groups of rows with equal columns. A group is a `Columns` and a dict of columns to add, such as `ratio`."
+    "Yield groups of rows with the same column names. A group is a pair: a `Columns`, and a dict of additional columns such as `ratio`."
     ratio = update_ratios(columns)
     for c in columns:
         ttypes = {t.key[1] for t in c.taps}
         if 'before' not in ttypes and not ratio: yield from add_numel(c, {}); continue
         got = [ratio.get(p) for p in zip(c.owner.tolist(), c.events.tolist(), strict=True)]
         rated = [i for i,r in enumerate(got) if r is not None]
-        # rows of the type 'before' (weights before their update) are only used for ratios, not written
+        # rows of the type 'before' (weights before their update) are needed only for ratios, and are not written
         rest = [i for i,r in enumerate(got) if r is None and c.taps[i].key[1]!='before']
         if rated: yield from add_numel(c[rated], {'ratio': np.array([got[i] for i in rated])})
         if rest: yield from add_numel(c[rest], {})
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #93c2bbe2
 def add_numel(c, more):
-    "Yield groups of rows as `Columns`, and columns to add: `numel` for tensors whose number of elements does not follow from their shape."
+    "Yield groups of rows as `Columns`, with additional columns. Add `numel` to rows in which the shape does not give the number of elements."
     n = c.vectors[:, index['count']]
     dims,sizes = c.dims[:, :1],c.dims[:, 1:]
     odd = n!=np.where(np.arange(sizes.shape[1])<dims, sizes, 1).prod(1)
@@ -94,15 +94,15 @@ def add_numel(c, more):
 # %% ../../nbs/40_recorder/60_rows.ipynb #7a0b1ee6
 @lru_cache(4096)
 def shape_text(dims):
-    "Return a shape as JSON. `dims`: number of dimensions, followed by the size of each dimension."
+    "Return a shape as JSON. `dims`: tuple of the number of dimensions, then the size of each dimension."
     return b'[%s]' % b','.join(b'%d' % d for d in dims[1:1+dims[0]])
 
 def shape_texts(dims) -> list:
-    "Return shapes as JSON. `dims`: array with the number of dimensions and their sizes in each row."
+    "Return the shape of each row as JSON. `dims`: array with the number of dimensions and their sizes in each row."
     return [*map(shape_text, map(tuple, dims.tolist()))]
 
 def texts_of_columns(columns) -> list:
-    """Return a list for each column: its values as JSON. A column is an array of numbers or lists, or a list of texts.
+    """Convert the values of each column to JSON texts. A column is an array of numbers or lists, or a list of texts.
 
     All columns of floats are converted together, because one conversion is faster.
     """
@@ -113,7 +113,7 @@ def texts_of_columns(columns) -> list:
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #d77aa2bf
 def fill_templates(text, columns) -> list:
-    "Put the values of columns, as texts, into the number placeholders of joined templates. Return the lines, without newlines."
+    "Fill the number placeholders of joined templates with the values of columns, given as texts. Return the lines, without newlines."
     pieces = [b'']*(2*len(columns)*len(columns[0])+1)
     pieces[::2] = text.split(VALUE)
     for j,c in enumerate(columns): pieces[2*j+1::2*len(columns)] = c
@@ -121,18 +121,18 @@ def fill_templates(text, columns) -> list:
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #e34d01bb
 def fill_shared(text, m):
-    "Put the time, step and marks of a `Measured` into the placeholders of joined templates."
+    "Fill the placeholders for time, step and marks in joined templates with the values of a `Measured`."
     marks = b','+line_of(m.marks)[1:-1] if m.marks else b''
     return text.replace(TS, b'"%s"' % m.ts.encode()).replace(STEP, b'%d' % m.step).replace(MARKS, marks)
 
 def rows_as_dicts(c, more, measured):
-    "Return the rows of a `Columns` as dicts. `more`: columns to add; `measured`: list of `Measured`s, which `c.owner` indexes."
+    "Return the rows of a `Columns` as dicts. `more`: additional columns; `measured`: list of `Measured`s; `c.owner` has indices of this list."
     more = [dict(zip(more, v, strict=True)) for v in zip(*(x.tolist() for x in more.values()), strict=True)] or [{}]*len(c)
     rows = zip(c.owner.tolist(), c.taps, c.calls.tolist(), c.dtypes(), c.dicts(), more, strict=True)
     return [measured[o].row(t.key, n, None, d, s | m) for o,t,n,d,s,m in rows]
 
 def sort_by_event(done, n):
-    "Return the rows of each of `n` `Measured`s in the order of events. `done`: tuples (indices of `Measured`s, events, rows)."
+    "Return a list of rows for each of `n` `Measured`s, sorted by event number. `done`: tuples (indices of `Measured`s, events, rows)."
     owners,events = (np.concatenate([d[i] for d in done]) if done else np.empty(0, int) for i in (0, 1))
     rows = [r for d in done for r in d[2]]
     if len(done)>1:
@@ -143,14 +143,14 @@ def sort_by_event(done, n):
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #7fd17b2d
 class LineMaker:
-    "Turns measured steps into lines of the log. Keeps line templates from step to step, because filling templates is faster."
+    "Converts measured steps to lines of the log. Keeps line templates for later steps, because filling a template is fast."
     def __init__(self):
-        # made_for: taps, shards and marks for which the templates were made; templates: names of columns -> {tap number and dtype: template}
+        # made_for: taps, shards and marks of the templates; templates: column names -> {tap number and dtype: template}
         self.made_for,self.templates = None,{}
         self.scalars = StepScalars()
 
     def __call__(self, measured) -> list:
-        """Return a list of rows for each `Measured`, in the order of events.
+        """Return a list of rows for each `Measured`, sorted by event number.
 
         A row is the bytes of a line, or a dict that `line_of` must convert.
         """
@@ -158,10 +158,10 @@ class LineMaker:
         return [rows for made_for,some in groupby(measured, in_common) for rows in self.rows_with_shared_templates(made_for, list(some))]
 
     def rows_with_shared_templates(self, made_for, measured):
-        "Return the rows of `Measured`s with the same taps, shards and marks, which share templates."
+        "Return the rows of `Measured`s that can use the same templates, because their taps, shards and marks are equal."
         if self.made_for!=made_for: self.made_for,self.templates = made_for,{}
         custom = [(i, event, m.row(*row)) for i,m in enumerate(measured) for event,*row in m.custom]
-        # tuples (indices of `Measured`s, events, rows), one tuple for each group of rows
+        # one tuple (indices of `Measured`s, events, rows) for each group of rows
         done = [tuple(zip(*custom, strict=True))] if custom else []
         for c,more in group_by_columns(columns_of([m.snapshot for m in measured])): done += self.rows_of_group(c, more, measured)
         if norms := [(i, last, row) for i,m in enumerate(measured) if (row := self.scalars.row(m)) is not None]: done.append(tuple(zip(*norms, strict=True)))
@@ -169,7 +169,7 @@ class LineMaker:
         return sort_by_event(done, len(measured))
 
     def rows_of_group(self, c, more, measured):
-        "Return tuples (indices of `Measured`s, events, lines) for rows with equal columns. Rows without a template are dicts, in a separate tuple."
+        "Return tuples (indices of `Measured`s, events, lines) for rows with equal columns. Rows without a template are returned as dicts."
         columns = c.statistics(shape_texts(c.dims)) | more
         templates = self.templates_of(c, (*columns,), measured[0])
         good = c.plain()
@@ -183,16 +183,16 @@ class LineMaker:
         return out+self.rows_of_group(c[at], {n: x[at] for n,x in more.items()}, measured) if len(at) else out
 
     def templates_of(self, c, names, m):
-        "Return the template of each row, None for a row without a template."
+        "Return the template of each row. An entry is None if the row has no template."
         known,kinds = self.templates.setdefault(names, {}),c.kinds.tolist()
-        # each call gets its own template, because the shards of calls may differ
+        # separate templates for each call, because the shards of calls may differ
         if m.parts: kinds = [*zip(kinds, c.calls.tolist(), strict=True)]
         for i,k in enumerate(kinds):
             if k not in known: known[k] = template(names, c.taps[i].key, c.dtypes()[i], m.columns(c.taps[i].key, int(c.calls[i])), m.marks)
         return [known[k] for k in kinds]
 
     def fill_lines(self, c, columns, templates, measured):
-        "Return the lines of rows that all have templates."
+        "Return the log lines of rows that all have templates."
         ends = np.searchsorted(c.owner, np.arange(len(measured)+1)).tolist()
         text = [fill_shared(b''.join(templates[a:b]), m) for a,b,m in zip(ends, ends[1:], measured, strict=False)]
         return fill_templates(b''.join(text), [*texts_of_columns(columns), texts_of(np.ascontiguousarray(c.calls))])

@@ -29,16 +29,16 @@ def flow_classes(ttypes):
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #55432f28
 def _as_parameter(root, name, x): # root: `moduleTrack` of the root module
-    "Return the tuple that describes a tensor outside of all modules, in the form of a parameter of the root module."
+    "Return a tuple that describes a tensor outside of all modules like a parameter of the root module."
     return root, 0, ('variable', name), x
 
 class FollowedTensors:
-    "Measures tensors outside of all modules, and their gradients, at the end of each step."
+    "Measures tensors that belong to no module, and their gradients, at the end of each step."
     def __init__(self, ttypes, parameters, buffer): # ttypes: recorded tensor types; parameters: a `Parameters`; buffer: a `StepBuffer`
         self.ttypes,self.parameters,self.buffer,self.tensors = ttypes,parameters,buffer,{}
 
     def follow(self, name, x, states):
-        """Measure a tensor outside of all modules at the end of each step from now on.
+        """Measure a tensor that belongs to no module at the end of each step from now on.
 
         `name`: `tname` of the tensor; `x`: the tensor, None to stop; `states`: `ModuleState`s of the recorded modules.
         """
@@ -47,11 +47,11 @@ class FollowedTensors:
         if x is not None and states: self.parameters.old_gradients.note_existing([_as_parameter(states[0], name, x)])
 
     def as_parameters(self, root):
-        "Return a tuple for each tensor outside of modules, like the tuples for parameters that `Parameters.each` yields."
+        "Return a tuple for each followed tensor (a tensor outside of modules), in the form of the tuples from `Parameters.each`."
         return [_as_parameter(root, n, x) for n,x in self.tensors.items()]
 
     def measure_all(self, root):
-        "Measure the current values and gradients of all tensors followed outside of modules."
+        "Measure the current values and gradients of all followed tensors (tensors outside of modules)."
         for n,x in self.tensors.items():
             if 'weight' in self.ttypes: self.buffer.measure(root, 'weight', n, x, n, once=True, replace=True)
             if 'weight_grad' in self.ttypes and (grad := self.parameters.old_gradients.gradient(root, ('variable', n), x)) is not None:
@@ -60,8 +60,8 @@ class FollowedTensors:
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #c11b9ed1
 class ParameterIds:
-    "Ids of the parameters of some optimizers. A call returns the same frozenset until the lists of parameters change, so that users can compare by `is`."
-    def __init__(self): self.lists,self.ids = None,frozenset() # lists: `SameLists` of the parameter groups
+    "Ids of the parameters of some optimizers. A call returns the same frozenset until the parameters change, so `is` can compare two results."
+    def __init__(self): self.lists,self.ids = None,frozenset() # lists: `SameLists` of the parameter lists
 
     def __call__(self, optimizers) -> frozenset:
         "Return the ids of all parameters of these optimizers."
@@ -72,10 +72,11 @@ class ParameterIds:
         return self.ids
 
 class KnownOptimizers:
-    "Optimizers that the user passed to `torchEmber`. Returns their loss scale, and ids of parameters without optimizer or measured gradient."
+    "The optimizers that the user passed to `torchEmber`. Finds their loss scale, and parameters without an optimizer or a measured gradient."
     def __init__(self, watch, parameters):
         self.watch,self.parameters = watch,parameters # watch: an `OptimizerWatch` or None
-        self.all_ids,self.ids_of = ParameterIds(),ParameterIds() # for all optimizers; for the stepping optimizer
+        # all_ids: for all optimizers; ids_of: for the stepping optimizer
+        self.all_ids,self.ids_of = ParameterIds(),ParameterIds()
 
     def scale(self):
         "Return the factor by which the `GradScaler` multiplies the loss. Return None if there is no scaler."
@@ -83,7 +84,7 @@ class KnownOptimizers:
         return loss_scale(s) if s is not None and s.is_enabled() else None
 
     def scale_of(self, ids):
-        """Return the loss scale in the gradients of these parameters.
+        """Return the loss scale that the gradients of these parameters contain.
 
         None if the scaler has already unscaled the gradients. `ids`: ids of the parameters.
         """
@@ -102,38 +103,39 @@ class KnownOptimizers:
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in trained and grad_of(p) is not None}
 
     def unmeasured(self, stepped) -> set|None:
-        "Return the ids of parameters without a measured gradient. None means all parameters. `stepped`: ids of the optimizers that have stepped."
+        "Return the ids of parameters without a measured gradient, None for all parameters. `stepped`: ids of the optimizers that have stepped."
         if not stepped: return None
         measured = {id(p) for o in self.watch.optimizers if id(o) in stepped for p in parameters_of(o)} | self.unused_gradients()
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in measured}
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #fe964441
 class Sources:
-    "Decides which tensors of a model are measured, and when."
+    "Decides for each tensor of a model if and when it is measured."
     def __init__(self, ttypes, buffer, steps, notify=None, watch=None, note=None):
-        """Create the objects to measure these tensor types. `watch`: `OptimizerWatch`, or None if the user gave no optimizer.
+        """Create the objects that measure these tensor types. `watch`: `OptimizerWatch`, or None if the user gave no optimizer.
 
         `notify`: function that gets each gradient of an input or output, like `Listener.gradient`; `note`: function that gets changed
         metadata of the parameters.
         """
         self.ttypes,self.buffer,self.watch = ttypes,buffer,watch
-        self.states = [] # a `ModuleState` for each recorded module, root first
-        self.sampled = [] # some weights. A change of their version counters shows that an unknown optimizer has stepped
+        self.states = [] # `ModuleState`s of the recorded modules, root first
+        self.sampled = [] # some weights, to detect steps of unknown optimizers: a step changes their version counters
         self.parameters = Parameters(buffer, ttypes, note)
         self.optimizers = KnownOptimizers(watch, self.parameters)
         self.gradients = Gradients(ttypes, steps, notify)
         self.updates = Updates(buffer, self.parameters, ttypes)
         self.rates = LearningRates(watch.optimizers if watch else ())
         self.followed = FollowedTensors(ttypes, self.parameters, buffer)
-        # objects that measure tensors at the end of a step, such as `Buffers`
+        # objects that measure tensors at the end of each step, such as `Buffers`
         self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)]
         def among(*some):
-            "Return the tensor types among `some` that are recorded."
+            "Return the tensor types of `some` that are recorded."
             return [t for t in some if t in ttypes]
-        # Value of `Steps.manual` -> types of parameter tensors to measure when a module returns.
-        # If `Steps.manual` is True, gradients are not measured at this time, because they are complete only when the optimizer steps
+        # value of `Steps.manual` -> types of parameter tensors to measure when a module returns
+        # True: gradients are measured later, because they are complete only when the optimizer steps
         self.parameter_types = {False: among('weight', 'weight_grad'), True: among('weight')}
-        self.at_calls = [source(buffer, ttypes) for source in flow_classes(ttypes)] # objects that measure tensors when a module is called
+        # objects that measure the tensors of module calls
+        self.at_calls = [source(buffer, ttypes) for source in flow_classes(ttypes)]
         if self.gradients.ttypes: self.at_calls.append(self.gradients)
         if 'output' in ttypes:
             self.at_calls.append(OutputFacts(steps))
@@ -142,13 +144,13 @@ class Sources:
     # ---- methods called when recording of a model starts or stops
 
     def prepare(self, root):
-        "Prepare to measure the tensors of a model, before recording starts."
+        "Prepare the measurement of a model before recording starts: create an empty arena, and choose some weights to sample."
         self.buffer.rows.renew_arena()
         ps = trained_by(self.watch.optimizers) if self.watch else root.parameters()
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
 
     def armed(self, states, again:bool=False):
-        """Measure the tensors of these modules from now on. `states`: `ModuleState`s, root first; empty to stop.
+        """Measure the tensors of these modules from now on. `states`: `ModuleState`s, root first, or an empty list to stop.
 
         `again`: True if the same model was recorded before, with other modules.
         """
@@ -163,39 +165,39 @@ class Sources:
         else: self.sampled = []
 
     def note_parameters(self, search=False):
-        "Write facts about all parameters into the metadata of the run. `search`: True to look for unknown optimizers."
+        "Write facts about all parameters into the metadata of the run. `search`: True to search unknown optimizers."
         optimizers = None if self.watch is None else self.watch.optimizers
         self.parameters.known.note(self.states, optimizers, self.parameters.hint.trains, search)
 
     def follow(self, name, x):
-        "Measure a tensor outside of all modules at the end of each step from now on."
+        "Measure a tensor that belongs to no module at the end of each step from now on."
         self.followed.follow(name, x, self.states)
 
     # ---- methods called during a pass
 
     def weight_versions(self, root, steps):
-        """Return version counters of some weights when a pass begins. None if they are not needed to find the ends of steps.
+        """Return the version counters of some weights when a pass begins. Return None if they are not needed to detect the end of a step.
 
         `root`: True if the root is called.
         """
-        # version counters are not read while an optimizer steps, because LBFGS changes weights within its step
+        # not while an optimizer steps, because LBFGS changes weights within its step
         needed = not (root and steps.manual) if self.watch is None else steps.opened and not self.watch.busy
         return count_writes(self.sampled) if self.sampled and needed else None
 
     def flow(self, state, ttype:str, named, call:int, phase):
-        """Measure the inputs or outputs of a call, and install hooks to measure their gradients.
+        """Measure the inputs or outputs of a module call, and install hooks to measure their gradients.
 
         `ttype`: 'input' or 'output'; `named`: pairs of name and tensor.
         """
         for source in self.at_calls: source.flow(state, ttype, named, call, phase)
 
     def begin_training(self):
-        "Prepare the check for missing gradients when a pass with gradients begins."
+        "Prepare the check for missing gradients, because a pass with gradients begins."
         hint = self.parameters.hint
         if not hint.trains: hint.training(self.states)
 
     def complete(self, optimizer, scale):
-        "Measure complete gradients before an optimizer's step. Include gradients of parameters without a known optimizer."
+        "Measure the complete gradients before an optimizer's step, and gradients of parameters without a known optimizer."
         if not self.parameter_types[False]: return
         plan = self.parameters.current_plan()
         self.parameters.measure_complete(self.optimizers.ids_of([optimizer]), scale, plan)
@@ -204,17 +206,17 @@ class Sources:
     # ---- methods called at the end of a step
 
     def measure_at_end(self, changed=True):
-        "Measure buffers and followed tensors at the end of a step. `changed`: False if only evaluations ran, which change no buffers."
+        "Measure buffers and followed tensors at the end of a step. `changed`: False after evaluations only, because they change no buffers."
         if not self.states: return
         for source in self.at_step_end if changed else (): source.measure_all(self.states)
         self.followed.measure_all(self.states[0])
 
     def measure_again(self):
-        "Measure the current values of weights, gradients, updates, optimizer states and buffers, even if this step measured them before."
+        "Measure the current values of weights, gradients, updates, optimizer states and buffers again, even if the step has measured them."
         self.parameters.measure_again({'weight', 'weight_grad'})
         for o in self.watch.optimizers if self.watch else (): self.updates.after(o)
         for source in self.at_step_end: source.measure_all(self.states)
 
     def step_over(self):
-        "Notify all measuring parts of the end of a step."
+        "Notify all parts that measure tensors of the end of a step."
         for part in (*self.at_calls, self.parameters, self.updates): part.step_over()

@@ -59,19 +59,20 @@ def torch_generators(device):
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #ca5cd52a
 class Generators:
-    "Random generators for users' functions, so that these functions do not change the random numbers of the training."
-    # shared by all instances, because all `torchEmber` objects of a process share the generators of the training
+    "Gives users' functions their own random numbers, so that these functions do not change the random numbers of the training."
+    # one lock for all instances, because all `torchEmber` objects share the random generators of the training
     lock = threading.RLock()
-    tries = 100 # slow generators are saved in this number of first calls of a function, and later only if the function used them
+    # slow generators are saved in so many first calls of a function, and afterwards only if the function uses them
+    tries = 100
 
     def __init__(self):
-        self.states = {} # name of a random generator -> its state while functions of the user run
+        self.states = {} # name of a random generator -> its state in users' functions
         self.calls = Counter() # id of a function -> number of its calls
-        # pairs (id of a function, name of a random generator whose state is read slowly): the function has drawn numbers from this generator
+        # (id of a function, name of a slow generator): the function has drawn random numbers from this generator
         self.drawn = set()
 
     def call(self, f, x):
-        "Return `f(x)` for a user's function `f`. Then restore the random generators, as if `f` had not been called."
+        "Call a user's function `f` with `x` and return the result. Then restore the random generators of the training."
         f_id = id(f)
         self.calls[f_id] += 1
         slow = {k: g for k,g in slow_generators.items() if self.calls[f_id]<=self.tries or (f_id, k) in self.drawn}
@@ -84,28 +85,29 @@ class Generators:
                 for k,(get,set_state) in used.items(): self.restore(f_id, k, get(), training[k], set_state)
 
     def restore(self, f_id, k, now, training, set_state):
-        "Store a generator's state for the next call of a user's function, and restore the training's state of this generator."
+        "Store the state of a generator for the next call of a user's function, and restore the state of the training."
         if k in slow_generators:
             if equal_states(now, self.states.get(k, training)):
-                if k not in self.states: return # the function has not drawn random numbers from this generator, so its state is not stored
+                # the function drew no random numbers, so its state of the generator is not stored
+                if k not in self.states: return
             else: self.drawn.add((f_id, k))
         self.states[k] = now
         set_state(training)
 
 def replace_lock():
-    "Replace the lock shared by all `Generators`."
+    "Replace the lock that all `Generators` share, in a forked process."
     Generators.lock = threading.RLock()
 
-# a forked process gets a new lock, because another thread may have held the old lock during the fork
+# a forked process needs a new lock, because another thread may have held the old lock during the fork
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=replace_lock)
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #ef50b207
 class Functions:
-    "Calls users' statistics functions. Such a function may call the model and `te.log`."
+    "Calls users' statistics functions. These functions may call the model and `te.log`."
     def __init__(self, notices, calls, lock): self.notices,self.calls,self.lock,self.generators = notices,calls,lock,Generators()
 
     def statistics_of(self, f, track, tname, x):
-        "Return the statistics of a tensor from the user's function `f`, or its error as a statistic. None if the tensor cannot be read."
+        "Return the statistics that the user's function `f` computes for a tensor, or its error. Return None if the tensor cannot be read."
         with self.calls.running_statistic(track):
             try:
                 with self.lock: return custom_row(f, x, self.generators.call)
@@ -126,13 +128,14 @@ def placement(x):
     return ', '.join(map(str, x.placements))
 
 class LocalShards:
-    "Finds the shards of tensors on this rank, and the columns that describe these shards."
+    "Finds the local shards of tensors on this rank, and makes the columns that describe these shards."
     def __init__(self, ranks, notices):
-        self.ranks,self.notices = ranks,notices # ranks: `capture.ranks.Ranks`. None for a single process, and after an error
-        self.columns = {} # `place_of` a row -> columns that describe the row's shard
+        # ranks: `capture.ranks.Ranks`; None for a single process, and after an error
+        self.ranks,self.notices = ranks,notices
+        self.columns = {} # `place_of` a row -> columns about the shard of this row
 
     def local(self, state, key, call:int, x) -> torch.Tensor:
-        "Return this rank's shard of a tensor, and store the columns about this shard. `key`: argument of `one_row`."
+        "Return this rank's shard of a tensor, and store the columns that describe this shard. `key`: argument of `one_row`."
         place,piece = place_of(key, call),self.piece(state, key, x)
         self.columns.pop(place, None)
         if piece: self.columns[place] = piece
@@ -141,45 +144,45 @@ class LocalShards:
         return x.to_local()
 
     def piece(self, state, key, x):
-        "Return the columns about this rank's shard of a tensor. None for a single process."
+        "Return the columns about this rank's shard of a tensor. Return None for a single process, and after an error."
         if self.ranks is None: return None
         try: return self.ranks.columns(state.track.module, key[1], x, key[3])
         except Exception as e: self.give_up(e)
 
     def begin_pass(self):
-        "Notify `ranks` of the start of a pass. After an error, shards are no longer described."
+        "Notify `ranks` of the start of a pass. After an error, shards are no longer described in rows."
         if self.ranks is None: return
         try: self.ranks.pass_begins()
         except Exception as e: self.give_up(e)
 
     def give_up(self, e):
-        "Warn of an error, and record no columns about shards from now on."
+        "Give a warning about an error, and record no columns about shards from now on."
         self.ranks = None
         self.notices.once('ranks', f"torchember cannot determine how the model is distributed over processes ({type(e).__name__}: {e}). Each process "
             "records its own shards, and reading cannot merge them into whole tensors.")
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a02
 class CustomRow(NamedTuple):
-    "Row that is not the summary of a tensor: the result of a user's function, or numbers of `te.log`."
+    "Row that does not summarize a tensor by built-in statistics: the result of a user's function, or numbers of `te.log`."
     event:int
     key:tuple # tuple (module, ttype, tname, pname, phase, backward)
     call:int
-    micro:int|None # number of the micro-batch, None if the row is not of a call
+    micro:int|None # number of the micro-batch; None for a row without a module call
     dtype:str
     stats:dict
 
     @property
     def is_number(self):
-        "True if the row has numbers logged by the user."
+        "True if the row contains numbers of `te.log`."
         return self.key[1]=='scalar'
 
     @property
     def is_of_call(self):
-        "True if the row belongs to a call in a training pass. False for a row of an evaluation, or of a parameter."
+        "True if the row belongs to a module call in a training pass, and not to an evaluation or a parameter."
         return not self.key[3] and self.key[4] is None
 
 class CustomRows:
-    "Custom rows of the current step: results of users' functions, and numbers of `te.log`."
+    "Stores the custom rows of the current step: results of users' functions, and numbers of `te.log`."
     def __init__(self, lock):
         self.lock,self.rows,self.box = lock,[],None # box: a `BlackBox` or None
         self.clear_taken()
@@ -187,18 +190,18 @@ class CustomRows:
     def __len__(self): return len(self.rows)
 
     def clear_taken(self):
-        "Forget the rows taken for the log. New rows no longer supersede these rows."
-        # taken: (key, call, micro) of rows taken before; discarded: (key, call, micro) of taken rows whose pass failed or was refused
+        "Forget the rows that were queued for the log. New rows no longer supersede these rows."
+        # sets of (key, call, micro). taken: rows queued for the log; discarded: queued rows of failed or refused passes
         self.taken,self.discarded = set(),set()
 
     def add(self, *fields):
-        "Add a row, also to the black box. `fields`: fields of a `CustomRow`."
+        "Add a custom row to the step, and to the black box if there is one. `fields`: fields of a `CustomRow`."
         row = CustomRow(*fields)
-        with self.lock: self.rows.append(row) # locked, because `drop` in another thread replaces the list
+        with self.lock: self.rows.append(row) # locked, because another thread may replace the list in `drop`
         if self.box is not None: self.box.note(row)
 
     def drop(self, *place):
-        "Drop the custom rows of a tensor, because new rows will replace them. `place`: display name of the module, tensor type, tensor name."
+        "Drop the custom rows of a tensor, because new rows will replace them. `place`: module name, tensor type, tensor name."
         self.rows = [r for r in self.rows if r.key[:3]!=place]
 
     def take_back(self, micro):
@@ -207,12 +210,12 @@ class CustomRows:
         self.discarded |= {k for k in self.taken if k[2]==micro}
 
     def take_out(self, p, until, whole):
-        """Remove the custom rows of the pass `p`, and numbers logged during it. Return the removed rows, and how many are logged numbers.
+        """Remove the custom rows of the pass `p`, and numbers logged during this pass. Return these rows, and the count of logged numbers.
 
         `until`: number of the first event of the next pass, or None. `whole`: True to remove all rows.
         """
         def is_mine(r):
-            "Return True if a row belongs to the pass `p`."
+            "Return True if a custom row belongs to the pass `p`."
             if whole: return True
             if r.is_number: return p.first<=r.event and (until is None or r.event<until)
             return r.micro==p.micro and r.is_of_call and belongs_to(p, r.key)
@@ -220,52 +223,52 @@ class CustomRows:
             mine,rest = [r for r in self.rows if is_mine(r)],[r for r in self.rows if not is_mine(r)]
             self.discarded |= {k for k in self.taken if k[2]==p.micro and not k[0][3] and k[0][4] is None}
             self.rows,numbers = [],0
-            for r in rest: # renumbered, because the numbers of calls and micro-batches must have no gaps
+            for r in rest: # renumber the remaining rows, because numbers of calls and micro-batches must have no gaps
                 if r.is_number: r,numbers = r._replace(call=numbers),numbers+1
                 elif r.micro is not None and r.is_of_call and r.micro>p.micro: r = r._replace(micro=r.micro-1)
                 self.rows.append(r)
         return mine, sum(r.is_number for r in mine)
 
     def join(self, earlier):
-        "Merge earlier micro-batches into this step: their rows become rows of its passes. The log already has the rows of the first micro-batch."
-        # these rows were written to the log as a step with one pass, so they have no number of a micro-batch
+        "Merge earlier steps into this step as micro-batches. The log already has the rows of the first of these steps."
+        # the first step is in the log as a step with one pass, so its rows have no micro-batch number
         self.taken = {(r.key, r.call, None) for r in earlier[0].custom if r.key[3]}
         self.rows = join_rows(earlier, self.rows)
 
     def take(self):
-        "Remove all custom rows, and return them. A row that replaces a row in the log gets the column `supersedes`."
+        "Remove and return all custom rows. A row that replaces a row in the log gets the column `supersedes`."
         rows,self.rows = self.rows,[]
-        # a new row of a parameter supersedes its earlier row, because each parameter has only one row in a step
+        # a parameter has only one row in a step, so a new row supersedes the earlier row
         again = {k for k in self.taken if k[0][3]} | self.discarded
         rows = [r._replace(stats=r.stats | {'supersedes': True}) if r[1:4] in again else r for r in rows]
         self.taken |= {r[1:4] for r in rows}
         return rows
 
 def join_rows(earlier, own) -> list:
-    """Merge the custom rows of several passes into the rows of one step. `earlier`: `ProvisionalStep`s; `own`: rows of the last pass.
+    """Merge the custom rows of several micro-batches into one step. `earlier`: `ProvisionalStep`s; `own`: rows of the last micro-batch.
 
     For a parameter, only the row of the last pass is kept.
     """
     numbers,rows,n = 0,[],len(earlier)
     for i,some in enumerate([*(e.custom for e in earlier), own]):
         for r in some if i else ():
-            if i<n and r.key[3]: continue # left out, because the last pass has a newer row of this parameter
+            if i<n and r.key[3]: continue # skip this row, because the last pass has a newer row of the parameter
             rows.append(r._replace(call=r.call+numbers*r.is_number, micro=None if r.key[3] or r.micro is None else i))
         numbers += earlier[i].noted if i<n else 0
     return rows
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a05
-def belongs_to(p, key): # p: a `TrainingPass`; key: key of a row, an argument of `one_row`
-    "Return False for a row of an input or output gradient if no backward reached the pass `p`. Then the row belongs to a later pass."
+def belongs_to(p, key): # p: a `TrainingPass`; key: argument of `one_row`
+    "Return False for an input or output gradient if no backward has reached the pass `p`, because the row then belongs to a later pass."
     return p.reached or key[1] not in ('input_grad', 'output_grad')
 
 class SelectedRows:
-    "Selected rows of an array that a device may not have sent yet. They are selected when the array is read."
+    "Selection of rows from an array that may still be on a device. The rows are selected when the array is read."
     def __init__(self, vectors, at): self.vectors,self.at,self.shape = vectors,at,(len(at), *vectors.shape[1:])
     def __array__(self, dtype=None, copy=None): return np.asarray(self.vectors)[self.at]
 
 def split_parts(parts:list, which) -> tuple:
-    "Split pairs (headers, summaries) into chosen and remaining rows. `which`: function from headers to booleans, True for chosen rows."
+    "Split pairs (headers, summaries) into chosen and remaining rows. `which`: function that returns True for each chosen header."
     def select(choose):
         "Return pairs (headers, summaries) with only the rows chosen by `choose`."
         some = [(h, v, np.flatnonzero(choose(which(h)))) for h,v in parts]
@@ -273,11 +276,11 @@ def split_parts(parts:list, which) -> tuple:
     return select(lambda b: b), select(lambda b: ~b)
 
 class Snapshots:
-    "Rows of the current step that are no longer in the arena (memory of the summaries): rows in the log, and rows of earlier passes."
-    def __init__(self): self.taken,self.joined,self.any = [],[],False # any: True if the log already has some rows of the current step
+    "Stores rows of the current step that are no longer in the arena (memory for summaries): rows in the log, and rows of earlier passes."
+    def __init__(self): self.taken,self.joined,self.any = [],[],False # any: True if the log has some rows of the current step
 
     def take(self, arena, over, keep=None):
-        "Remove all rows from the arena, and return them as a `Snapshot`. keep: copies them into the black box, and returns the copy's number."
+        "Remove all rows from the arena and return them as a `Snapshot`. `keep`: copies rows into the black box, and returns the number of the copy."
         earlier,kept = list(self.taken),[]
         snapshot = arena.take(earlier, None if keep is None else lambda parts: kept.append(keep(self.joined+parts, earlier)))
         snapshot.number = kept[0] if kept else 0
@@ -292,7 +295,7 @@ class Snapshots:
         """
         stay = np.array([t.once or not belongs_to(p, t.key) for t in arena.taps], dtype=bool)
         def is_mine(h):
-            "Return for each row whether it belongs to the pass `p`."
+            "Return a boolean array: True for each header of a row that belongs to the pass `p`."
             return h[:, EVENT]!=0 if whole else rows_of_pass(h, p.number, stay)
         taken,here = [part for s in self.taken for part in s.parts],[*self.joined, *arena.take([]).parts]
         mine,self.joined = split_parts(here, is_mine)
@@ -307,14 +310,14 @@ class Snapshots:
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #dca70632
 class StepRows:
-    "All rows of the current step: summaries of tensors in the arena, custom rows, and rows that are in the log already."
+    "Stores all rows of the current step: summaries of tensors in the arena, custom rows, and rows that are in the log already."
     def __init__(self, notices, lock):
         self.notices,self.box = notices,None # box: a `BlackBox` or None
         self.custom,self.snapshots = CustomRows(lock),Snapshots()
         self.renew_arena()
 
     def renew_arena(self):
-        "Begin with an empty arena when recording of a model starts, so that new rows do not supersede earlier rows."
+        "Create an empty arena when recording of a model starts, so that new rows do not supersede earlier rows."
         self.arena,self.snapshots.taken = Arena(),[]
         self.custom.clear_taken()
 
@@ -327,11 +330,11 @@ class StepRows:
     size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined), doc="Number of rows, approximately")
 
     def forget_seen(self):
-        "Forget the tensors read in this pass. They are read again, because their values may have changed."
+        "Forget the cached summaries of tensors, because the values of these tensors may have changed."
         self.arena.seen.clear()
 
     def take_back(self, number, micro):
-        """Drop the rows of a failed pass. New rows will supersede the rows of this pass that are in the log already.
+        """Drop the rows of a failed pass. New rows will supersede the rows of this pass that are in the log.
 
         `number`: number of the pass in the step; `micro`: number of its micro-batch.
         """
@@ -339,16 +342,16 @@ class StepRows:
         self.custom.take_back(micro)
 
     def join(self, earlier):
-        "Merge earlier steps into this step: their rows become rows of its passes. `earlier`: `ProvisionalStep`s."
+        "Merge earlier steps into this step as passes. `earlier`: `ProvisionalStep`s."
         self.arena.renumber(len(earlier))
         self.snapshots.join(earlier)
         self.custom.join(earlier)
 
     def take(self, over, metadata=None):
-        "Remove all rows, and return a `Snapshot` of the arena and the custom rows. metadata: arguments of `StepSlots.keep`, or None."
+        "Remove all rows. Return a `Snapshot` of the arena, and the custom rows. `metadata`: arguments of `StepSlots.keep`, or None."
         custom,box = self.custom.take(),self.box
         def keep(parts, earlier):
-            "Copy the rows into the black box. Return the number of the copy, 0 after an error."
+            "Copy the rows into the black box. Return the number of this copy, or 0 after an error."
             try: return box.keep(parts, custom=custom, over=over, earlier=[s.number for s in earlier], **metadata)
             except Exception as e:
                 self.notices.once('box', "A step could not be copied into the black box, a file that survives a crash "
@@ -359,7 +362,7 @@ class StepRows:
         except RuntimeError as e: return self.report_device(e), custom
 
     def take_out(self, p, until, whole:bool) -> tuple:
-        """Remove the rows of a `TrainingPass` `p` from the current step. `until`: number of the first event of the next pass, or None.
+        """Remove the rows of the `TrainingPass` `p` from the step. `until`: number of the first event of the next pass, or None.
 
         `whole`: True if the step has no other pass. Return a `Snapshot`, the custom rows, and how many numbers were
         logged during the pass.
@@ -369,12 +372,12 @@ class StepRows:
         except RuntimeError as e: return self.report_device(e), custom, numbers
 
     def report_device(self, error):
-        "Warn that a device has failed and that its rows of the current step are lost. Return an empty `Snapshot`."
+        "Warn that a device has failed, and that the rows of this step are lost. Return an empty `Snapshot`."
         self.notices.failed('model', 'rows of this step on a device', error)
         return Snapshot([], self.arena.taps, [])
 
     def clear_taken(self):
-        "Forget the rows in the log. The next rows no longer supersede these rows."
+        "Forget the rows in the log. Later rows no longer supersede these rows."
         if self.snapshots.taken: self.snapshots.taken = []
         if self.custom.taken: self.custom.clear_taken()
 
@@ -384,7 +387,7 @@ class StepRows:
         self.snapshots.any = False
 
 def new_tap(arena, state, place, how, once):
-    "Create the `Tap` (place of measurement) for a tensor of a module, unless another thread has created it already. Return the tap."
+    "Return the `Tap` (place where a tensor is measured) of a tensor of a module. Create it, unless another thread has just created it."
     ttype,tname,phase,backward,pname = place
     with arena.lock:
         if place not in state.taps:
@@ -392,7 +395,7 @@ def new_tap(arena, state, place, how, once):
         return state.taps[place]
 
 def count_graph_row(arena, how, state, place, x, call, once, replace):
-    "Count a row of a CUDA graph. The graph itself writes this row at each replay, so users' functions are not called."
+    "Count a row that a CUDA graph writes at each replay. Users' functions get no rows, because no Python code runs in a replay."
     if callable(how): return
     tap = state.taps.get(place) or new_tap(arena, state, place, how, once)
     if replace: arena.forget(tap)
@@ -408,11 +411,11 @@ class StepBuffer:
         `te.log`. `ranks`: `capture.ranks.Ranks`, if there are several processes.
         """
         lock = lock or threading.RLock()
-        # 'before' is the tensor type of weights before their update. It has no rows, only the update-to-weight ratio needs its rms
+        # weights before their update have the type 'before': only their rms is needed, for the update-to-weight ratio
         self.stats = {'before': ('rms',), **stats}
         self.notices,self.calls = notices or Notices(),calls or Calls()
-        self.micro = 0 # number of the current micro-batch, stored in custom rows, which cannot be merged over micro-batches
-        self.uses = 0 # number of calls of `use`. A call makes earlier taps invalid
+        self.micro = 0 # number of the current micro-batch. Custom rows of micro-batches cannot be merged
+        self.uses = 0 # number of calls of `use`; each call makes earlier taps invalid
         self.on_device = False # True if an earlier step measured a tensor that was not on the CPU
         self.gradients = None # result of `Parameters.gradient_counts` at the end of the step
         self.functions = Functions(self.notices, self.calls, lock)
@@ -420,7 +423,7 @@ class StepBuffer:
 
     def measure(self, state, ttype:str, tname:str, x, pname=None, call:int=0, phase=None, backward:int=0, scale=None,
         once:bool=False, replace:bool=False):
-        """Measure one tensor `x` of the module with this `ModuleState`. Errors are reported, not raised.
+        """Measure one tensor `x` of a module, given by its `ModuleState`. Report errors instead of raising them.
 
         `pname`: name of a parameter or buffer in its module. `call`: number of the module's call. `backward`: number of
         the backward that computed the tensor. `scale`: factor that is divided out, a number or a tensor. `once`: True
@@ -439,20 +442,20 @@ class StepBuffer:
                 if stats is None: return
                 key,dtype = (state.track.name, ttype, tname, pname, phase, backward),str(x.dtype).removeprefix('torch.')
                 return self.add(key, call, self.micro, dtype, stats)
-            place = ttype,tname,phase,backward,pname # a tuple, because creating an object for each tensor would be slow
+            place = ttype,tname,phase,backward,pname # a tuple is created faster than an object
             tap = state.taps.get(place) or new_tap(self.rows.arena, state, place, how, once)
             if replace: self.rows.arena.forget(tap)
             observe(x, tap, call, None if scale is None else float(scale) if x.is_cpu else scale, later=once)
         except Exception as e: self.notices.failed(state.track.name, tname, e, self.stats.get(ttype))
 
     def measure_together(self, some, scale=None, replace:bool=False):
-        """Measure several tensors that have only one row in a step. Their values must not change before `read_pending`.
+        """Measure several tensors that have only one row in a step. These tensors must not change before `read_pending`.
 
         `some`: (state, tensor type, name, name of the parameter, tensor) for each. Other arguments: as in `measure`.
         """
         shards,custom = self.shards,self.rows.custom
         is_alone = scale is not None or shards.columns or shards.ranks is not None or replace and custom
-        waits = False if is_alone else None # function that queues a tensor: None before it is created, False if queuing is impossible
+        waits = False if is_alone else None # function to queue a tensor, None if unknown yet, False if impossible
         for state,ttype,tname,pname,x in some:
             tap = state.taps.get((ttype, tname, None, 0, pname)) if waits is not False and type(x) in ordinary and not x.is_cpu else None
             if tap is not None and waits is None: waits = queue_of(self.rows.arena, replace) or False
@@ -460,11 +463,11 @@ class StepBuffer:
                 self.measure(state, ttype, tname, x, pname, scale=scale, once=True, replace=replace)
 
     def add(self, key, call, micro, dtype, stats):
-        "Add a custom row, with the same arguments as `one_row`."
+        "Add a custom row (not a tensor summary) to the step. The arguments are arguments of `one_row`."
         self.rows.custom.add(next(self.rows.arena.clock), key, call, micro, dtype, stats)
 
     def use(self, how, ttypes, states=()):
-        "Change the statistics of some tensor types from now on. `how`: new value in `stats`; `states`: `ModuleState`s of the model."
+        "Change the statistics of some tensor types from now on. `how`: new statistics; `states`: `ModuleState`s of the model."
         self.stats.update(dict.fromkeys(ttypes, how))
         self.uses += 1
         for st in states: st.renew_taps({place: tap for place,tap in st.taps.items() if place[0] not in ttypes})
@@ -479,7 +482,7 @@ class StepBuffer:
         return not (self.shards.ranks is not None or self.shards.columns or self.rows.custom or any(map(callable, self.stats.values())))
 
     def in_micro(self, micro:int):
-        "Set the micro-batch to which the next rows belong. `micro`: number of the pass among the passes of its phase."
+        "Set the micro-batch of the rows that follow. `micro`: number of the pass among the passes of its phase."
         self.micro = micro
 
     def take_back(self, number):
@@ -487,28 +490,28 @@ class StepBuffer:
         self.rows.take_back(number, self.micro)
 
     def join(self, earlier):
-        "Add earlier steps as passes of this step, before the rows of this step are taken out. earlier: `row_writer.ProvisionalStep`s."
+        "Add the rows of earlier steps to this step, as passes. `earlier`: `row_writer.ProvisionalStep`s."
         self.rows.join(earlier)
         self.micro = len(earlier)
         self.shards.columns = {k:v for e in earlier if e.measured is not None for k,v in e.measured.parts.items()} | self.shards.columns
 
     def read_pending(self, module='model'):
-        "Measure all queued parameters in one kernel launch, before their values change. References to the parameters are dropped."
+        "Measure all queued parameters in one kernel launch, before their values change. Then drop the references to the parameters."
         self.rows.forget_seen()
         try: self.rows.arena.read_pending()
         except Exception as e: self.notices.failed(module, 'a parameter', e, self.stats.get('weight'))
 
     def take(self, over, metadata=None):
-        "Remove all rows, and return a `Snapshot` of the summaries and the custom rows. over: True if the step has ended."
+        "Remove all rows. Return a `Snapshot` of the summaries, and the custom rows. `over`: True if the step has ended."
         return self.rows.take(over, metadata and dict(of_parts=self.shards.columns, **metadata))
 
     def use_box(self, box):
-        "Store new rows, and the running modules, in a black box. `box`: None to use ordinary memory."
+        "Store new rows and the running modules in a black box. `box`: a `BlackBox`, or None to use ordinary memory."
         self.rows.use_box(box)
         self.calls.box = None if box is None else box.position
 
     def leave(self, lock):
-        "Start with an empty buffer in a forked process, because rows and black box belong to the parent process."
+        "Begin with an empty buffer in a forked process, because rows and black box belong to the parent process."
         self.functions.lock,self.calls.box,self.rows = lock,None,StepRows(self.notices, lock)
 
     def step_over(self):

@@ -19,25 +19,26 @@ from ..measure.snapshot import unscaled
 gradient_kinds = {'weight_grad': 0, 'unclipped_grad': 1}
 
 class GradientNorms:
-    "Computes the norm over all gradients of a step, from the summaries of the single gradients."
+    "Computes the norm of all gradients of a step from the summaries of these gradients."
     def __init__(self):
-        self.taps,self.places = None,{} # taps: measured tensors of the last step; places: (module, tname, pname) -> number of the gradient
-        # Arrays with an entry for each tap. kind: index of its tensor type in `gradient_kinds`; place: number of its gradient; -1 for other tensors
+        # taps: taps (measured tensors) of the last step; places: (module, tname, pname) -> number of the gradient
+        self.taps,self.places = None,{}
+        # one entry for each tap, -1 if no gradient. kind: index in `gradient_kinds`; place: number of the gradient
         self.kind,self.place = None,None
 
     def find_taps(self, taps):
-        "Find the taps of gradients. A list of the same length as before is not searched again, because a list of taps only grows."
+        "Find the taps (measured tensors) that are gradients. Do not search a list of taps again if its length is unchanged."
         if self.taps is taps and len(taps)==len(self.kind): return
         self.taps,self.places = taps,{}
         keys = [t.key for t in list(taps)]
         self.kind = np.array([gradient_kinds.get(k[1], -1) if k else -1 for k in keys])
         def number(module, _, tname, pname, *more):
-            "Return the number of a gradient. A new gradient gets the next number."
+            "Return the number of a gradient. A new gradient gets the next free number."
             return self.places.setdefault((module, tname, pname), len(self.places))
         self.place = np.array([number(*k) if kind>=0 else -1 for k,kind in zip(keys, self.kind, strict=True)])
 
     def gradient_rows(self, snapshot):
-        "Yield headers and summaries of all rows of gradients in a step, including rows that are in the log already."
+        "Yield headers and summaries of all gradients of a step, including rows that are already in the log."
         for s in (*snapshot.earlier, snapshot):
             for h,v in s.parts:
                 at = np.flatnonzero(self.place[h[:, TAP]]>=0)
@@ -54,8 +55,8 @@ class GradientNorms:
         if not found: return ()
         head,vectors = (np.concatenate(x) for x in zip(*found, strict=True))
         order = np.argsort(head[:, EVENT], kind='stable')
-        taps,sums = head[order, TAP],np.full((2, len(self.places)), -1.) # -1 marks gradients without a row
-        # the last row of each gradient counts, because later values in the array replace earlier values
+        taps,sums = head[order, TAP],np.full((2, len(self.places)), -1.) # -1: the gradient has no row
+        # if a gradient has several rows, the last row counts, because the assignment keeps the last value
         sums[self.kind[taps], self.place[taps]] = sums_of_squares(unscaled(vectors))[order]
         clipped,before = sums
         if not n or [np.count_nonzero(clipped!=-1), np.count_nonzero(before!=-1)]!=[n, unclipped]: return ()
@@ -66,17 +67,17 @@ class GradientNorms:
 
 # %% ../../nbs/40_recorder/57_step_scalars.ipynb #9222cf0e
 class StepScalars:
-    "Makes the scalar rows added to each step by torchember. Avoids names logged by the user with `te.log`."
+    "Makes the scalar rows that torchember adds to each step. Renames numbers with a name that the user logs with `te.log`."
     def __init__(self):
-        self.norms,self.taken = GradientNorms(),set() # taken: names that the user logs with `te.log`
+        self.norms,self.taken = GradientNorms(),set() # taken: names of the user's numbers from `te.log`
         self.rows = {} # `tname` -> last scalar row with this name, 'lr' or 'grad_norm'
 
     def name(self, name):
-        "Return the name for a number that torchember computes, such as 'lr'. It gets the prefix `recorded_` if the user logs a number of this name."
+        "Return the name of a number that torchember computes, such as 'lr'. Add the prefix `recorded_` if the user logs this name."
         return f'recorded_{name}' if name in self.taken else name
 
     def ask(self, root_name:str, gradients) -> dict:
-        """Return {'norms': arguments of `row` for the gradient norms}. They are a list, because the black box writes JSON.
+        """Return {'norms': arguments for the gradient norms}, read by `row`. The arguments are a list, because the black box stores JSON.
 
         `gradients`: result of `Parameters.gradient_counts`.
         """
@@ -88,24 +89,24 @@ class StepScalars:
         root,n,unclipped,*names = measured.norms
         values = dict(zip(names, self.norms(measured.snapshot, n, unclipped), strict=False))
         if not values: return None
-        # if earlier steps were merged into this step, the second row of the step supersedes the first
+        # if earlier steps were merged into this step, this row supersedes an earlier row
         again = {'supersedes': True} if self.rows.get('grad_norm', {}).get('step')==measured.step else {}
         self.rows['grad_norm'] = row = measured.row((root, 'scalar', 'grad_norm', None, None, 0), 0, None, 'float64', values|again)
         return row
 
     def remember(self, rows):
-        "Store the row of learning rates, if `rows` has one, because `rename` may have to write this row again."
+        "Store the row of learning rates if `rows` contains one, because `rename` may write this row again."
         for r in rows:
             if r['ttype']=='scalar' and r['tname']=='lr': self.rows['lr'] = r
 
     def claim(self, names) -> set:
-        "Reserve names for the user's numbers. Return the names that torchember has used for its own numbers so far."
+        "Reserve the names of the user's numbers. Return new names that torchember uses for its own numbers, too."
         new = {n for n in names if computed_in(n) and not n.startswith('recorded_')}-self.taken
         self.taken |= new
         return new
 
     def rename(self, step:int, names:set) -> list:
-        """Return torchember's scalar rows of a step again, with new names: numbers with a name in the user's `names` get the prefix `recorded_`.
+        """Return torchember's scalar rows of a step again. Numbers with a name in `names` (used by the user) get the prefix `recorded_`.
 
         The new rows supersede the old rows.
         """

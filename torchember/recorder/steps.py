@@ -12,14 +12,14 @@ from .notices import Notices
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #74ed4a03
 class Phases:
-    """Determines whether each pass is training, evaluation, or a pass without gradients.
+    """Determines the phase of each pass: training, evaluation, or a pass without gradients.
 
     The phase is 'eval' in `eval()` mode. It is 'no_grad' in `train()` mode if no gradient will be computed.
     """
     def __init__(self):
-        self.trained = set() # paths of modules that were the outermost module of a pass while they were in training mode
-        self.trains_in_eval = False # True if the model is trained in `eval()` mode, known after the first such step has ended
-        self.has_grad = False # True once a training pass had gradients
+        self.trained = set() # paths of modules that were in training mode and began a pass
+        self.trains_in_eval = False # True if the model is trained in `eval()` mode; known after the first such step
+        self.has_grad = False # True after a training pass with gradients
         self.trains_without_grad = False # True if a step ended before any pass had gradients
         self.without_grad = False # True if the current step has a pass without gradients
 
@@ -38,38 +38,38 @@ class Phases:
         return None if self.trains_without_grad and not self.has_grad else 'no_grad'
 
     def end_step(self):
-        "Note the end of a step. If no pass has had gradients so far, passes without gradients count as training passes from now on."
+        "End a step. If no pass has had gradients so far, passes without gradients count as training passes from now on."
         self.trains_without_grad = self.trains_without_grad or self.without_grad
         self.without_grad = False
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #9487dba0
 class SteppedOptimizers:
-    "Counts the steps of each optimizer in the current training step, which is over when all awaited optimizers have stepped."
+    "Counts the steps of each optimizer in the current training step. The training step is over when all awaited optimizers have stepped."
     def __init__(self, awaited=()):
-        # ids of the optimizers that must all step to end a training step; empty if optimizers do not end training steps
+        # ids of the optimizers that must all step to end a training step; empty if optimizers end no steps
         self.awaited = frozenset(awaited)
         self.stepped = set() # ids of the optimizers that have stepped in the open training step
         self.counts = Counter() # id of an optimizer -> number of its steps in the open training step
-        # id of an optimizer -> largest number of steps that another optimizer made before the first step of this optimizer
+        # id of an optimizer -> largest number of steps of another optimizer before its first step
         self.waits = {}
 
     missing = property(lambda self: self.awaited-self.stepped, doc="Ids of the optimizers that have not stepped yet.")
     max_count = property(lambda self: max(self.counts.values(), default=0), doc="Largest number of steps of one optimizer.")
 
-    def note_step(self, optimizer:int) -> bool: # returns True if the training step is over
+    def note_step(self, optimizer:int) -> bool: # True if the training step is over
         "Count a step of the optimizer with this id. Return True if all awaited optimizers have stepped."
         if len(self.awaited)>1 and optimizer not in self.stepped: self.waits[optimizer] = max(self.waits.get(optimizer, 0), self.max_count)
         self.stepped.add(optimizer)
-        self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # `get` is used, because `Counter` is slow for a missing key
+        self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # `get`, because `Counter` is slow for a missing key
         return bool(self.awaited) and self.stepped>=self.awaited
 
     def wait_too_long(self, new:int, few:int) -> bool:
-        """Return True if one optimizer has stepped too often without a step of another awaited optimizer.
+        """Return True if one optimizer has stepped too often while another awaited optimizer has not stepped.
 
         The limit is `new` steps if the missing optimizer has never stepped in this run. Otherwise the limit is `few` steps,
         or more if the missing optimizer steps rarely.
         """
-        # the training step would never end if alternating optimizers were awaited together
+        # each optimizer has waited for several steps of another: they alternate, and must not be awaited together
         if len(self.waits)==len(self.awaited)>1 and min(self.waits.values())>=3: return True
         return any(self.max_count>=(max(few, 3*self.waits[o]) if o in self.waits else new) for o in self.missing)
 
@@ -79,35 +79,36 @@ class SteppedOptimizers:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #cad61d3e
 class StepState:
-    "Forward and backward passes of the step that has not ended yet."
+    "State of the current step: its passes and measurements."
     def __init__(self):
-        self.opened = False # True if the step has content: a pass, or tensors that the user asked to measure
+        self.opened = False # True if the step has a pass, or tensors that the user asked to measure
         self.passes = Counter() # phase -> number of passes of this phase
         self.begun = 0 # number of passes that have begun, including passes that were removed later
-        self.training_passes = 0 # number of passes in training mode with gradients
-        self.eval_grads = False # True if a pass in `eval()` mode computes gradients
+        self.training_passes = 0 # number of passes with gradients in training mode
+        self.eval_grads = False # True if a pass in `eval()` mode has gradients
         self.measured = False # True if a tensor was measured outside of passes
-        self.leader,self.phase = None,None # leader: path of the module whose call began the last pass; phase: phase of this pass
+        # of the last pass. leader: path of the module called first; phase: phase of the pass
+        self.leader,self.phase = None,None
         self.failed = False # True if the last pass raised an exception
-        self.seen = set() # paths of the modules that were called from outside of the model
-        # weights: version counters of the weights in the last training pass; changes: how often they have changed between passes
+        self.seen = set() # paths of the modules that code outside of the model has called
+        # weights: version counters of the weights in the last training pass; changes: number of changes between passes
         self.weights,self.changes = None,0
 
     micro = property(lambda self: max(self.passes[self.phase]-1, 0), doc="Number of the last pass among the passes of its phase.")
 
     def begins_pass(self, path:str, phase:str|None, joins:bool=False) -> bool:
-        """Return True if a call of a module, from outside of the model, begins a new pass. False if it belongs to the last pass.
+        """Return True if a module call from outside of the model begins a new pass. Return False if it belongs to the last pass.
 
         `phase`: result of `Phases.find`. `joins`: True if one autograd Function made this call and the call before, as an
         ODE solver does.
         """
         lead = self.leader
-        # a call with another phase belongs to the running pass, unless one of the phases is evaluation
+        # a call with another phase still belongs to the last pass, except before or after an evaluation
         other = phase!=self.phase and 'eval' in (phase, self.phase)
         return lead is None or other or not joins and (path in ('', lead) or lead.startswith(f'{path}.'))
 
     def add_call(self, path:str, phase:str|None=None, weights=None, joins:bool=False) -> bool:
-        """Note a call of a module from outside of the model. Return True if the call begins a pass. Arguments: see `begins_pass`.
+        """Add a module call from outside of the model. Return True if it begins a new pass. For arguments see `begins_pass`.
 
         `weights`: a value that changes whenever the weights change, such as version counters.
         """
@@ -116,7 +117,7 @@ class StepState:
             self.begun += 1
             self.leader,self.phase = path,phase
             self.passes[phase] = self.passes.get(phase, 0)+1
-        elif phase is None and self.phase=='no_grad': # a call with gradients turns a pass without gradients into a training pass
+        elif phase is None and self.phase=='no_grad': # the call has gradients, so the pass counts as a training pass
             self.passes[self.phase] -= 1
             self.passes[None] += 1
             self.phase = None
@@ -126,8 +127,8 @@ class StepState:
         self.seen.add(path)
         return new
 
-    def remove_failed(self) -> int: # number of the removed pass among all passes of the step
-        "Remove the last pass, because it failed. Return its number among all passes of the step."
+    def remove_failed(self) -> int: # number of the removed pass in the step
+        "Remove the last pass, because it raised an exception. Return its number among all passes of the step."
         self.begun -= 1
         self.passes[self.phase] -= 1
         self.leader,self.phase,self.failed = None,None,False
@@ -135,9 +136,9 @@ class StepState:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #759b03f7
 class Steps:
-    "Number and state of the current step, and of the step before it."
+    "Number and state of the current step, and results of the previous step."
     def __init__(self, number:int=0, manual:bool=False, awaited=()):
-        """Begin with the training step `number`.
+        """Begin with the training step `number`. No pass has begun yet. No pass has begun yet. No pass has begun yet.
 
         `manual`: True if optimizers or `torchEmber.step` end the steps, False if the begin of each pass ends the step before. `awaited`: ids of the
         optimizers that all must step before a step is over.
@@ -146,9 +147,9 @@ class Steps:
         self.optimizers,self.phases,self.state = SteppedOptimizers(awaited),Phases(),StepState()
         self.closed = None # number of the step that ended last
         self.trained = False # True if the step that ended last had training passes
-        # number of the last step with an evaluation. If this step has a second evaluation, its rows replace the rows of the first
+        # last step with an evaluation; the rows of a second evaluation of this step replace the rows of the first
         self.evaluated = None
-        self.pass_ = 0 # number of the pass in the run, because calls of a module are numbered from 0 in each pass
+        self.pass_ = 0 # number of the pass in the run; a new number restarts the numbering of each module's calls
 
     opened = property(lambda self: self.state.opened)
     passes = property(lambda self: self.state.passes)
@@ -159,22 +160,23 @@ class Steps:
 
     @property
     def own_passes(self):
-        "Number of passes of the current step, without evaluations."
-        return self.passes.get(None, 0)+self.passes.get('no_grad', 0) # `get` is used, because `Counter` is slow for a missing key
+        "Number of passes of the current step that are not evaluations."
+        # `get`, because `Counter` is slow for a missing key
+        return self.passes.get(None, 0)+self.passes.get('no_grad', 0)
 
     @property
     def is_evaluation(self):
-        "True if all passes since the last training step are evaluations. Their rows belong to that training step."
+        "True if only evaluations have run since the last training step. Their rows belong to that training step."
         s = self.state
         other = self.own_passes or s.measured or self.optimizers.stepped or not (self.trained or self.phases.trains_in_eval and not s.eval_grads)
         return self.manual and not other and any(s.passes.values())
 
     def ends_evaluation(self, phase, grad) -> bool:
-        "Return True if an evaluation ends because a pass of this phase begins. `grad`: True if gradients will be computed."
+        "Return True if the current evaluation ends when a pass of this phase begins. `grad`: True if gradients will be computed."
         return self.is_evaluation and (phase!='eval' or grad and not self.trained)
 
     def end_evaluation(self):
-        "End an evaluation: its passes are counted for the training step before it."
+        "End an evaluation, and add it to the training step before the evaluation."
         self.evaluated = self.closed
         self.pass_ += 1
         self.state = StepState()
@@ -183,25 +185,25 @@ class Steps:
 
     @property
     def noted(self):
-        "Number of the step that a logged number belongs to: the current step, or the step before if the current step has no pass yet."
+        "Number of the step for a number of `te.log`: the current step, or the previous step if no pass has begun since."
         later = self.own_passes if self.manual and self.trained else self.passes
         return self.number if later or self.closed is None else self.closed
 
     # ---- begin and removal of passes
 
     def is_over_before(self, path, phase, weights=None, joins=False) -> bool:
-        "Return True if the current step ends when a call with these arguments begins. Arguments: see `StepState.add_call`."
+        "Return True if the current step ends when a module call with these arguments begins. For arguments see `StepState.add_call`."
         if self.manual or not self.opened: return False
         return self.state.begins_pass(path, phase, joins) or (path in self.state.seen and weights!=self.state.weights)
 
     def begin(self, path:str, phase:str|None=None, weights=None, joins:bool=False) -> bool:
-        "Note a call of a module from outside of the model. Return True if the call begins a pass. Arguments: see `StepState.add_call`."
+        "Add a module call from outside of the model. Return True if it begins a new pass. For arguments see `StepState.add_call`."
         new = self.state.add_call(path, phase, weights, joins)
         self.pass_ += new
         return new
 
     def note_content(self, training=False, eval_grads=False, measured=False):
-        """Mark the current step as not empty. `measured`: True if a tensor was measured outside of passes.
+        """Mark the current step as not empty, so that it counts as a step. `measured`: True if a tensor was measured outside of passes.
 
         `training`, `eval_grads`: True for a pass with gradients in training mode, or in `eval()` mode.
         """
@@ -211,14 +213,14 @@ class Steps:
         s.eval_grads,s.measured = s.eval_grads or eval_grads,s.measured or measured
 
     def remove_failed(self) -> int:
-        "Remove the last pass, because it failed. Return its number among all passes of the step."
+        "Remove the last pass, because it raised an exception. Return its number among all passes of the step."
         number = self.state.remove_failed()
-        # the step counts as not begun, because the next pass replaces the failed pass
+        # the next pass replaces the failed pass, so the step counts as not begun
         if not self.manual: self.state.opened = False
         return number
 
     def remove_refused(self, number) -> bool:
-        "Remove a pass with unused gradients. `number`: its number among all passes of the step. Return True if the step is empty now."
+        "Remove a pass with unused gradients. `number`: number of the pass in the step. Return True if the step is empty now."
         s = self.state
         s.passes[None] -= 1
         s.training_passes = max(s.training_passes-1, 0)
@@ -228,7 +230,7 @@ class Steps:
         return True
 
     def absorb_previous(self, n):
-        "Merge the previous `n` steps into the current step, because they were its first micro-batches."
+        "Merge the previous `n` steps into the current step, because they turned out to be its first micro-batches."
         self.number -= n
         self.closed = None if self.closed is None or self.closed<n else self.closed-n
         self.passes[None] += n
@@ -237,7 +239,7 @@ class Steps:
     # ---- methods that end a step
 
     def confirm_training(self):
-        "Treat passes with gradients in `eval()` mode as training, because the user ends the step."
+        "Count passes with gradients in `eval()` mode as training, because the user ends the step after them."
         self.state.measured = self.state.measured or self.state.eval_grads
 
     def disown(self):
@@ -245,7 +247,7 @@ class Steps:
         self.state = StepState()
 
     def close(self):
-        "End the current step, and begin the next step with an empty state."
+        "End the current step, and begin the next step."
         if self.state.eval_grads and not self.passes[None]: self.phases.trains_in_eval = True
         elif self.passes.get('eval'): self.evaluated = self.number
         self.closed,self.number,self.trained = self.number,self.number+1,self.own_passes>0
@@ -256,17 +258,17 @@ class Steps:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #5c1be0a2
 class ProvisionalSteps:
-    "Recent steps with the same weights, each ended by the next pass. They may turn out to be micro-batches of the current step."
-    most = 64 # maximum number of passes with the same weights that may be micro-batches of one step
+    "Stores recent steps that had the same weights and were ended by the next pass, because they may be micro-batches of the current step."
+    most = 64 # maximum number of stored passes with the same weights that may be micro-batches of one step
 
     def __init__(self): self.clear()
 
     def clear(self, weights=None):
-        "Forget all stored steps, and store only steps with these weight versions from now on."
+        "Forget all stored steps. From now on, store only steps with these weight versions."
         self.weights,self.kept,self.too_many = weights,[],False
 
     def with_weights(self, weights) -> list:
-        "Return the stored steps whose weights had these version counters, oldest first."
+        "Return the stored steps with these version counters of the weights, oldest step first."
         return self.kept if weights is not None and weights==self.weights else []
 
     def has_earlier(self, weights) -> bool:
@@ -274,7 +276,7 @@ class ProvisionalSteps:
         return bool(self.with_weights(weights)) and len(self.kept)<self.most
 
     def may_join(self, weights, following) -> bool:
-        """Return True if a step may be a micro-batch of the next step, because the weights have not changed between them.
+        """Return True if a step may be a micro-batch of the next step, because both steps have the same weights.
 
         `weights`, `following`: weight versions of this step and of the pass that follows, or None.
         """
@@ -289,30 +291,31 @@ class ProvisionalSteps:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #08e21200
 def stall_reason(steps, passes:int=1000, new:int=20, few:int=12) -> str|None:
-    """Return a phrase about why the current step seems never to end, None if it may still end.
+    """Return a phrase about the reason why the current step seems never to end. Return None if the step may still end.
 
     The reason is that awaited optimizers do not step. `passes`: limit of training passes. `new`: limit of steps of one
     optimizer while another has never stepped. `few`: limit of steps, or of changes of the weights, if the missing
     optimizers have stepped before.
     """
     o,s = steps.optimizers,steps.state
-    if s.changes<2 and s.training_passes<passes and not o.counts: return None # checked first for speed, because this is True in nearly every step
+    # checked first, because nearly every step returns here
+    if s.changes<2 and s.training_passes<passes and not o.counts: return None
     if not o.missing: return None
     if o.counts and o.wait_too_long(new, few): return f"another optimizer has stepped {o.max_count:,} time{'s'*(o.max_count>1)}"
-    unknown = s.changes-o.counts.total() # how often unknown optimizers have changed the weights
+    unknown = s.changes-o.counts.total() # number of changes of the weights by unknown optimizers
     if unknown>=(2 if len(o.awaited)==1 else few): return 'the weights change nevertheless'
     if s.training_passes>=passes: return f'{s.training_passes:,} training passes have run'
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #88219d60
 class Decision:
     "Decides for each step if it is recorded."
-    def __init__(self, schedule, budget=None, notices=None): # schedule: function that gets the number of a step, and returns True to record the step
+    def __init__(self, schedule, budget=None, notices=None): # schedule: function that returns True for each step to record
         self.schedule,self.budget,self.notices = schedule,budget,notices or Notices()
-        # step, is_recorded: number of the last decided step, and its decision; denied: True if the time budget refused this step
+        # step: number of the last decided step; is_recorded: decision; denied: True if the budget refused the step
         self.step,self.is_recorded,self.denied = None,False,False
 
     def is_selected(self, step) -> bool:
-        "Return True if the schedule selects a step. If the schedule raises an exception, the step is not selected."
+        "Return True if the schedule selects a step. Return False if the schedule raises an exception."
         try: return self.schedule(step)
         except Exception as e:
             if self.notices.on_error=='raise': raise

@@ -19,14 +19,14 @@ from .pass_numbers import PassNumbers, local_part
 
 # %% ../../nbs/40_recorder/44_stream.ipynb #98a5aff0
 def blocks_in(module) -> list:
-    "Return the children of a module list that can be blocks: at least two modules of its most frequent class, with children and parameters."
+    "Return the children of a module list that can be blocks: at least two of the most frequent class, with children and parameters."
     if not isinstance(module, nn.ModuleList|nn.Sequential): return []
     kinds = Counter(type(m) for m in module.children() if any(True for _ in m.children()) and any(True for _ in m.parameters()))
     if not kinds or (most := kinds.most_common(1)[0])[1]<2: return []
     return [m for m in module.children() if type(m) is most[0]]
 
 def possible_blocks(tracks, names=None) -> set:
-    """Return the ids of modules that can be blocks.
+    """Return the ids of the modules that can be blocks, such as transformer layers.
 
     `tracks`: `moduleTrack`s of the modules; `names`: selections of blocks, None to look for lists of modules.
     """
@@ -34,36 +34,38 @@ def possible_blocks(tracks, names=None) -> set:
     return {id(m) for t in tracks for m in blocks_in(t.module)} & {t.id for t in tracks}
 
 def outermost_blocks(calls) -> list:
-    "Return the measured calls of blocks that are in no other measured block."
+    "Return the measured calls of blocks, without blocks inside other measured blocks."
     paths = {c.path for c in calls}
     def is_inside(path):
-        "Return True if a module is inside another measured block."
+        "Return True if the module at this path is inside another measured block."
         parts = path.split('.')
         return any('.'.join(parts[:i]) in paths for i in range(1, len(parts)))
     return [c for c in calls if not is_inside(c.path)]
 
 # %% ../../nbs/40_recorder/44_stream.ipynb #bdc58d38
-# One call of a block. name: display name of the module; numel: number of elements of the output; numbers: result of `block_numbers`
+# One call of a block. numel: number of elements of the output; numbers: statistics from `block_numbers`
 BlockCall = namedtuple('BlockCall', 'name path call dtype numel numbers')
 no_blocks = ("No blocks were found in {model}, so the run has no rows of the type 'stream'. torchember looks for an nn.ModuleList or "
     "nn.Sequential with modules of one class that return a tensor of the shape of their first input. It does not find blocks that include= "
     "leaves out, and blocks in code compiled by torch.compile. To name the blocks, pass their paths: stream=['encoder.layer.*'].")
-names_of_indices = 'channel','token' # columns that contain an index, so their numbers are written as ints
+names_of_indices = 'channel','token' # columns with an index, written as integers
 
 class Stream(PassNumbers):
-    "Records the residual stream during some training passes."
+    "Records the residual stream after each block in some training passes."
     ttype,unseen = 'stream',no_blocks
-    def __init__(self, when, pipe, wants=None): # when: as for `PassNumbers`, or a list of selections of blocks, such as 'encoder.layer.*'
+    def __init__(self, when, pipe, wants=None): # when: a schedule, or paths of blocks
         self.names = when if isinstance(when, list|tuple|set) else None
         super().__init__(True if self.names else when, pipe, wants)
-        self.blocks,self.nested = set(),set() # ids of modules that can be blocks; paths of blocks that are in other blocks
+        # blocks: ids of modules that can be blocks; nested: paths of blocks inside other blocks
+        self.blocks,self.nested = set(),set()
         self.inputs = {} # id of a block -> (shape, rms, sample) of its input, while the block runs
 
     def begin(self, state, phase, writes, eager=True):
         super().begin(state, phase, writes, eager)
         if self.path is None: return
         try: self.blocks = possible_blocks([st.track for st in self.sources.states if st.track.path not in self.nested], self.names)
-        except ValueError as e: self.failed(state.track, e) # the modules with these names were removed
+        # for example, the user removed the selected blocks from the model
+        except ValueError as e: self.failed(state.track, e)
 
     def clear(self):
         super().clear()
@@ -86,7 +88,7 @@ class Stream(PassNumbers):
         except Exception as e: self.failed(state.track, e)
 
     def measure(self, state, ttype, x, call):
-        "Measure a tensor `x` of a block: its input, or its output if the input had the same shape."
+        "Measure the input of a block, or its output if the output has the same shape. `x`: the tensor."
         track,last = state.track,channels_last(x, state.track.module)
         if ttype=='input': self.inputs[track.id] = x.shape,rms_of(x),sample_tokens(last)
         elif (given := self.inputs.pop(track.id, None)) is not None and given[0]==x.shape:
@@ -94,8 +96,8 @@ class Stream(PassNumbers):
             self.measured.append(BlockCall(track.name, track.path, call, str(x.dtype).removeprefix('torch.'), x.numel(), numbers))
 
     def rows(self, c, numbers):
-        "Return (name, columns) of the row of a `BlockCall`. `numbers`: its numbers as lists. `depth` counts the calls of blocks in the same list."
+        "Return the row of a `BlockCall` as (name, columns). `numbers`: name -> list. Column `depth`: number of earlier block calls in the list."
         before = [o for o in self.measured[:self.measured.index(c)] if o.path.rpartition('.')[0]==c.path.rpartition('.')[0]]
-        # `added` and `median_ratio` are unknown if the input, or the median, is zero
+        # leave out `added` or `median_ratio` if undefined: the input or the median is zero
         known = {k: v for k,(v,) in numbers.items() if math.isfinite(v) or k in ('rms', 'largest')}
         return [('stream', {'depth': len(before), 'numel': c.numel} | {k: int(v) if k in names_of_indices else float(f'{v:.7g}') for k,v in known.items()})]

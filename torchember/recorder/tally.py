@@ -13,17 +13,17 @@ from ..store.parameters import untrained
 not_called = "The optimizer steps, but the model that was passed to torchEmber is never called, so only its weights are recorded."
 
 class Tally:
-    "Counts the steps and passes of a run, for the remarks in its report."
+    "Counts the steps and passes of a run, to report unusual counts."
     def __init__(self):
-        # steps: number of steps; recorded: number of recorded steps; skipped: number of steps in which a `GradScaler` skipped the optimizer
+        # steps: all steps; recorded: recorded steps; skipped: steps in which a `GradScaler` skipped the optimizer step
         self.steps = self.recorded = self.skipped = 0
-        # failed: number of passes that raised an exception; refused: number of passes whose gradients no optimizer used
+        # failed: number of passes that raised an exception; refused: passes with gradients that no optimizer used
         self.failed = self.refused = 0
         self.called = False # True after the first pass has begun
-        self.long_wait = None # sentence about a step that waited long for an optimizer to step; None if no step waited
+        self.long_wait = None # sentence about a step that waited long for an optimizer, or None
 
     def step_over(self, recorded:bool):
-        "Count a finished step."
+        "Count a finished step. `recorded`: True if the step was recorded."
         self.steps += 1
         self.recorded += recorded
 
@@ -33,14 +33,14 @@ class Tally:
         self.recorded -= n
 
     def note_wait(self, steps, optimizers):
-        "Store a sentence about a long step, with at least 20 steps of one optimizer and no step of another optimizer."
+        "Store a sentence about a step with at least 20 steps of one optimizer, but no step of another optimizer."
         o = steps.optimizers
         missing = [opt for opt in optimizers if id(opt) in o.missing] if o.max_count>=20 else []
         if missing: self.long_wait = (f"Step {steps.number} waited for {optimizer_names(missing)}: "
             f"it contains {o.max_count:,} steps of another optimizer.")
 
     def remarks(self, sources, manual:bool) -> list:
-        """Return a sentence for each unusual fact of the run.
+        """Return a sentence for each unusual fact of the run, for its report.
 
         `manual`: True if an optimizer or `te.step()` ended the steps.
         """

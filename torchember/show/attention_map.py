@@ -22,10 +22,11 @@ labels_of = {'entropy': 'entropy (1: equal weights)', 'logit_max': 'largest logi
     'future': 'weight of later keys', 'reach': 'farthest later key'} # name of a statistic of attention heads -> label of the color bar
 
 def head_table(rows, stat):
-    "Return an array (layers, heads) of a statistic, and the label of each layer. Missing values are NaN. `rows`: rows of one step."
+    "Return one statistic as an array of shape (layers, heads), NaN if missing, and the layer labels. `rows`: log rows of one step."
     place = list(zip(rows['path'].astype(str), rows['call'], strict=True))
     layers = list(dict.fromkeys(place))
-    calls = {path for path,call in layers if call} # paths of modules that are called several times in a pass
+    # paths of modules that are called several times in one forward pass
+    calls = {path for path,call in layers if call}
     head = rows['tname'].astype(str).str.removeprefix('head_').astype(int).to_numpy()
     table = np.full((len(layers), head.max()+1), np.nan)
     at = {l: i for i,l in enumerate(layers)}
@@ -34,7 +35,7 @@ def head_table(rows, stat):
 
 # %% ../../nbs/60_show/55_attention_map.ipynb #5c0de010
 def rows_of_map(run, path, stats, step) -> tuple:
-    "Return the rows about attention of a training step, and the step. `step`: None for the last step with such rows."
+    "Return the log rows of attention at one training step, and the step number. `step`: None for the last step with such rows."
     rows = tensors_to_draw(run, path, 'attention', stats)
     rows,step = rows_at_step(rows if 'phase' not in rows else rows[rows['phase'].isna().to_numpy()], step)
     return rows.drop_duplicates(['path', 'call', 'tname'], keep='last'), step
@@ -45,7 +46,7 @@ def size_of_map(rows) -> tuple:
     return min(2.6+.32*heads, 12), min(max(1.1+.22*layers, 2.6), 14)
 
 def draw_map(ax, rows, stat):
-    "Draw one statistic of the heads in these rows as colors, with a color bar."
+    "Draw one statistic of attention heads as a heat map with a color bar. `rows`: log rows of one step."
     table,names = head_table(rows, find_stat(rows, stat))
     norm = mpl.colors.Normalize(0, 1) if stat in ('entropy', 'first_token', 'top_share', 'future') else color_norm(table[np.isfinite(table)])
     image = ax.pcolormesh(np.ma.masked_invalid(table), cmap='viridis', norm=norm, edgecolors='face', linewidth=.4)
@@ -61,7 +62,7 @@ def draw_map(ax, rows, stat):
 @accept_earlier_arguments()
 @drawn
 def attention_map(
-    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    run, # Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
     path=None, # Modules to draw: a glob, a compiled regex, or a list of paths; default all
     stat:str='entropy', # Statistic to draw: 'entropy', 'logit_max', 'first_token', 'top_share', 'effective_length', 'future', 'reach'
     step:int|None=None, # Step to draw; default the last step at which attention was recorded
@@ -70,7 +71,7 @@ def attention_map(
     """Draw one statistic of all attention heads at one step, as colors: a row of cells for each layer, a column for each head.
 
     Args:
-        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
         path: Modules to draw: a glob, a compiled regex, or a list of paths; default all
         stat: Statistic to draw: 'entropy', 'logit_max', 'first_token', 'top_share', 'effective_length', 'future', 'reach'
         step: Step to draw; default the last step at which attention was recorded
@@ -89,8 +90,8 @@ def attention_map(
 # %% ../../nbs/60_show/55_attention_map.ipynb #5c0de012
 stats_of_maps = 'entropy', 'logit_max', 'first_token', 'top_share' # statistics that `draw_maps` draws by default
 
-def draw_maps(run, path=None, stats=stats_of_maps) -> list: # Axes, one for each statistic
-    "Draw a map of all heads for each of some statistics, at the last step with rows about attention."
+def draw_maps(run, path=None, stats=stats_of_maps) -> list: # List of Axes, one for each statistic
+    "Draw one heat map of all attention heads for each statistic in `stats`, at the last step with rows of attention."
     rows,step = rows_of_map(run, path, stats, None)
     width,height = size_of_map(rows)
     fig = figure((min(2*width, 14), height*-(-len(stats)//2)+.4) if len(stats)>1 else (width, height))

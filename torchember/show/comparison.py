@@ -19,7 +19,7 @@ from .style import axes_for, drawn, label_figure
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
 def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: a `TensorSeries` (one statistic of all tensors) for each run
-    "Return a dict: tensor -> first step with a difference between two runs, or None. Compare only steps that all runs have recorded."
+    "Return a dict: tensor -> first step at which two runs differ, or None. Compare only steps that all runs have recorded."
     maps = [{label: (x, y) for label,x,y,_ in s} for s in runs]
     out = {}
     for label in (l for l in maps[0] if all(l in m for m in maps)):

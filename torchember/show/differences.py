@@ -26,7 +26,7 @@ def distance_lines(table, most:int=200) -> list: # table: table of a `Difference
     return sorted(found, key=lambda l: -np.nanmax(l[1]))[:most]
 
 def largest_distances(curve):
-    "Return the steps, and the largest distance between two runs at each step. Zero and non-finite distances become NaN, a gap in the line."
+    "Return the steps of `curve`, and the largest distance of two runs at each step. Zero and non-finite distances become NaN (a gap)."
     y = curve.to_numpy(float)
     return curve.index.to_numpy(), np.where(np.isfinite(y) & (y>0), y, np.nan)
 
@@ -36,7 +36,7 @@ def differences(
     found:Difference, # Differences of two runs: the result of `diff`
     ax=None # Axes to draw into; default a new figure
 ): # Axes of the picture
-    """Draw how the tensors of two runs move apart. Mark the first step where the distance is too large for a rounding error.
+    """Draw the distances between the tensors of two runs over the steps. Mark the first distance that is too large for a rounding error.
 
     Args:
         found: Differences of two runs: the result of `diff`

@@ -31,12 +31,12 @@ class OpenFindings:
 
     @property
     def causes(self):
-        "Open findings not explained by an open finding, as dicts, the worst first."
+        "Open findings as dicts, without the consequences of another open finding. The worst finding comes first."
         return [f for f,cause in order_findings(list(self.open.values()), table.values(), self.step) if cause is None]
 
     @property
     def newest(self):
-        "Latest of the open findings that are causes. None if there are none."
+        "Latest of the open findings in `causes`. None if there are no open findings."
         return max(self.causes, key=list(self.open.values()).index, default=None)
 
 def is_open(row):
@@ -53,16 +53,17 @@ def as_finding(row):
 def int_or_none(v):
     "Convert a value to int. Return None for NaN and for other types."
     try: return int(v)
-    except (TypeError, ValueError, OverflowError): return None # NaN, infinity, or no number
+    # the value is NaN, infinite, or not a number
+    except (TypeError, ValueError, OverflowError): return None
 
 # %% ../../nbs/60_show/85_findings.ipynb #cf0e2e0a
-def shorten_sentence(text, most:int=90) -> str: # most: maximum number of letters; 90 fit above a picture
-    "Shorten a text to at most `most` letters: to whole sentences if possible, else to whole words."
+def shorten_sentence(text, most:int=90) -> str: # most: maximum number of characters; 90 fit above a picture
+    "Shorten a text to at most `most` characters: keep whole sentences if possible, else whole words."
     text = printable(' '.join(str(text).split()))
     if len(text)<=most: return text
     if (end := text.rfind('. ', 0, most))>most//2: return text[:end+1]
     cut = shorten(text, most, placeholder=' …')
-    # if no sentence and no word ends late enough, cut the text within a word
+    # if whole sentences or words would keep less than half of the allowed length, cut within a word
     return cut if len(cut)>most//2 else text[:most-1]+'…'
 
 def title_text(finding):
@@ -71,13 +72,13 @@ def title_text(finding):
 
 # last: last step of the run. A finding 'died' (death of the process) before `last` is omitted, because the run was continued
 def open_findings(df, last=None):
-    "Return the open findings in a table of rows, the worst first. Omit findings explained by a different finding."
+    "Return the open findings in a table of rows, the worst first. Omit each finding that is a consequence of another finding."
     is_finding = has_ttype(df, 'finding')
     if not is_finding.any(): return []
     rows = df[is_finding].to_dict('records')
     return [f for f in OpenFindings().add(rows).causes if f['rule']!='died' or last is None or last<=f['first_step']]
 
 def is_about_row(finding, first) -> bool:
-    "Return True if a finding is about the first non-finite row of the run. The title of a picture then mentions only one of the two."
+    "Return True if a finding is about the first non-finite row of the run: the picture title then need not mention both."
     return (finding is not None and first is not None and finding['rule']=='not_finite'
         and finding['first_step']==int(first['step']))

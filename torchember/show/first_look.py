@@ -89,7 +89,7 @@ def draw_top(ax, numbers, norms):
     if norms:
         name,x,y = norms
         a = second_axis(ax) if numbers else ax
-        # mark only steps with a finite loss, because the other steps already have a cross
+        # mark only steps with a finite loss, because steps with a non-finite loss already have a cross
         bad = ~np.isfinite(y) & ~np.isin(x, numbers[1][~np.isfinite(numbers[2])] if numbers else ())
         draw_lines(a, [(name, x, y, bad)], colors=[color[1]], lw=.8)
         if (y[np.isfinite(y)]>0).any(): log_axis(a)
@@ -98,16 +98,17 @@ def draw_top(ax, numbers, norms):
     ax.spines['bottom'].set_visible(False)
 
 def log_axis(a):
-    "Make the y axis logarithmic. Write few, plain numbers as labels, so that they do not overlap in a low panel."
+    "Make the y axis logarithmic. Label it with a few plain numbers, which do not overlap in a low panel."
     a.set_yscale('log', nonpositive='mask')
     low,high = np.log10(a.get_ylim())
-    if not .3<high-low<=2: return # keep the labels of matplotlib for smaller and larger ranges
+    # keep the labels of matplotlib if the axis spans less than 0.3 or more than 2 powers of ten
+    if not .3<high-low<=2: return
     a.yaxis.set_major_locator(LogLocator(subs=(1, 3) if high-low>.8 else (1, 2, 3, 5)))
     a.yaxis.set_major_formatter('{x:g}')
     a.yaxis.set_minor_locator(NullLocator())
 
 def second_axis(ax):
-    "Return axes on top of `ax` with the y axis on the right. Unlike axes of `twinx`, clearing `ax` removes these axes."
+    "Return axes on top of `ax` with the y axis on the right. Unlike `twinx` axes, these axes disappear when `ax` is cleared."
     a = ax.inset_axes([0, 0, 1, 1], sharex=ax)
     a.patch.set_visible(False)
     a.spines[['left', 'bottom']].set_visible(False)
@@ -133,22 +134,22 @@ def mark_first(axes, parts, first, top):
 @accept_earlier_arguments('stat', 'ttype', 'path', 'loss', 'ax')
 @drawn
 def overview(
-    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    run, # Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
     path=None, # Layers to draw: a path, a glob, a compiled regex, or a list; default all
     ttype=None, # Tensor type, or a list: a heat map for each; default outputs and gradients of weights. 'attention' draws maps of all heads at one step
     stat:str|None=None, # Statistic to draw; default 'rms' if recorded, else 'std'
     loss=None, # Loss: name of a logged number, values, or (steps, values); default 'loss', or the first logged number
-    ax=None # Axes to draw into; default a new figure: for one tensor type, with the loss inside
+    ax=None # Axes to draw the heat map of one tensor type into, with the loss above it; default a new figure
 ): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
     """Draw heat maps of all layers and steps, with the loss and the total gradient norm above. Mark the first non-finite value.
 
     Args:
-        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
         path: Layers to draw: a path, a glob, a compiled regex, or a list; default all
         ttype: Tensor type, or a list: a heat map for each; default outputs and gradients of weights. 'attention' draws maps of all heads at one step
         stat: Statistic to draw; default 'rms' if recorded, else 'std'
         loss: Loss: name of a logged number, values, or (steps, values); default 'loss', or the first logged number
-        ax: Axes to draw into; default a new figure: for one tensor type, with the loss inside
+        ax: Axes to draw the heat map of one tensor type into, with the loss above it; default a new figure
 
     Returns:
         Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
@@ -158,13 +159,14 @@ def overview(
     table,findings = table_and_findings(run, None if all_types else [*(to_ttypes(ttype) if ttype else default_ttypes), 'scalar'])
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
     numbers,norms = loss_curve(table, loss),gradient_norms(table)
-    # do not draw the gradient norm twice, if the user chose it as the loss
+    # if the user chose the gradient norm as `loss`, do not draw the gradient norm again
     if numbers and norms and numbers[0]==norms[0]: norms = None
     tensors = with_statistics(table[~has_ttype(table, 'scalar')], [stat] if stat else ())
     kinds = types_to_draw(tensors, ttype)
     if not kinds and ttype is None: raise ValueError(no_tensors(table))
     if not kinds: raise ValueError(f"overview needs a tensor type, such as 'output', got ttype={ttype!r}.")
-    if ttype is None and path is not None: # omit tensor types that the selected layers do not have
+    # omit tensor types that the selected layers do not have
+    if ttype is None and path is not None:
         some = pick(tensors, path, kinds)['ttype'].astype(str)
         kinds = [k for k in kinds if (some==k).any()]
     if ax is not None: kinds = kinds[:1]

@@ -45,7 +45,7 @@ def column_edges(steps):
     return np.concatenate([[s[0]-(middle[0]-s[0])], middle, [s[-1]+(s[-1]-middle[-1])]])
 
 def column_spans(steps) -> tuple:
-    """Return the x positions of all cell edges of a heat map, and the index of the left edge of each column in this list.
+    """Return the x positions of all cell edges of a heat map. Also return, for each column, the index of its left edge in these positions.
 
     Next to a gap between steps, columns are narrow."""
     edges = column_edges(steps)
@@ -60,14 +60,14 @@ def column_spans(steps) -> tuple:
     return all_, np.searchsorted(all_, begin)
 
 def with_gaps(values, at, empty):
-    "Insert a column with the value `empty` into a matrix for each gap between recorded steps."
+    "Return a matrix with the columns of `values` at the positions `at`. Fill all other columns, the gaps between steps, with `empty`."
     out = np.full((len(values), max(at[-1]+1, 1) if len(at) else 0), empty, values.dtype)
     out[:, at] = values
     return out
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4806
 def write_reasons(ax, g, turned):
-    "Write a text into each empty row of a heat map that says why it is empty. Neighboring rows with the same reason share one text."
+    "Write into each empty row of a heat map the reason why the row is empty. Neighboring rows with the same reason share one text."
     tall,size,low = axes_size(ax)[not turned]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf
     style = {'fontsize': size, 'va': 'center', 'clip_on': True,
         'transform': ax.get_xaxis_transform() if turned else ax.get_yaxis_transform(),
@@ -77,13 +77,14 @@ def write_reasons(ax, g, turned):
         n = len(list(rows))
         middle,empty = i+n/2,not np.isfinite(g.value[i:i+n]).any()
         i += n
-        if reason is None or (middle-low)*tall<size: continue # omit a text that would overlap the text above
+        # omit a text that would overlap the previous text
+        if reason is None or (middle-low)*tall<size: continue
         low = middle
         if turned: ax.text(middle, .5, reason, **{**style, 'ha': 'center', 'rotation': 90})
         else: ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
 
-def name_rows(ax, labels, every=None, turned=False): # every: n, to name every n-th row; default: as many as fit
-    "Write the names of the rows beside a heat map, or of its columns if `turned`. If not all names fit, omit some at regular intervals."
+def name_rows(ax, labels, every=None, turned=False): # every: n names every n-th row; None names as many rows as fit
+    "Write the row names beside a heat map, or the column names if `turned`. If not all names fit, omit names at regular intervals."
     space = axes_size(ax)[not turned]
     every = every or max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/space)))
     names = short_names(labels, 30)
@@ -135,8 +136,8 @@ def heat(
     g, # Values to draw, as a `select.Grid`
     label:str='', # Label of the color bar
     vmin=None, vmax=None, # Values at the first and the last color of the scale
-    center=None, # Value at the middle color, for a color scale with two colors for smaller and larger values
-    norm=None, # A norm of matplotlib, instead of `vmin`, `vmax` and `center`
+    center=None, # Value at the middle of a diverging color scale
+    norm=None, # A matplotlib norm (map of values to colors), instead of `vmin`, `vmax` and `center`
     cmap=None, # A color map of matplotlib, or its name
     robust:bool=False, # True: colors span the 2nd to the 98th percentile of the values, so outliers do not matter
     zeros:bool=False, # True to draw values that are exactly zero in gray
@@ -190,7 +191,7 @@ def heat(
 @accept_earlier_arguments('ttype', 'stat', 'inc', 'x', 'y', 'figsize', 'col_wrap', 'path')
 @drawn
 def scalar_global_heatmap(
-    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    run, # Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
     path=None, # Layers to draw: a path, a glob, a compiled regex, or a list; default all
     ttype:str='output', # Tensor type to draw
     stat:str='std', # Statistic to draw
@@ -204,7 +205,7 @@ def scalar_global_heatmap(
     """Draw a heat map of a statistic: a row for each layer, a column for each step.
 
     Args:
-        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
         path: Layers to draw: a path, a glob, a compiled regex, or a list; default all
         ttype: Tensor type to draw
         stat: Statistic to draw
@@ -230,7 +231,8 @@ def scalar_global_heatmap(
     return ax
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #a4a56049
-layers_called = ('name', 'layer', 'path') # values of `x` and `y` that stand for the axis of layers
+# values of the arguments `x` and `y` that select the axis of layers
+layers_called = ('name', 'layer', 'path')
 
 def axis_roles(x, y):
     "Return the column for the axis of steps, and True if layers are drawn as columns. A column name may be a tuple such as ('metadata', 'step')."

@@ -20,7 +20,7 @@ from .style import base2, canvas, drawn, is_dark, label_figure, panels, axes_siz
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
 def total_counts(df) -> tuple:
-    "Add the exponent counts of several rows. Return the counts, the first exponent, and the numbers of smaller and larger values."
+    "Add the exponent counts of rows. Return the sums, the smallest exponent, and the number of values below and above the counted range."
     if not with_counts(df).any():
         raise ValueError("These rows have no exponent counts. To record them next time: torchEmber(..., stats='numerics'), or stats=[..., 'exponents'].")
     exponents,counts = count_columns(df)
@@ -29,7 +29,7 @@ def total_counts(df) -> tuple:
 
 # %% ../../nbs/60_show/30_histograms.ipynb #d7be0e59
 def draw_ranges(ax, dtypes, info, lo, hi):
-    "Draw the range of each number format as a bar at the top of the axes, and vertical lines at its limits."
+    "Draw the range of each number format as a bar at the top of the axes. Mark the limits of the range by vertical lines."
     h = bar_height(ax)
     for i,dtype in enumerate(dtypes):
         f = limits(dtype)
@@ -51,11 +51,11 @@ def bar_height(ax):
     return mpl.rcParams['legend.fontsize']*1.25/max(axes_size(ax)[1], 40)
 
 def space_for_bars(ax, dtypes):
-    "Return the factor for extending the y axis, to get space for the bars of the number formats above the histogram."
+    "Return the factor by which the y axis must be extended, so that the bars of the number formats fit above the histogram."
     return 1/(1-min(bar_height(ax)*(1.35*len(dtypes)+.2), .6)) if dtypes else 1.
 
 def formats_to_draw(dtype_annotation, df):
-    "Return the number formats whose ranges are drawn. The argument `True` selects the dtypes of the tensors."
+    "Return the number formats to draw. `dtype_annotation=True` selects the dtypes of the tensors."
     if not dtype_annotation: return []
     if dtype_annotation is True:
         from importlib.util import find_spec
@@ -85,38 +85,38 @@ def smooth_counts(counts, width=1.2, per=8):
 @accept_earlier_arguments()
 @drawn
 def exp_hist(
-    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    run, # Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
     path=None, # Layers to draw: a path, a glob, a compiled regex, or a list: a panel for each
     ttype='output', # A tensor type, or a list: a panel for each; None for all types
     step:int|None=None, # Step to draw; default the last recorded step
     kind:str='bar', # 'bar', 'line', or 'kde' for a smooth curve
     dtype_annotation=True, # Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the dtype of the tensor; False: no format
-    dtype_info:tuple=(True, True, True), # Which limits of a number format get a line: its largest, smallest normal, and smallest number
+    dtype_info:tuple=(True, True, True), # Three booleans: mark the largest, the smallest normal and the smallest number of a format by a line
     col_wrap:int|None=None, # Largest number of panels in a row
     figsize:tuple|None=None, # Width and height of the figure in inches
     xtick_labelsize:int|None=None, xtick_rotation:int=0, # Size and rotation of the labels of the x axis
     fig_title:str|None=None, # Title of the figure; default run, tensor type and step
     facet_kws:dict|None=None, # `sharex`, `sharey`, ... for a grid of panels
     sp_kws:dict|None=None, # Arguments of matplotlib's `bar`, `plot` or `fill_between`; for 'kde' also `bw_adjust`
-    legend_kws:dict|None=None # Accepted but ignored: bars are labeled with their formats
+    legend_kws:dict|None=None # Ignored, because the bars are labeled with their formats; accepted for callers of Track & Visualize
 ): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
     """Draw a histogram of the magnitudes (powers of two) of a tensor, and the ranges of number formats.
 
     Args:
-        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
         path: Layers to draw: a path, a glob, a compiled regex, or a list: a panel for each
         ttype: A tensor type, or a list: a panel for each; None for all types
         step: Step to draw; default the last recorded step
         kind: 'bar', 'line', or 'kde' for a smooth curve
         dtype_annotation: Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the dtype of the tensor; False: no format
-        dtype_info: Which limits of a number format get a line: its largest, smallest normal, and smallest number
+        dtype_info: Three booleans: mark the largest, the smallest normal and the smallest number of a format by a line
         col_wrap: Largest number of panels in a row
         figsize: Width and height of the figure in inches
         xtick_labelsize, xtick_rotation: Size and rotation of the labels of the x axis
         fig_title: Title of the figure; default run, tensor type and step
         facet_kws: `sharex`, `sharey`, ... for a grid of panels
         sp_kws: Arguments of matplotlib's `bar`, `plot` or `fill_between`; for 'kde' also `bw_adjust`
-        legend_kws: Accepted but ignored: bars are labeled with their formats
+        legend_kws: Ignored, because the bars are labeled with their formats; accepted for callers of Track & Visualize
 
     Returns:
         Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
@@ -173,13 +173,13 @@ def rows_at_step(rows, step):
     return rows[(rows['step']==step).to_numpy()], step
 
 def crop_counts(counts, lo):
-    "Remove zero counts at both ends of a histogram. Return the remaining counts, and the exponent of the first of them."
+    "Remove zero counts at both ends of a histogram. Return the remaining counts, and the exponent of the first remaining count."
     at = np.flatnonzero(counts)
     return (counts[at[0]:at[-1]+1], lo+int(at[0])) if len(at) else (counts, lo)
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d0b6dc
 def write_note(ax, lo, n, below, above):
-    "Write a text into empty axes: all numbers of the tensor are below the counted range of exponents, or all are above it."
+    "Write into empty axes that all numbers of the tensor are below, or all are above, the counted range of exponents."
     where = f'smaller than {base2([lo])[0]}, or zero' if not above else f'{base2([lo+n])[0]} or larger'
     ax.text(.5, .5, f'all {below+above:,} numbers are {where}' if below+above else 'no numbers', transform=ax.transAxes, ha='center', va='center', wrap=True)
     ax.set(xticks=[], yticks=[])
@@ -197,7 +197,7 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
         ax.bar(np.arange(lo, hi+1), share, align=kws.pop('align', 'edge'), width=kws.pop('width', .94), color=color, **kws)
     elif kind=='line': ax.plot(np.arange(lo, hi+1)+.5, share, color=color, **kws)
     else:
-        # Seaborn's options for samples are dropped, because they have no meaning for counts
+        # ignore seaborn's options `n` and `log_scale`, which have no meaning for a histogram of counts
         for k in ('n', 'log_scale'): kws.pop(k, None)
         x,y = smooth_counts(share, .3*kws.pop('bw_adjust', 2))
         fill = kws.pop('fill', True)
@@ -207,7 +207,7 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
         ax.bar([lo-1.5, hi+1.5], [below/n, above/n], align='edge', width=.94, color=color, alpha=.45, hatch='//', edgecolor=ax.get_facecolor(), lw=0)
     top = max(share.max(initial=0), below/n, above/n) or 1
     ax.set_ylim(0, top*1.04*space_for_bars(ax, dtypes))
-    # Tick positions are limited to numbers that short labels show exactly
+    # use only tick positions that short labels can show exactly
     ax.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
     ax.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0 if top>.03 else 1))
     draw_ranges(ax, dtypes, info, lo, hi)
@@ -217,7 +217,7 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
 @accept_earlier_arguments()
 @drawn
 def ridge(
-    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    run, # Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
     path:str|None=None, # Path of a layer; default the last layer that has exponent counts
     ttype:str='output', # Tensor type to draw
     steps:int|list=12, # Number of evenly spaced steps to draw, or a list of steps
@@ -227,7 +227,7 @@ def ridge(
     """Draw how the distribution of a layer's magnitudes changes: one curve for each of a few steps.
 
     Args:
-        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
         path: Path of a layer; default the last layer that has exponent counts
         ttype: Tensor type to draw
         steps: Number of evenly spaced steps to draw, or a list of steps

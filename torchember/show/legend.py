@@ -26,7 +26,7 @@ scale = ['#'+c for c in re.findall('.{6}', ''.join(( # colors of matplotlib's sc
 
 # %% ../../nbs/60_show/00_legend.ipynb #32fcdd91
 def short_names(names:list, width:int=26) -> list: # names: names with dots; width: maximum number of characters
-    "Shorten layer names to fit beside a picture: drop their common prefix. The short names stay distinct."
+    "Shorten layer names to fit beside a picture, by removing the prefix that all names share. The short names stay distinct."
     parts = [n.split('.') for n in names]
     k = 0
     while max(map(len, names), default=0)>width and len(names)>1 and all(len(p)>k+1 and p[k]==parts[0][k]
@@ -57,5 +57,5 @@ def name_of_type(ttype):
     return words.get(ttype_of(ttype)[0], ttype)
 
 def make_title(run, *contents):
-    "Join the name of a run and the contents of a picture to a title for the picture. Leave out empty texts."
+    "Join the name of a run and the contents of a picture into a title. Leave out empty texts."
     return ' · '.join(str(w) for w in (run, *contents) if w)

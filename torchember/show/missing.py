@@ -34,14 +34,14 @@ def untrained_reasons(rows, kind:str, ps:list, layer=None) -> dict: # kind: tens
     return found
 
 def selected_parameters(ps, layer):
-    "Return the parameters of the selected layers. `layer`: a condition on modules, the name of a parameter, or a list of these."
+    "Return the parameters of the selected layers. `layer`: a pattern for modules, a parameter name, or a list of both."
     if layer is None: return ps
     asked = layer if isinstance(layer, list|tuple|set) else [layer]
     paths = set().union(*(paths_like(one, {p['path'] for p in ps}) for one in asked))
     return [p for p in ps if p['path'] in paths or label_of(p) in asked]
 
 def drop_missing(rows, layer, ps:list): # ps: descriptions of all parameters
-    "Remove conditions of `layer` that match only parameters without rows. Raise ValueError if none is left."
+    "Remove each selector from `layer` that matches only parameters without rows. Raise ValueError if no selector is left."
     if layer is None or not ps: return layer
     asked = list(layer) if isinstance(layer, list|tuple|set) else [layer]
     paths,labels = set(rows['path'].astype(str)),set(parameter_names(rows)) if 'pname' in rows else set()
@@ -51,7 +51,7 @@ def drop_missing(rows, layer, ps:list): # ps: descriptions of all parameters
 
 # %% ../../nbs/60_show/15_missing.ipynb #95d579d6
 def insert_missing(labels:list, missing, order:list) -> tuple: # labels: labels that have rows; order: all labels, in the order of the model
-    "Insert each missing label at its place in the order of the model. Return all labels, and the new position of each given label."
+    "Insert labels without rows at their places in the order of the model. Return all labels, and the new position of each old label."
     missing,there = set(missing),set(labels)
     if there<=set(order) and len(there)==len(labels):
         out = [label for label in order if label in there or label in missing]
@@ -68,7 +68,7 @@ def insert_missing(labels:list, missing, order:list) -> tuple: # labels: labels 
     return out, at
 
 def add_missing(s, missing, order:list):
-    "Add labels without values to a `TensorSeries`. A heat map shows them as empty rows. `order`: all labels, in the order of the model."
+    "Add labels without values to a `TensorSeries`, so that a heat map shows empty rows. `order`: all labels in the order of the model."
     labels,at = insert_missing(s.labels, set(missing)-set(s.labels), order)
     code = np.asarray(at, int)[s.code]
     first = np.argsort(code, kind='stable') # stable sort, so that the steps of each tensor stay in order

@@ -85,13 +85,13 @@ class PageFigure:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #84182a45
 class Losses:
-    "Loss curves to draw beside a picture: an array of steps, and a dict: name of a loss -> its values."
+    "Loss curves to draw beside a picture: an array of steps, and a dict of loss name -> values."
     def __init__(self, steps, lines):
         order = np.argsort(steps, kind='stable')
         self.steps,self.lines = steps[order],{n: y[order] for n,y in lines.items()}
 
     def index_of(self, step):
-        "Return the index of the step nearest to `step` that has a loss."
+        "Return the index of the step that has a loss and is nearest to `step`."
         return int(np.argmin(np.abs(self.steps-step)))
 
     def text(self, i, recorded=None):
@@ -174,7 +174,7 @@ class CrossHair:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a003
 class Throttle:
-    "Limits the calls of a function `f`: at most one call per `pause` seconds, with the latest value. Needed because mouse moves come too often."
+    "Limits calls of a function `f` to one per `pause` seconds, with the latest value, because mouse events come too often."
     def __init__(self, f, pause, locked): self.f,self.pause,self.locked,self.waiting,self.last = f,pause,locked,None,0.
 
     def __call__(self, value):
@@ -182,7 +182,8 @@ class Throttle:
         wait = self.last+self.pause-time.monotonic()
         if wait<=0: return self.now()
         try: asyncio.get_running_loop().call_later(wait, self.locked(self.now))
-        except RuntimeError: self.now() # call the function now, because a later call needs an event loop
+        # without a running event loop, a later call is impossible: call the function now
+        except RuntimeError: self.now()
 
     def now(self):
         "Call the function with the latest value."
@@ -231,7 +232,7 @@ def axes_with_steps(fig):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a013
 class StepCursor:
-    "The step that the user points at, clicks on, or selects with a slider. The loss curves and the picture mark this step."
+    "Step that the user selects with the mouse or a slider. The loss curves and the picture mark this step."
     def __init__(self, W, loss, picture, step_control, live, pause, locked): # step_control: function that returns the control of the step, or None
         self.loss,self.picture,self.step_control,self.pinned,self.slider = loss,picture,step_control,None,None
         self.hover = Throttle(lambda step: self.point(step), pause, locked)
@@ -240,7 +241,7 @@ class StepCursor:
             self.pinned = self.slider.value
 
     def shown(self, W):
-        "Return the widget of the loss curves, and put it into a box only if there is a slider, because a box would cut off the canvas."
+        "Return the widget of the loss curves. Use a box only if a slider is added, because a box would cut off the canvas."
         return W.VBox([self.loss.surface.widget, self.slider.shown]) if self.slider else self.loss.surface.widget
 
     def point(self, step):
@@ -272,7 +273,7 @@ class StepCursor:
         self.point(self.pinned)
 
 def slider_under(W, loss, go):
-    "Return a slider over the steps of the loss curves, for figures shown as images. Images cannot report the mouse pointer."
+    "Return a slider over the steps of the loss curves. It replaces the mouse for figures shown as images."
     s = StepSlider(W, 'step', loss.losses.steps, None)
     s.observe(lambda: go(s.value))
     s.widget.layout.width,s.box.layout.width,s.widget.description = f'{max(loss.surface.width-90, 110)}px','80px',''
@@ -339,7 +340,7 @@ class HeatmapCells:
         return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, self.by)
 
     def row_of(self, label, step):
-        "Return the row of a tensor at a step, None if there is none. For an unknown label, use the first tensor."
+        "Return the row of a tensor at a step, or None if there is none. Replace an unknown label by the first tensor."
         rows,labels = self.cells()[0],self.labels()
         found = rows[(rows['label']==(label if label in labels else labels[0])) & (rows['step']==step)]
         return found.iloc[0] if len(found) else None
@@ -360,7 +361,7 @@ class HeatmapCells:
             self.on_change)
 
 def read_rows_for(f, source, ttype=None):
-    "Return a table with all rows a drawing function may need, to read no file when the user moves a control."
+    "Return a table of all rows that a drawing function may need. Later changes of its controls then read no file."
     # exponent counts are read only for pictures that show ranges of number formats
     stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]
@@ -368,7 +369,7 @@ def read_rows_for(f, source, ttype=None):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
 class TensorChooser:
-    "Controls below a heat map without mouse clicks: a tensor, a step, and a button for the histogram."
+    "Controls below a heat map that cannot receive mouse clicks: choice of a tensor and a step, and a button for the histogram."
     def __init__(self, W, patches, enter):
         self.patches,self.names = patches,[]
         self.which,self.when = LayerPicker(W, 'tensor', [], None, one=True),StepSlider(W, 'step', np.array([0]), None)
@@ -403,7 +404,7 @@ class PageLayout:
         self.box = W.VBox([self.top, self.message, figures, self.foot, self.hint], layout={'width': '100%'})
 
     def show_message(self, text=''):
-        "Show a message below the picture; '' removes it."
+        "Show a message between the controls and the picture. An empty text removes the message."
         self.text = text
         self.message.value = text and f'<div role="status" style="color:var(--jp-error-color1,firebrick);line-height:1.4">{escape(text)}</div>'
 
@@ -462,7 +463,7 @@ class Interactive:
         display(self.layout.box)
 
     def locked(self, f):
-        "Wrap a function that is called when a control changes: only one runs at a time, and exceptions are shown as messages in the notebook."
+        "Wrap a handler of control changes: only one handler runs at a time, and its exceptions become messages in the notebook."
         def g(*args):
             with self.lock:
                 try: f(*args)
@@ -476,7 +477,7 @@ class Interactive:
         if c := self.cursor: on(c.loss.surface, motion_notify=c.on_hover, button_press=c.on_click, figure_leave=c.on_hover)
 
     def arrange(self):
-        "Show the controls of the picture, or those of the histogram while it is open."
+        "Show the controls of the picture. While a histogram is open, show the controls of the histogram."
         inside = len(self.stack)>1
         self.layout.arrange(self.now.box, [self.chooser.shown] if self.chooser and not inside else [], inside, self.hint(inside))
 
@@ -509,7 +510,7 @@ class Interactive:
         self.settle()
 
     def settle(self):
-        "After the picture was drawn, update the cross-hair and the list of tensors to choose from."
+        "Update the cross-hair and the list of tensors after the picture was drawn."
         if self.chooser and len(self.stack)==1: self.chooser.offer()
         if self.cursor: self.cursor.settle()
 
@@ -556,7 +557,7 @@ def reports_pointer():
 # %% ../../nbs/60_show/94_pointing.ipynb #fc1e0406
 def interactive(
     f, # Drawing function: `scalar_line`, `exp_hist`, `scalar_global_heatmap`, `overview`, `tree`, ...
-    train_stats=None, # Loss curves: `TrainingStats`, or a dict with the same keys; by default the numbers that the run logged; False for none
+    train_stats=None, # Loss curves: `TrainingStats`, or a dict with the same keys; default the logged numbers of the run; False draws no loss
     width:int=1500, # Width of the controls and the picture together, in pixels
     mouse_sensitivity:int=10000, # Shortest time between two moves of the cross-hair, in microseconds
     **kwargs # Arguments of `f`, and `run`: a name, a torchEmber, a tracker or a table
@@ -565,7 +566,7 @@ def interactive(
 
     Args:
         f: Drawing function: `scalar_line`, `exp_hist`, `scalar_global_heatmap`, `overview`, `tree`, ...
-        train_stats: Loss curves: `TrainingStats`, or a dict with the same keys; by default the numbers that the run logged; False for none
+        train_stats: Loss curves: `TrainingStats`, or a dict with the same keys; default the logged numbers of the run; False draws no loss
         width: Width of the controls and the picture together, in pixels
         mouse_sensitivity: Shortest time between two moves of the cross-hair, in microseconds
         **kwargs: Arguments of `f`, and `run`: a name, a torchEmber, a tracker or a table

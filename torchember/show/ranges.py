@@ -61,7 +61,7 @@ def draw_format(ax, dtype, got, low, high):
 @accept_earlier_arguments('dtypes', 'ttype', 'step', 'path', 'ax')
 @drawn
 def out_of_range(
-    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    run, # Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
     path=None, # Layers to draw: a path, a glob, a compiled regex, or a list; default all
     ttype:str='output', # Tensor type to draw
     dtypes=None, # Number formats, a panel for each; default float16, float8_e4m3fn and float8_e5m2, if the counts cover them
@@ -71,7 +71,7 @@ def out_of_range(
     """Draw the fraction of each layer's values that a number format cannot represent: underflow left, overflow right.
 
     Args:
-        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
         path: Layers to draw: a path, a glob, a compiled regex, or a list; default all
         ttype: Tensor type to draw
         dtypes: Number formats, a panel for each; default float16, float8_e4m3fn and float8_e5m2, if the counts cover them

@@ -22,7 +22,7 @@ from .select import (find_stat, has_ttype, name_of_run, numeric_columns, pick, s
 
 # %% ../../nbs/60_show/88_run_summary.ipynb #ee8d9996
 def first_trouble(df):
-    "Return the row of the first non-finite tensor in a table, or None. The function `first_not_finite` does the same for rows as dicts."
+    "Return the row of the first non-finite tensor in a table, or None. For rows as dicts, use the function `first_not_finite`."
     at = np.flatnonzero(trouble(df))
     if not len(at): return None
     step = df['step'].to_numpy()[at]
@@ -91,7 +91,7 @@ def may_have_number(rows, name):
     return by_user if own is None else (tname==own) | by_user & bool(rows[name].notna().to_numpy()[by_user].any())
 
 def logged_names(table):
-    "Return the names of the logged numbers, such as 'loss'. A column that rows of tensors also have is a mark, not a logged number."
+    "Return the names of logged numbers, such as 'loss'. A column that tensor rows also have is a mark (set by the user), not a logged number."
     scalar = has_ttype(table, 'scalar')
     rows,others = table[scalar],table[~scalar]
     return [c for c in numeric_columns(rows) if c in derived or not others[c].notna().any()]
@@ -121,7 +121,7 @@ class RunSummary:
 @accept_earlier_arguments('ttype', 'stats', 'path')
 @with_argument_names
 def summary(
-    run, # Run to summarize: its name, a torchEmber, a tracker, or a table of rows
+    run, # Run to summarize: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
     path=None, # Layers to summarize: a path, a glob, a compiled regex, or a list; default all
     ttype=None, # Tensor type to summarize; default outputs, or the first recorded type
     stats=('std', 'abs_max'), # Statistics to show, each with its first, last and most unusual value
@@ -129,7 +129,7 @@ def summary(
     """Return a table with a row for each layer: first, last and most unusual values, and the number of non-finite steps.
 
     Args:
-        run: Run to summarize: its name, a torchEmber, a tracker, or a table of rows
+        run: Run to summarize: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
         path: Layers to summarize: a path, a glob, a compiled regex, or a list; default all
         ttype: Tensor type to summarize; default outputs, or the first recorded type
         stats: Statistics to show, each with its first, last and most unusual value

@@ -41,7 +41,7 @@ def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
     return steps, units, np.where(np.isfinite(value), value, np.nan), np.zeros(value.shape, bool) if fine else each(~ok, np.logical_or)
 
 def has_zeros(value):
-    "Return True if zero is the smallest value, and larger values exist: then zeros are drawn in gray."
+    "Return True if zero is the smallest value and larger values exist. In this case, zeros are drawn in gray."
     finite = value[np.isfinite(value)]
     return bool(len(finite) and finite.min()==0 and finite.max()>0)
 
@@ -49,7 +49,7 @@ def has_zeros(value):
 @accept_earlier_arguments('stat', 'path', 'ttype', 'kind', 'figsize', 'col_wrap')
 @drawn
 def surface(
-    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    run, # Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
     path=None, # Layers to draw: a path, a glob, a compiled regex, or a list; one panel per layer. Default: all with the statistic
     ttype:str|None=None, # Tensor type to draw; default all types that have the statistic
     stat:str|None=None, # Statistic whose values are vectors, such as 'InputMean' or 'UnitActivity'
@@ -61,7 +61,7 @@ def surface(
     """Draw a statistic whose values are vectors: one number for each unit of a layer and each step.
 
     Args:
-        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
         path: Layers to draw: a path, a glob, a compiled regex, or a list; one panel per layer. Default: all with the statistic
         ttype: Tensor type to draw; default all types that have the statistic
         stat: Statistic whose values are vectors, such as 'InputMean' or 'UnitActivity'

@@ -24,11 +24,11 @@ class Box:
 
 def boxes(paths:list, deepest:int|None=None) -> list:
     "Return a `Box` for each module, the root first. `deepest`: largest depth of modules to draw."
-    around = {'': None} # path -> path of the module around it, outer modules first
+    around = {'': None} # path of a module -> path of its parent module, parents first
     for p in paths:
         parts = p.split('.')[:deepest] if p else []
         for i in range(len(parts)): around.setdefault('.'.join(parts[:i+1]), '.'.join(parts[:i]))
-    heights = dict.fromkeys(around, 0) # height of each box: number of layers inside the module
+    heights = dict.fromkeys(around, 0) # height of each box: number of innermost modules inside, at least 1
     for p,outer in reversed(around.items()):
         heights[p] = heights[p] or 1
         if p: heights[outer] += heights[p]
@@ -43,7 +43,7 @@ def boxes(paths:list, deepest:int|None=None) -> list:
 @accept_earlier_arguments('stat', 'ttype', 'step', 'path', 'deepest', 'ax')
 @drawn
 def tree(
-    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    run, # Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
     path=None, # Modules to draw: a glob, a compiled regex, or a list of paths; default all
     ttype:str='output', # Tensor type. If a module has several tensors, the first finite value is drawn
     stat:str='std', # Statistic that determines the color
@@ -54,7 +54,7 @@ def tree(
     """Draw the module tree, colored by a statistic of one step.
 
     Args:
-        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
         path: Modules to draw: a glob, a compiled regex, or a list of paths; default all
         ttype: Tensor type. If a module has several tensors, the first finite value is drawn
         stat: Statistic that determines the color

@@ -21,7 +21,7 @@ from ..store.parameters import label_of, why_not
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #4997c1f6
 def parameter_sizes(rows):
-    "Return which recorded statistics give the norm of a weight: (mean, std), (rms,) or (l2,). Return None if there are none."
+    "Return the recorded statistics that give the norm of a weight: (mean, std), (rms,) or (l2,). Return None if there are none."
     for stats in (('mean', 'std'), ('rms',), ('l2',)):
         if all(c in rows and rows[c].notna().any() for c in stats): return stats
 
@@ -48,7 +48,7 @@ def population_std(rows):
     shapes = rows['shape'] if 'shape' in rows else [None]*len(rows)
     n = np.array([known.setdefault(tuple(s), np.prod(s)) if isinstance(s, list|tuple|np.ndarray) else np.inf
         for s in shapes])
-    # one element: by the shape, or because the standard deviation is NaN
+    # tensors with one element: known from the shape, or because the standard deviation is NaN
     one = (n==1) | np.isnan(std) & np.isfinite(rows['mean'].to_numpy(float))
     return np.where(one, 0, std*np.sqrt(1-1/np.maximum(n, 1)))
 
@@ -82,7 +82,7 @@ def count_standstills(rows, known:bool) -> dict: # known: True if the rows are o
     return {l: (int(z), int(n)) for l,z,n in each if n}
 
 def find_unmoved(table, rows, path, known):
-    "Count the steps without a change, as `count_standstills` does. Include weights that have no rows of updates."
+    "Count the steps at which each weight did not change, as `count_standstills` does. Include weights without rows of updates."
     found = count_standstills(rows, known)
     if not known or not has_ttype(table, 'weight').any(): return found
     try: weights = pick(table, path, 'weight')
@@ -91,7 +91,7 @@ def find_unmoved(table, rows, path, known):
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #accf216f
 def standstill_text(never, still:dict, why:dict, most:int=4) -> str: # still: the dict that `count_standstills` returns
-    "Return a text with the names of weights without any change, and of weights without a change at some steps."
+    "Return a text that names the weights that never changed, and the weights that did not change at some steps."
     names = lambda listed: ', '.join(listed[:most])+(f' and {len(listed)-most} more' if len(listed)>most else '')
     short = dict(zip(never, short_names(list(never)), strict=True))
     now_and_then = [f'{l} ({z:,} of {n:,} steps)' for l,(z,n) in still.items() if 0<z<n]
@@ -103,17 +103,17 @@ def standstill_text(never, still:dict, why:dict, most:int=4) -> str: # still: th
 @accept_earlier_arguments()
 @drawn
 def updates(
-    run, # Run to draw: its name, a torchEmber, a tracker, or a table of rows
+    run, # Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
     path=None, # Layers to draw: a path, a glob, a compiled regex, a parameter ('0.weight'), or a list; default all
-    healthy:tuple=(1e-4, 1e-2), # Band of usual ratios to draw: 0.001, divided by 10 and times 10
+    healthy:tuple=(1e-4, 1e-2), # Range of usual update-to-weight ratios, drawn as a band: default 0.0001 to 0.01
     ax=None # Axes to draw into; default a new figure
 ): # Axes of the picture
     """Draw each parameter's update-to-weight ratio over the steps. Without rows of 'update', draw lower bounds of the ratio.
 
     Args:
-        run: Run to draw: its name, a torchEmber, a tracker, or a table of rows
+        run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
         path: Layers to draw: a path, a glob, a compiled regex, a parameter ('0.weight'), or a list; default all
-        healthy: Band of usual ratios to draw: 0.001, divided by 10 and times 10
+        healthy: Range of usual update-to-weight ratios, drawn as a band: default 0.0001 to 0.01
         ax: Axes to draw into; default a new figure
 
     Returns:

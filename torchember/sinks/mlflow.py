@@ -18,7 +18,7 @@ from ..ground.needs import needs
 most_numbers,most_letters,most_text = 1000,250,5000
 
 def escape_name(part:str):
-    "Make one component of a metric's name valid for MLflow: replace forbidden characters by '_', and append a checksum, which keeps names different."
+    "Make one part of a metric name valid for MLflow: replace forbidden characters by '_', and append a checksum, so that names stay different."
     if re.fullmatch(r'[\w.\- ]+', part) and part not in ('.', '..'): return part
     return re.sub(r'[^\w\- ]', '_', part)+f'-{crc32(part.encode()):08x}'
 
@@ -29,7 +29,7 @@ def metric_name(key) -> str: # key: name of the metric in torchember, such as 'w
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #0cfe6b15
 def percentile_edges(edges, counts) -> dict: # edges: edges of the histogram's bins; counts: number of values in each bin
-    "Return the 5th, 50th and 95th percentile of a histogram, each as the edge of a bin. They take the place of the histogram, which MLflow cannot store."
+    "Return the 5th, 50th and 95th percentile of a histogram, each as a bin edge. MLflow stores these numbers, because it stores no histograms."
     out,seen,total = {},0,sum(counts)
     for edge,n in zip(edges, counts, strict=False):
         seen += n
@@ -47,7 +47,7 @@ class MLflow(Sink):
         **choice: Further arguments of `Sink`
     """
     name = 'mlflow'
-    # tag of the MLflow run with the id of the torchember run, by which this sink finds the MLflow run again
+    # name of an MLflow tag with the id of the torchember run. Later, the sink finds the MLflow run by this tag
     tag = 'torchember.run'
     def __init__(self,
         run=None, # MLflow run, or the id of a run. Default: the open run, or else a new run
@@ -57,10 +57,10 @@ class MLflow(Sink):
         super().__init__(**choice)
         self.given = (run if isinstance(run, str)
             else self.id_of(run or self.mlflow.active_run()) or os.environ.get('MLFLOW_RUN_ID'))
-        # server of the given run; None without a run, because the user may still choose another server
+        # tracking server of the given run. None without a given run, because the user may still choose another server
         self.uri = self.mlflow.get_tracking_uri() if self.given else None
         self.experiment = experiment
-        # create the database of MLflow now and not during the training, because this takes seconds
+        # create the local database of MLflow now and not during the training, because the creation takes seconds
         if not self.mlflow.get_tracking_uri().startswith(('http', 'databricks')):
             self.mlflow.MlflowClient(self.uri)
         self.begin()
@@ -80,9 +80,9 @@ class MLflow(Sink):
         return run and run.info.run_id
 
     def open(self, run, about):
-        "Open the MLflow run, or find the MLflow run of an earlier call for the same run."
+        "Open the given or active MLflow run. Without such a run, continue or create the MLflow run of this torchember run."
         self.client = self.mlflow.MlflowClient(self.uri)
-        # search again, because the user may have opened a run in another thread
+        # search for an open run again, because the user may have opened a run in another thread
         self.id = self.id or self.id_of(find_open_run(self.mlflow))
         found = self.client.get_run(self.id) if self.id else self.create_or_find_run(run, about)
         self.old_metrics,self.tags,self.id = {*found.data.metrics},found.data.tags,found.info.run_id
@@ -90,14 +90,14 @@ class MLflow(Sink):
     def experiment_id(self):
         "Return the id of the MLflow experiment for a new run. Create the experiment if it does not exist."
         env = os.environ.get
-        # the experiment that the user has chosen, because `mlflow.set_experiment` also sets this variable
+        # return the experiment chosen by the user: `mlflow.set_experiment` also sets this environment variable
         if self.experiment is None and env('MLFLOW_EXPERIMENT_ID'): return env('MLFLOW_EXPERIMENT_ID')
         name = self.experiment or env('MLFLOW_EXPERIMENT_NAME') or 'torchember'
         found = self.client.get_experiment_by_name(name)
         return found.experiment_id if found else self.client.create_experiment(name)
 
     def create_or_find_run(self, run, about):
-        "Return the MLflow run created earlier for this torchember run, to continue it. If there is none, create a run."
+        "Return the MLflow run created earlier for this torchember run, to continue the run. If no such MLflow run exists, create one."
         where,id,self.owns_run = self.experiment_id(),stable_id(run, about),True
         found = self.client.search_runs([where], f"tags.`{self.tag}` = '{id}'", max_results=1)
         if found:
@@ -109,11 +109,11 @@ class MLflow(Sink):
         return created
 
     def target(self):
-        "Return the name of the destination. It contains the id of the MLflow run."
+        "Return the name of the destination, with the id of the MLflow run."
         return f'mlflow:{self.id}'
 
     def queue_numbers(self, step, numbers):
-        "Queue the numbers of a step, except numbers already in the MLflow run. When enough for a request are queued, send them."
+        "Add the numbers of a step to a queue, except numbers already in the MLflow run. Send the queue if it has enough numbers for one request."
         now = int(time.time()*1000)
         for k,v in numbers.items():
             name = metric_name(k)
@@ -138,7 +138,7 @@ class MLflow(Sink):
             line = f"step {step}: {'no longer so: ' if f.get('over') else ''}{f['text']}"
             lines = self.tags.get(tag, '').splitlines()
             text = '\n'.join([*lines, line])
-            # add nothing to a full tag: it keeps its first findings, which are usually the causes
+            # do not extend a full tag, because its first findings are usually the causes of later findings
             if line in lines or len(text)>most_text: continue
             self.client.set_tag(self.id, tag, text)
             self.tags[tag] = text

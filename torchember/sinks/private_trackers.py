@@ -14,6 +14,6 @@ def detach_run(run): # run: the W&B run that torchember has opened
     "Remove a run from W&B's list of active runs, so that a later `wandb.init` of the user neither returns nor ends this run."
     if setup := getattr(run, '_wl', None): setup.remove_active_run(run)
 
-def has_unsent(run) -> bool: # False also if this version of trackio lacks these attributes: then a flush does not wait
+def has_unsent(run) -> bool: # Also False if this version of trackio lacks the attributes, so that `flush` does not wait
     "Return True if a trackio run has data that were not sent to its server yet."
     return bool(getattr(run, '_queued_logs', None) or getattr(run, '_sending_batch', None))

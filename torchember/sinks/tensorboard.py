@@ -17,7 +17,7 @@ from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/30_tensorboard.ipynb #2a16472b
 def read_events(folder):
-    "Read a folder of TensorBoard. Return a set: (key, step) for each number and histogram, (key, step, text) for each finding."
+    "Read a TensorBoard folder. Return a set with (key, step) of each number and histogram, and (key, step, text) of each finding."
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     events = EventAccumulator(folder, size_guidance={'scalars': 0, 'histograms': 0, 'tensors': 0}).Reload()
     tags = events.Tags()
@@ -27,7 +27,7 @@ def read_events(folder):
         for k in tags[kind] for e in read(k)}
 
 def run_folder(run, about, log_dir): # about: metadata of the run; log_dir: folder with a folder for each run
-    "Return the folder of a run: `<name>`, or `<name>_2`, ... if the name is already used."
+    "Create or find the folder of a run, and return its path: `<name>`, or `<name>_2`, ... if another run uses the name."
     id = {k: str(about.get(k)) for k in ('start', 'host')}
     for i in count(1):
         folder = join(log_dir, run if i==1 else f'{run}_{i}')
@@ -70,7 +70,7 @@ class TensorBoard(Sink):
         self.writer = SummaryWriter(folder)
 
     def target(self):
-        "Return the name of the destination. It contains the folder of the writer."
+        "Return the name of the destination, with the folder of the TensorBoard writer."
         return f'tensorboard:{abspath(self.writer.log_dir)}'
 
     def scalars(self, step, numbers):
@@ -81,7 +81,7 @@ class TensorBoard(Sink):
         if type(file).__module__=='torch.utils.tensorboard.writer':
             from tensorboard.compat.proto.summary_pb2 import Summary
             file.add_summary(Summary(value=[Summary.Value(tag=k, simple_value=v) for k,v in new.items()]), step)
-        else: # writers of other libraries may have no `add_summary`
+        else: # a writer of another library may have no `add_summary`
             for k,v in new.items(): self.writer.add_scalar(k, v, step)
 
     def histograms(self, step, counts):

@@ -15,7 +15,7 @@ from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/50_trackio.ipynb #58a9110e
 class RunProxy:
-    "Replaces a trackio run, with a step counter of its own. Attributes are read from the run; new values stay in this object."
+    "Wrapper around a trackio run that reads attributes from the run, but stores new values itself. So the run's step counter never changes."
     def __init__(self, run): self.run = run
 
     def __getattr__(self, name): return getattr(self.run, name)
@@ -58,7 +58,7 @@ class Trackio(Sink):
         self.old_keys,self.old_alerts,self.pending = set(),set(),{}
 
     def open(self, run, about):
-        "Open the trackio run, and find out which numbers and alerts it already has."
+        "Open the trackio run, and read the numbers and alerts that the run already has."
         if self.run is None: self.run,self.owns_run = self.create_run(run, about),True
         self.proxy = RunProxy(self.run)
         if not self.is_local: return
@@ -77,7 +77,7 @@ class Trackio(Sink):
             url,token = self.trackio.utils.parse_trackio_server_url(server)
             token = token or os.environ.get('TRACKIO_WRITE_TOKEN')
             remote = {'server_base_url': url, 'write_token': token, 'existing_runs': [], 'initial_last_step': 0}
-            # raise an error if the server does not answer, so that the sink tries again at the next step
+            # this call raises an error if the server does not answer, so that the sink tries again at the next step
             remote['client'] = self.trackio.RemoteClient(url, hf_token=None, write_token=token, verbose=False)
         return self.trackio.Run(**{'url': remote.get('server_base_url'), 'client': None, **remote},
             project=self.project, name=run,
@@ -116,7 +116,7 @@ class Trackio(Sink):
             for k,(edges,n) in counts.items()})
 
     def findings(self, step, found):
-        "Send an alert for each finding of a step."
+        "Send an alert to trackio for each new error or warning among the findings of a step."
         for title,text,level in alerts_of(found):
             if (title, step) in self.old_alerts: continue
             without_print(type(self.run).alert)(self.proxy, title, text, self.trackio.AlertLevel[level], step)

@@ -44,7 +44,7 @@ class Wandb(Sink):
 
     def open(self, run, about):
         "Open the W&B run, or create one."
-        # ask W&B again, because the user may have opened a run since the sink was created
+        # get the current W&B run again, because the user may have opened a run since the sink was created
         self.run = self.run or self.wandb.run
         if self.run is None:
             self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about),
@@ -54,11 +54,11 @@ class Wandb(Sink):
         self.run.define_metric(self.axis, hidden=True)
 
     def target(self):
-        "Return the name of the destination. It contains the id of the W&B run."
+        "Return the name of the destination, with the id of the W&B run."
         return f'wandb:{self.run.id}'
 
     def axis_of(self, key):
-        "Return the x axis of a metric in W&B. Scalars and evaluations occur in few steps, so each gets an x axis of its own."
+        "Return the x axis of a metric in W&B. Each scalar and all evaluations have separate x axes, because they occur only in some steps."
         key = key.removeprefix(self.prefix)
         if key.startswith('scalar/'): return f'torchember/{key}/step'
         return 'torchember/eval_step' if key.startswith('eval/') else self.axis
@@ -84,7 +84,7 @@ class Wandb(Sink):
         keys_of_axis,outdated = {},{}
         for k in data: keys_of_axis.setdefault(self.axis_of(k), set()).add(k)
         for axis,keys in keys_of_axis.items():
-            # make patterns that end in '*', because W&B accepts no other patterns
+            # define metrics by patterns that end in '*', because W&B accepts no other patterns
             for group in {f'{top}/*' if top and axis==self.axis else k for k in keys for top in [k.rpartition('/')[0]]}-self.axes:
                 self.axes.add(group)
                 if '*' not in group.removesuffix('/*'): self.run.define_metric(group, step_metric=axis)
@@ -104,7 +104,7 @@ class Wandb(Sink):
         self.put(step, {f'{k}/exponents': self.wandb.Histogram(np_histogram=(n, edges)) for k,(edges,n) in counts.items()})
 
     def findings(self, step, found):
-        "Send an alert for each finding of a step."
+        "Send an alert to W&B for each new error or warning among the findings of a step."
         for title,text,level in alerts_of(found): self.run.alert(title=title, text=text, level=level)
 
     def file(self,

@@ -26,7 +26,7 @@ from ..store.base import now
 
 # %% ../../nbs/70_state/06_algebra.ipynb #558b36a9
 class NamedValues(OrderedDict):
-    "Ordered dict: layer name -> tensor or number."
+    "Ordered dict that maps a layer name to a tensor, or to a number such as a norm."
     def __init__(self,
         *args, # Names and values, in any form that `dict` accepts
         name:str|None=None, # Name of the snapshot in printed text
@@ -46,7 +46,7 @@ class NamedValues(OrderedDict):
 
     @property
     def is_result(self):
-        "True if the values are numbers (the results of a reduction such as `norm`), not tensors."
+        "True if the values are numbers (the results of a reduction such as `norm`). False if the values are tensors."
         return bool(self) and not isinstance(next(iter(self.values())), torch.Tensor)
 
     device = property(lambda self: self.common('device'), doc="Device of all tensors. None if the devices differ.")
@@ -55,7 +55,7 @@ class NamedValues(OrderedDict):
     def common(self,
         attribute # Name of an attribute of tensors, such as 'device' or 'dtype'
     ): # Value of the attribute, or None
-        """Return the value of an attribute that all tensors share, such as their device. Return None if the tensors differ in this attribute.
+        """Return the value of an attribute that all tensors have in common, such as their device. Return None if the tensors differ.
 
         Args:
             attribute: Name of an attribute of tensors, such as 'device' or 'dtype'
@@ -83,7 +83,7 @@ class NamedValues(OrderedDict):
     def at(self,
         index:int # Position of the layer, from 0
     ): # Tensor or number of the layer
-        """Return the tensor or number of the layer at this position.
+        """Return the tensor or number of the layer with this position in the snapshot.
 
         Args:
             index: Position of the layer, from 0
@@ -102,12 +102,13 @@ class NamedValues(OrderedDict):
         new = dict(new)
         self.clear()
         self.update(new)
-        self._ttype = None # None, because the new values may be neither weights nor gradients
+        # tensor type unknown: the new values may be neither weights nor gradients
+        self._ttype = None
         return self
 
 # %% ../../nbs/70_state/06_algebra.ipynb #32c5ec36
 def find_mismatch(a, b):
-    "Return a sentence that says why two StateDicts cannot be combined in arithmetic. Return None if they can."
+    "Return a sentence with the reason why arithmetic of two StateDicts is impossible. Return None if nothing prevents arithmetic."
     names = (a._name, b._name) if a._name!=b._name else (f'the first {a._name}', f'the second {b._name}')
     for one,other,(has,lacks) in ((a, b, names), (b, a, names[::-1])):
         for k in one:
@@ -141,7 +142,7 @@ class Layers(NamedValues):
     def like(self,
         items # (name, value) pairs
     ): # New StateDict with these values
-        """Return a new StateDict with these values that keeps the log columns (module, tensor name) of this StateDict.
+        """Return a new StateDict with the given (name, value) pairs. Copy the log columns (module, tensor name) from this StateDict.
 
         Args:
             items: (name, value) pairs
@@ -164,7 +165,7 @@ class Layers(NamedValues):
         *, include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
         exclude=None # Modules to leave out
     ): # New StateDict of the selected layers
-        """Return the layers with matching names that belong to included modules.
+        """Return the layers with names that match `pattern`, from modules that `include` and `exclude` select.
 
         Args:
             pattern: Regular expression for layer names, matched from the start
@@ -180,13 +181,13 @@ class Layers(NamedValues):
 
     def flatten(self,
         pattern=None, # Regular expression for layer names, matched from the start
-        *, lazy=True # Ignored; accepted because nnstat has this argument
+        *, lazy=True # Ignored; accepted for callers of the library nnstat, which has this argument
     ) -> torch.Tensor:
         """Concatenate all layers into one new tensor with one dimension. Methods such as `norm` work without this copy.
 
         Args:
             pattern: Regular expression for layer names, matched from the start
-            lazy: Ignored; accepted because nnstat has this argument
+            lazy: Ignored; accepted for callers of the library nnstat, which has this argument
         """
         selected = select_layers(self, pattern)
         if self.is_result: return results_tensor(self.like(selected))
@@ -216,15 +217,16 @@ class Layers(NamedValues):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #b5d0ab0f
 def in_place(method):
-    "Return a variant of `method` that writes the result into the snapshot. Its name ends in '_', as in torch."
+    "Return a variant of `method` that writes the result into the snapshot. The name of the variant ends in '_', as in torch."
     @functools.wraps(method)
     def f(self, *args, **kwargs):
-        "Write the result of the method into this snapshot, and return the snapshot."
+        "Replace the values of this snapshot by the result of the method. Return this snapshot."
         return self.take(method(self, *args, **kwargs))
     f.__name__ += '_'
     f.__qualname__ += '_'
     first = f"Replace the values by the result of `{method.__name__}`. Return this snapshot."
-    f.__doc__ = '\n'.join([first, *method.__doc__.split('\n')[1:]]) # keep the section `Args:` of the docstring
+    # keep the section `Args:` of the original docstring
+    f.__doc__ = '\n'.join([first, *method.__doc__.split('\n')[1:]])
     return f
 
 class EditableLayers(Layers):
@@ -259,13 +261,13 @@ class EditableLayers(Layers):
         return d.set_name(f'{self._name}_clone')
 
     def to(self,
-        device=None, # New device; or new dtype, as in `Tensor.to`
+        device=None, # New device. Alternatively a new dtype, as in `Tensor.to`
         dtype=None # New dtype
     ): # This snapshot, after the change
         """Move the snapshot to a device, or cast it to a dtype. The model does not change.
 
         Args:
-            device: New device; or new dtype, as in `Tensor.to`
+            device: New device. Alternatively a new dtype, as in `Tensor.to`
             dtype: New dtype
 
         Returns:
@@ -313,7 +315,7 @@ def apply_each_layer(d, op, others):
         raise
 
 def apply_reversed(op, x, d):
-    "Apply an operation whose left operand is a number, such as `2-d`, to each layer."
+    "Apply an operation with a number as left operand, such as `2-d`, to each layer."
     f = dict(sub=lambda v: x-v, div=lambda v: x/v, pow=lambda v: x**v)[op]
     if d.is_result:
         return d.like(zip(d, f(results_tensor(d).double() if op=='pow' else results_tensor(d)).tolist(), strict=True))
@@ -377,7 +379,8 @@ class Arithmetic(EditableLayers):
         "Apply an operation to each layer. Its right operand is a number or another StateDict."
         return apply_operation(op, self, o) if is_scalar_value(o) or isinstance(o, NamedValues) else NotImplemented
 
-    __array_ufunc__ = None # None makes `numpy_number + d` call `__radd__` of this class, and not a function of numpy
+    # with None, numpy calls `__radd__` of this class for `numpy_number + d`, and does not convert `d` to an array
+    __array_ufunc__ = None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -385,7 +388,7 @@ class Arithmetic(EditableLayers):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #29daad7d
 def find_state_dicts(args):
-    "Return all StateDicts in nested lists, tuples and dicts of arguments."
+    "Return all StateDicts among nested arguments (lists, tuples and dicts)."
     if isinstance(args, NamedValues): return [args]
     if type(args) is dict: args = list(args.values())
     return [d for a in args for d in find_state_dicts(a)] if type(args) in (tuple, list) else []
@@ -419,15 +422,15 @@ def apply_torch_function(func, args, kwargs):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #fc3ce81a
 def tensors_to_reduce(d, pattern, lw):
-    "Return the tensors that a reduction reads. If `d` has numbers: one tensor for each number if `lw`, else one tensor of all numbers."
+    "Return the tensors to reduce. If `d` holds numbers, return one tensor per number if `lw` (layer-wise), else one tensor of all numbers."
     selected = select_layers(d, pattern)
     if not d.is_result: return selected
     if lw: return {k: torch.tensor(v, dtype=torch.float64) for k,v in selected.items()}
     return {'': results_tensor(d.like(selected))}
 
-# correct: function of (results, element counts) that returns corrected results, such as without bias
+# correct: None, or a function of (results, element counts) that returns corrected results, for example without bias
 def reduce_layers(d, name, lw, pattern, correct=None, dtype=None):
-    "Compute a reduction of each layer if `lw`, else of the whole model. `name`: 'sum', or a key of `reduction_stats`."
+    "Compute a reduction of each layer if `lw` (layer-wise), else of the whole model. `name`: 'sum', or a key of `reduction_stats`."
     layers = tensors_to_reduce(d, pattern, lw)
     refuse_complex(layers, [name])
     rows = summarize_layers(layers, groups_for_reductions([name]))
@@ -445,11 +448,11 @@ def reduction_result(d, layers, values, lw, dtype, name=''):
     return scalar_tensor(float(values), [x.dtype for x in layers.values()], name)
 
 def correction_factor(n, correction):
-    "Return the factor to convert an unbiased variance to a variance with the given `correction` (see `torch.var`)."
+    "Return the factor that converts the unbiased variance of `n` values to a variance with `correction` (see `torch.var`)."
     with np.errstate(all='ignore'): return np.where(n>correction, (n-1)/(n-correction), np.nan)
 
 def correct_bias(name, value, n):
-    "Remove the bias of a skewness or excess kurtosis of `n` elements, as scipy does with bias=False."
+    "Correct the bias of a skewness or excess kurtosis of `n` elements, as scipy does with `bias=False`."
     with np.errstate(all='ignore'):
         if name=='skew': return np.where(n>2, value*np.sqrt(n*(n-1))/(n-2), value)
         return np.where(n>3, ((n**2-1)*(value+3)-3*(n-1)**2)/((n-2)*(n-3)), value)
@@ -464,7 +467,7 @@ def reduce_norm(d, p, lw, pattern, dtype=None):
     return reduction_result(d, layers, norms if lw else combine_norms(norms, p), lw, dtype)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #c7b82ab3
-# Name of a reduction -> accepted arguments of torch's reduction of the same name. Other reductions accept `dim` and `keepdim`
+# name of a reduction -> accepted arguments of torch. Every other reduction accepts `dim` and `keepdim`
 torch_options = {**dict.fromkeys(('sum', 'mean', 'norm'), ('dim', 'keepdim', 'dtype')),
     **dict.fromkeys(('var', 'std'), ('dim', 'keepdim', 'correction', 'unbiased'))}
 
@@ -486,7 +489,7 @@ def reduce_like_torch(d, name, lw, pattern, given, reduce=None, torch_function=N
     return reduce_layers(d, name, lw, pattern, correct, dtype) if reduce is None else reduce(dtype)
 
 def reduce_dims(d, lw, pattern, given, f, name):
-    "Reduce along dimensions: each layer separately if `lw`, else one tensor of all values. `f`: torch's reduction; `given`: arguments of `f`."
+    "Reduce with torch function `f` and its arguments `given`: each layer separately if `lw` (layer-wise), else one tensor of all values."
     if d.is_result:
         raise TypeError(f"{d._name} has a number for each layer, so its {name} accepts no dim, no keepdim, and only floating dtypes.")
     if not lw: return f(d.flatten(pattern), **given)
@@ -503,7 +506,7 @@ class Reductions(Layers):
         pattern=None, # Regular expression for layer names, matched from the start
         **kwargs # `dim`, `keepdim` and `dtype`, as in torch
     ):
-        """Return the p-norm of all values, or of each layer if `lw`. With `dim` and `lw`, each layer has a tensor of norms.
+        """Return the p-norm of all values, or of each layer if `lw` (layer-wise). With `lw` and `dim`, each layer has a tensor of norms.
 
         Args:
             p: Order of the norm
@@ -517,68 +520,69 @@ class Reductions(Layers):
         return reduce_like_torch(self, 'norm', lw, pattern, kwargs, norm_as, lambda x, **k: x.norm(p, **k))
 
     def norm1(self, *, lw=False, pattern=None, **kwargs):
-        "Return the sum of the absolute values: of all values, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`, `dtype`."
+        "Return the sum of the absolute values of all layers, or of each layer if `lw` (layer-wise). Accept torch's `dim`, `keepdim`, `dtype`."
         return self.norm(1, lw=lw, pattern=pattern, **kwargs)
 
     def norm2(self, *, lw=False, pattern=None, **kwargs):
-        "Return the Euclidean norm of all values, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`, `dtype`."
+        "Return the Euclidean norm of all values, or of each layer if `lw` (layer-wise). Accept torch arguments `dim`, `keepdim`, `dtype`."
         return self.norm(2, lw=lw, pattern=pattern, **kwargs)
 
     def norm1_mean(self, *, lw=False, pattern=None):
-        "Return the mean of the absolute values: of all values, or of each layer if `lw`."
+        "Return the mean absolute value of the whole model, or of each layer if `lw` (layer-wise)."
         return reduce_layers(self, 'norm1_mean', lw, pattern)
 
     def sum(self, *, lw=False, pattern=None, **kwargs):
-        "Return the sum of all values, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`, `dtype`."
+        "Return the sum of all values, or of each layer if `lw` (layer-wise). Accept torch arguments `dim`, `keepdim`, `dtype`."
         return reduce_like_torch(self, 'sum', lw, pattern, kwargs)
 
     def mean(self, *, lw=False, pattern=None, **kwargs):
-        "Return the mean of all values, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`, `dtype`."
+        "Return the mean of all values, or of each layer if `lw` (layer-wise). Accept torch arguments `dim`, `keepdim`, `dtype`."
         return reduce_like_torch(self, 'mean', lw, pattern, kwargs)
 
     def var(self, *, lw=False, pattern=None, **kwargs):
-        "Return the unbiased variance of all values, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`, `correction`, `unbiased`."
+        "Return the unbiased variance of all values, or of each layer if `lw`. Accept torch arguments `dim`, `keepdim`, `correction`, `unbiased`."
         return reduce_like_torch(self, 'var', lw, pattern, kwargs)
 
     def std(self, *, lw=False, pattern=None, **kwargs):
-        "Return the unbiased standard deviation of all values, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`, `correction`, `unbiased`."
+        "Return the unbiased standard deviation of all values, or of each layer if `lw`. Accept `dim`, `keepdim`, `correction`, `unbiased`."
         return reduce_like_torch(self, 'std', lw, pattern, kwargs)
 
     def skew(self, *, lw=False, pattern=None, bias=True):
-        "Return the skewness of all values, or of each layer if `lw`, as `scipy.stats.skew` computes it."
+        "Return the skewness of all values, or of each layer if `lw` (layer-wise), with the definition of `scipy.stats.skew`."
         return reduce_layers(self, 'skew', lw, pattern, None if bias else lambda x, n: correct_bias('skew', x, n))
 
     def kurtosis(self, *, lw=False, pattern=None, fisher=True, bias=True):
-        "Return the excess kurtosis of all values, or of each layer if `lw`, as `scipy.stats.kurtosis`. Without `fisher`, add 3."
+        "Return the excess kurtosis, as `scipy.stats.kurtosis` does, of all values or of each layer if `lw`. With `fisher=False`, add 3."
         def correct(value, n):
-            "Correct the bias of the kurtosis, and add 3 unless `fisher`."
+            "Correct the bias of the kurtosis if `bias=False`. Add 3 if `fisher=False`."
             return (value if bias else correct_bias('kurtosis', value, n))+3*(not fisher)
         return reduce_layers(self, 'kurtosis', lw, pattern, correct)
 
     def max(self, *, lw=False, pattern=None, **kwargs):
-        "Return the largest value of the whole model, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`."
+        "Return the largest value of the whole model, or of each layer if `lw` (layer-wise). Accept torch arguments `dim`, `keepdim`."
         return reduce_like_torch(self, 'max', lw, pattern, kwargs, torch_function=torch.amax)
 
     def min(self, *, lw=False, pattern=None, **kwargs):
-        "Return the smallest value of the whole model, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`."
+        "Return the smallest value of the whole model, or of each layer if `lw` (layer-wise). Accept torch arguments `dim`, `keepdim`."
         return reduce_like_torch(self, 'min', lw, pattern, kwargs, torch_function=torch.amin)
 
     def abs_max(self, *, lw=False, pattern=None, **kwargs):
-        "Return the largest absolute value of the whole model, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`."
+        "Return the largest absolute value of the whole model, or of each layer if `lw` (layer-wise). Accept torch arguments `dim`, `keepdim`."
         return reduce_like_torch(self, 'abs_max', lw, pattern, kwargs, torch_function=lambda x, **k: x.abs().amax(**k))
 
     def abs_min(self, *, lw=False, pattern=None, **kwargs):
-        "Return the smallest absolute value of the whole model, or of each layer if `lw`. Accepts torch's `dim`, `keepdim`."
+        "Return the smallest absolute value of the whole model, or of each layer if `lw` (layer-wise). Accept torch arguments `dim`, `keepdim`."
         return reduce_like_torch(self, 'abs_min', lw, pattern, kwargs, torch_function=lambda x, **k: x.abs().amin(**k))
 
 # %% ../../nbs/70_state/06_algebra.ipynb #70bb056a
 def describe_layers(d, lw, pattern, group, include, exclude, additional):
-    "Return the rows of a table of reductions as a dict: layer name -> row if `lw`, else '' -> row of the whole model."
+    "Return the rows of a table of reductions: layer name -> row if `lw` (layer-wise), else '' -> row of the whole model."
     columns = ['no', 'name', 'value'] if d.is_result else select_columns(group, include, exclude)
     columns = [c for c in columns if c not in exclude]
     selected = select_layers(d, pattern)
     reductions = [c for c in columns if c=='sum' or c in reduction_stats]
-    values = {} # Column of the table -> list of values, one for each row
+    # table column -> list of values, one value for each row
+    values = {}
     if reductions:
         refuse_complex({} if d.is_result else selected, reductions)
         v = summarize_layers(selected, groups_for_reductions(reductions))
@@ -631,26 +635,26 @@ def make_rows(d, stats, ttype, step, pattern):
 class DescribedLayers(Reductions):
     "Layers that can be printed as tables, and returned as rows of a log."
     def numel(self, *, lw=False, pattern=None):
-        "Return the number of values in the whole model, or in each layer if `lw`."
+        "Return the number of values in the whole model, or in each layer if `lw` (layer-wise)."
         counts = {k: x.numel() if isinstance(x, torch.Tensor) else 1 for k,x in select_layers(self, pattern).items()}
         return self.result(counts) if lw else sum(counts.values())
 
     def shape(self, *, lw=False, pattern=None):
-        "Return the shape of each layer if `lw`. Else return the shape of `flatten()`: one dimension with the number of all values."
+        "Return the shape of each layer if `lw` (layer-wise). Else return the shape of `flatten()`: one dimension with the number of all values."
         if not lw: return torch.Size([self.numel(pattern=pattern)])
         return self.result((k, tuple(getattr(x, 'shape', ()))) for k,x in select_layers(self, pattern).items())
 
     def no(self, *, lw=False, pattern=None):
-        "Return the number (position from 0) of each layer if `lw`. Else return the number of layers."
+        "Return the position (from 0) of each layer if `lw` (layer-wise). Else return the number of layers."
         selected = select_layers(self, pattern)
         return self.result((k, i) for i,k in enumerate(self) if k in selected) if lw else len(selected)
 
     def name(self, *, lw=False, pattern=None):
-        "Return the name of each layer if `lw`, else the name of the snapshot."
+        "Return the name of each layer if `lw` (layer-wise), else the name of the snapshot."
         return self.result((k, k) for k in select_layers(self, pattern)) if lw else self._name
 
     def value(self, *, lw=False, pattern=None):
-        "Return the layers that match `pattern` if `lw`, else the printed text of the snapshot."
+        "Return the layers that match `pattern` if `lw` (layer-wise), else the printed text of the snapshot."
         return self.filter(pattern) if lw else str(self)
 
     def describe(self,
@@ -661,7 +665,7 @@ class DescribedLayers(Reductions):
         include_keys=None, # Columns to show; with `group`, columns to add to the group
         exclude_keys=None, # Columns to leave out
         additional_info=None, # More columns: column name -> dict: layer name -> number
-        exlude_keys=None # Another name of `exclude_keys`: nnstat spells the argument so
+        exlude_keys=None # Same as `exclude_keys`: the misspelled name that nnstat uses
     ):
         """Print a table of reductions, or return the numbers of the table in dicts (`display=False`).
 
@@ -673,7 +677,7 @@ class DescribedLayers(Reductions):
             include_keys: Columns to show; with `group`, columns to add to the group
             exclude_keys: Columns to leave out
             additional_info: More columns: column name -> dict: layer name -> number
-            exlude_keys: Another name of `exclude_keys`: nnstat spells the argument so
+            exlude_keys: Same as `exclude_keys`: the misspelled name that nnstat uses
         """
         exclude = as_list(exclude_keys)+as_list(exlude_keys)
         rows = describe_layers(self, lw or self.is_result, pattern, group, include_keys, exclude, additional_info)
@@ -701,7 +705,7 @@ class DescribedLayers(Reductions):
         return make_rows(self, stats, ttype, step, pattern)
 
     def headline(self):
-        "Return a line with name, norm, size, device and dtype. Shards get no norm, because it would need data of the other processes."
+        "Return one line of text: name, norm, size, device and dtype. For shards, omit the norm, because it needs data of all processes."
         if not self: return f'{self._name}[Empty]()'
         if self.is_result: return self._name
         if any(is_sharded(self[k]) for k in self): l2 = 'sharded: call norm()'
@@ -751,7 +755,7 @@ class PlottableLayers(Layers):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #0d5245e5
 class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
-    """Snapshot of a model: tensors by name, or a number for each name, with arithmetic, reductions, tables and plots.
+    """Snapshot of a model: a tensor or a number for each layer name, with arithmetic, reductions, tables and plots.
 
     Args:
         *args: Names and values, in any form that `dict` accepts
@@ -762,7 +766,7 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
         *, lw:bool=False, # True to return one number per layer, not one for the whole model
         pattern=None # Regular expression for layer names, matched from the start
     ):
-        """Apply your own reduction to each layer if `lw`, else to one tensor of all values.
+        """Apply a user-defined reduction to each layer if `lw` (layer-wise), else to one tensor of all values.
 
         Args:
             func: Function that takes a tensor and returns a number
@@ -780,18 +784,18 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
     def register_reduction(cls,
         name:str, # Name of the method and of the column
         func, # Function that takes a tensor and returns a number
-        merge=None # Function from a list of the layers' numbers to the number of the model. Default: apply `func` to one tensor of all values
+        merge=None # Function that combines the list of layer results into one result. Default: apply `func` to one tensor of all values
     ):
-        """Add your own reduction as a method of StateDict, and as a column of `describe`.
+        """Add a user-defined reduction as a method of StateDict and as a column of `describe`.
 
         Args:
             name: Name of the method and of the column
             func: Function that takes a tensor and returns a number
-            merge: Function from a list of the layers' numbers to the number of the model. Default: apply `func` to one tensor of all values
+            merge: Function that combines the list of layer results into one result. Default: apply `func` to one tensor of all values
         """
         if hasattr(cls, name): raise ValueError(f"The class StateDict already has an attribute {name!r}. Choose another name.")
         def method(self, *, lw=False, pattern=None):
-            "Apply the registered function to each layer if `lw`, else to one tensor of all values."
+            "Apply the registered function to each layer if `lw` (layer-wise), else to one tensor of all values."
             if lw or merge is None: return self.apply_reduction(func, lw=lw, pattern=pattern)
             return merge([func(x) for x in select_layers(self, pattern).values()])
         method.__name__,method.__doc__ = name,func.__doc__

@@ -25,12 +25,12 @@ from .layers import select_layers
 
 # %% ../../nbs/70_state/08_factories.ipynb #58345378
 def check_copy(clone, device, dtype):
-    "Raise ValueError if a device or dtype is given although `clone` is False, so that nothing is copied."
+    "Raise ValueError if a device or dtype is given with `clone=False`, because only copies can have a new device or dtype."
     if not clone and (device is not None or dtype is not None):
         raise ValueError("device= and dtype= make a copy, so they need clone=True. With clone=False a snapshot shares the memory of the model.")
 
 def take_snapshot(items, pattern, clone, device, dtype, name, ttype=None) -> StateDict:
-    "Return a snapshot of the given tensors. `items`: iterable of (name, tensor, columns of its log row)."
+    "Return a snapshot of the given tensors. `items`: tuples (name, tensor, columns for the log row of the tensor)."
     check_copy(clone, device, dtype)
     places = {k: (x, p) for k,x,p in items}
     d = StateDict((k, x) for k,(x,_) in select_layers(places, pattern).items())
@@ -66,7 +66,7 @@ def check_model(model):
     raise TypeError(f"expected a torch.nn.Module, got a {type(model).__name__}. For a dict of tensors, use from_state_dict.")
 
 def named_parameters_of(model, include=None, exclude=None):
-    "Yield (name, parameter, columns of its log row) for each parameter of a model, in the order of `named_parameters`."
+    "Yield (name, parameter, columns for its log row) for each parameter of a model, in the order of `named_parameters`."
     check_model(model)
     if isinstance(model, nn.DataParallel): model = model.module
     seen,ts = set(),tracks(model)
@@ -79,7 +79,7 @@ def named_parameters_of(model, include=None, exclude=None):
                 layer=named_layer(t))
 
 def select_ids(ts, include, exclude):
-    "Return the ids of the modules that `include` and `exclude` select. A shared module is selected by any of its paths."
+    "Return the ids of the modules that `include` and `exclude` select. For a shared module, one selected path is enough."
     return chosen(((p, t.module) for t in ts for p in (t.path, *t.aliases)), include, exclude)
 
 def named_layer(track):
@@ -204,7 +204,7 @@ def load(
     pattern=None, # Regular expression for layer names, matched from the start
     *, device=None, dtype=None # Device and dtype of the tensors. Default: the CPU, and the dtype in the file
 ) -> StateDict:
-    """Read a snapshot from a file. A file that contains anything but tensors and plain values is refused, because it could run code.
+    """Read a snapshot from a file. Refuse a file with objects other than tensors and plain values, because such a file could run code.
 
     Args:
         path: File written by `StateDict.save`, or a saved state dict
@@ -223,7 +223,7 @@ def load(
 
 # %% ../../nbs/70_state/08_factories.ipynb #9fcd3109
 def activation_key(path:str, name:str, call:int=0) -> str:
-    "Return the name of an output in the snapshot. `name`: name of the tensor; '' if the module returns a single tensor."
+    "Return the key of an output in the snapshot, from the module path, the tensor name ('' for a single output), and the call number."
     return '.'.join(filter(None, (path, name or ('' if path else 'output_0'))))+(f'@{call}' if call else '')
 
 # %% ../../nbs/70_state/08_factories.ipynb #8b6ab2ac
@@ -231,22 +231,23 @@ class LatestPass:
     "Captured tensors of the latest forward pass of a model, in the order of this pass."
     def __init__(self, state, copy=None): # state: StateDict to fill; copy: arguments of `Tensor.to` for copies, or None
         self.state,self.copy = state,copy
-        self.shown = 0 # number of the forward pass whose tensors are in the snapshot
+        # number of the forward pass that produced the tensors in the snapshot
+        self.shown = 0
         # count: number of names in the current pass; position: name -> position in the order of the pass
         self.count,self.position = 0,{}
         self.versions = {} # name -> `Tensor._version` at capture, or None if in-place changes cannot be detected
 
     def begin(self):
-        "Count positions from 0 again at the beginning of a forward pass."
+        "Reset the count of outputs at the beginning of a forward pass."
         self.count = 0
 
     def add_name(self, key, place):
-        "Add the name of the next output in the forward pass. `place`: columns of the output's log row."
+        "Store the position of the next output in the forward pass. `key`: name of the output; `place`: columns of its log row."
         self.position[key] = self.count = self.count+1
         self.state._places[key] = place
 
     def keep_only_pass(self, number):
-        "Remove the tensors of all forward passes except one from the snapshot."
+        "Clear the snapshot, unless its tensors come from the forward pass with this number."
         if number==self.shown: return
         self.shown = number
         self.state.clear()
@@ -275,9 +276,9 @@ class LatestPass:
 
 # %% ../../nbs/70_state/08_factories.ipynb #6f0a3c11
 class OutputListener(Listener):
-    "Captures the outputs of modules, or the gradients of these outputs, in the latest forward pass. Gets the events of the hooks."
-    running = 1 # constant above 0, so that only a call of the root module begins a new pass
-    lasting = 7 # gradients of a pass may still arrive during this many later passes
+    "Receives the events of hooks, and captures module outputs, or gradients of outputs, of the latest forward pass."
+    running = 1 # constant above 0: only a call of the root module begins a new pass
+    lasting = 7 # accept gradients of a pass during this number of later passes
 
     def __init__(self, state, grads, copy):
         self.grads,self.wants = grads,always(inputs=False, output_grad=grads)
@@ -286,14 +287,14 @@ class OutputListener(Listener):
         self.step,self.leaves = 0,[]
 
     def pass_begins(self, state, grad=None):
-        "Count a new forward pass of the model. Called when the pass begins."
+        "Count a new forward pass of the model, and reset the positions of outputs. Called when the pass begins."
         self.step += 1
         self.remove_leaf_hooks()
         self.latest.begin()
         if not self.grads: self.latest.keep_only_pass(self.step)
 
     def call_ends(self, state, outputs, compiled=False):
-        "Capture the outputs of a module, or put hooks on them for their gradients. Called after each call of a module."
+        "Capture the outputs of a module, or register hooks for the gradients of these outputs. Called after each call of a module."
         track,call,number,keys = state.track,state.number(self.step),self.step,{}
         known = self.latest.state._places
         for n,x in outputs:
@@ -302,7 +303,7 @@ class OutputListener(Listener):
                 layer=named_layer(track)))
             if not self.grads: self.latest.add(k, x, compiled)
         if self.grads and not compiled:
-            # register the names, because the gradients may come from a compiled backward pass
+            # announce the names of the outputs, because their gradients may come from a compiled backward pass
             state.expect('output_grad', keys, (call, (number, keys)))
             self.leaves += hook_gradients(outputs, lambda n, g: self.add(number, keys[n], g, False), key=state.key)
         return call, (number, keys)
@@ -312,7 +313,7 @@ class OutputListener(Listener):
         if phase is not None: self.add(phase[0], phase[1][tname], grad, True)
 
     def add(self, number, key, g, copy):
-        "Add the gradient of an output to the snapshot. Remove the gradients of other forward passes."
+        "Add the gradient of an output to the snapshot. First remove gradients of all other forward passes."
         self.latest.keep_only_pass(number)
         self.latest.add(key, g, copy)
 
@@ -323,7 +324,7 @@ class OutputListener(Listener):
 
 # %% ../../nbs/70_state/08_factories.ipynb #b2fe55b1
 class Activations:
-    "Outputs of modules in the latest forward pass, or the gradients of these outputs. `state_dict` has the tensors."
+    "Captured outputs of modules in the latest forward pass, or gradients of these outputs. The tensors are in `state_dict`."
     def __init__(self, model, pattern, include, exclude, grads, clone, device, dtype, name):
         # grads: True to capture gradients of outputs. Other arguments: as in `from_activation`
         check_model(model)
@@ -339,7 +340,7 @@ class Activations:
 
     @property
     def state_dict(self) -> StateDict:
-        "Tensors of the latest forward pass, in its order. The next pass replaces these tensors. To keep them, use `clone()`."
+        "Tensors of the latest forward pass, in the order of this pass. The next pass replaces the tensors. To keep them, use `clone()`."
         latest = self.listener.latest
         if not self.listener.grads and (lost := latest.find_overwritten()):
             warn(f"{', '.join(map(repr, lost[:3]))}{' and others' if len(lost)>3 else ''}: overwritten in place after the module returned, "
@@ -368,7 +369,7 @@ def from_activation(
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> Activations: # Context manager. Its `state_dict` contains the captured tensors
-    """Capture the outputs of modules in every forward pass, until `remove` is called or the returned object is deleted.
+    """Capture the outputs of modules in every forward pass. Stop when `remove` is called or the returned object is deleted.
 
     Args:
         pattern: Regular expression for module paths, matched from the start
@@ -390,7 +391,7 @@ def from_activation_grad(
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> Activations: # Context manager. Its `state_dict` contains the captured tensors
-    """Capture the gradients of modules' outputs in every backward pass, until `remove` is called or the returned object is deleted.
+    """Capture the gradients of module outputs in every backward pass. Stop when `remove` is called or the returned object is deleted.
 
     Args:
         pattern: Regular expression for module paths, matched from the start

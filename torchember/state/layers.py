@@ -27,7 +27,7 @@ def select_layers(
     include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
     exclude=None # Modules to leave out
 ) -> dict:
-    "Return the layers with matching names that belong to included modules."
+    "Return the layers with names that match `pattern`, from modules that `include` and `exclude` select."
     if pattern is not None and not isinstance(pattern, str|re.Pattern):
         pattern,include = None,pattern if include is None else select(pattern) & include
     try: match = re.compile(pattern or '').match
@@ -40,21 +40,21 @@ def select_layers(
     return {k:v for k,v in found.items() if id(named[k]) in ids}
 
 def name_layers(layers):
-    "Return a dict: layer name -> `NamedLayer`, the path and class names by which `chosen` selects modules."
+    "Return a dict: layer name -> `NamedLayer`. It holds the module path and class names, which `chosen` needs for the selection."
     known = getattr(layers, '_places', {})
     return {k: known.get(k, {}).get('layer') or NamedLayer(k.rpartition('.')[0]) for k in layers}
 
 # %% ../../nbs/70_state/00_layers.ipynb #9eb9d673
 def require_values(layers:dict) -> dict:
-    "Return the layers unchanged. Raise `Unmeasurable` if a tensor is on the meta device and has no values."
+    "Return the layers unchanged. Raise `Unmeasurable` if a tensor is on the meta device and therefore has no values."
     for k,x in layers.items():
         if getattr(x, 'is_meta', False):
             raise Unmeasurable(f"{k!r} is on the meta device: it has a shape, but no values. Ask for shapes and counts, or load the weights first.")
     return layers
 
 # %% ../../nbs/70_state/00_layers.ipynb #f54c68b0
-def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: groups of sums in a summary vector, such as 'basic' (count, mean, ...)
-    "Return the summary vectors of local (unsharded) tensors: an array with one row per tensor."
+def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: groups of statistics to compute, such as 'basic' (count, mean, ...)
+    "Return the summary vectors (numbers from which statistics are derived) of unsharded tensors, as an array with one row per tensor."
     out,by_device = np.empty((len(xs), length(wanted))),{}
     for i,x in enumerate(xs): by_device.setdefault(x.device, []).append(i)
     for device,at in by_device.items():
@@ -65,7 +65,7 @@ def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: groups of 
     return out
 
 def summarize_on_device(xs, wanted):
-    "Return the summary vectors of tensors that share a device, as one tensor on this device."
+    "Return the summary vectors of tensors on one device, as one tensor on this device."
     listed = [x for x in xs if list_kernels(x, wanted)]
     fast = iter(())
     if listed:
@@ -85,7 +85,7 @@ def no_grad_no_autocast(devices):
 
 # %% ../../nbs/70_state/00_layers.ipynb #9f4d3105
 def is_sharded(x):
-    "Return True for a `DTensor`, of which each process holds a shard."
+    "Return True if `x` is a `DTensor`, a tensor that is distributed over several processes."
     return hasattr(x, 'device_mesh')
 
 # %% ../../nbs/70_state/00_layers.ipynb #1701f6d8
@@ -98,7 +98,7 @@ def local_tensor(x):
     return x.wait() if hasattr(x, 'wait') else x
 
 def gather_rows(rows, mesh):
-    "Gather summary vectors (`rows`) from all processes of a device mesh. Return an array of shape `(*mesh.shape, *rows.shape)`."
+    "Gather the summary vectors `rows` from all processes of a device mesh. Return an array of shape `(*mesh.shape, *rows.shape)`."
     out = torch.as_tensor(rows, dtype=torch.float64).to(mesh.device_type)
     for d in reversed(range(mesh.ndim)):
         gathered = [torch.empty_like(out) for _ in range(mesh.size(d))]
@@ -107,8 +107,8 @@ def gather_rows(rows, mesh):
     return out.cpu().numpy()
 
 def merge_over_ranks(rows:np.ndarray, xs:list, merge_rows=merge) -> np.ndarray:
-    # rows: summary vectors of this process's shards; merge_rows: function that merges the vectors of all shards of one layer
-    "Merge the summary vectors of shards into vectors of whole layers, with one collective operation per device mesh."
+    # rows: summary vectors of local shards; merge_rows: function that merges the vectors of all shards of a layer
+    "Merge summary vectors of shards into vectors of whole layers. Gather once per device mesh, for all layers together."
     meshes = {}
     for i,x in enumerate(xs):
         if is_sharded(x) and not all(p.is_replicate() for p in x.placements):
@@ -121,8 +121,8 @@ def merge_over_ranks(rows:np.ndarray, xs:list, merge_rows=merge) -> np.ndarray:
     return rows
 
 # %% ../../nbs/70_state/00_layers.ipynb #6fe24bdc
-def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: groups of sums in a summary vector, such as 'basic' (count, mean, ...)
-    "Return the summary vectors of layers, one row per layer. Raise `Unmeasurable` for a layer without values."
+def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: groups of statistics to compute, such as 'basic' (count, mean, ...)
+    "Return the summary vectors (numbers from which statistics are derived) of layers, one row each. Raise `Unmeasurable` without values."
     xs = list(require_values(layers).values())
     if not xs: return np.empty((0, length(wanted)))
     with no_grad_no_autocast({x.device.type for x in xs}):
@@ -138,7 +138,7 @@ def find_unreadable(layers):
         except Unmeasurable: return k
 
 # %% ../../nbs/70_state/00_layers.ipynb #c7efa831
-# Name of a reduction -> name of the statistic that is derived from a summary
+# name of a reduction -> name of the statistic that `derive` computes from a summary vector
 reduction_stats = dict(norm1='l1', norm2='l2', norm1_mean='abs_mean', mean='mean', var='var', std='std',
     skew='skew', kurtosis='kurtosis', max='max', min='min', abs_min='abs_min', abs_max='abs_max')
 
@@ -155,7 +155,7 @@ magnitude_reductions = ('norm1', 'norm2', 'norm1_mean', 'abs_min', 'abs_max')
 
 # %% ../../nbs/70_state/00_layers.ipynb #3fdb2bb0
 def refuse_complex(layers:dict, names):
-    "Raise TypeError for a reduction of a complex layer that needs real numbers, such as the mean. Norms are allowed."
+    "Raise TypeError if a layer is complex and a reduction needs real numbers, such as the mean. Norms accept complex layers."
     of_real_numbers = [n for n in names if n=='sum' or n in reduction_stats and n not in magnitude_reductions]
     k = next((k for k,x in layers.items() if x.is_complex()), None)
     if of_real_numbers and k is not None:
@@ -164,12 +164,12 @@ def refuse_complex(layers:dict, names):
             f"Use a norm, such as norm(), or abs().{name}(), the {name} of the magnitudes.")
 
 def groups_for_reductions(names) -> tuple:
-    "Return the groups of sums that a summary must contain to compute these reductions."
+    "Return the groups of statistics that summary vectors need for these reductions."
     return groups_for([reduction_stats[n] for n in names if n in reduction_stats])
 
 # %% ../../nbs/70_state/00_layers.ipynb #56365dde
 def scalar_tensor(value:float, dtypes, name='') -> torch.Tensor: # dtypes: dtypes of the layers that were reduced
-    "Return a reduction of a whole model as a tensor, in the dtype of torch's own reduction, but at least float32."
+    "Return a model-wide reduction as a tensor. Its dtype is that of torch's reduction, but at least float32."
     dtypes = set(dtypes)
     floating = [d for d in dtypes if d.is_floating_point or d.is_complex]
     if dtypes and not floating and name in ('sum', 'min', 'max', 'abs_min', 'abs_max') and math.isfinite(value):
@@ -201,7 +201,7 @@ def norm_per_layer(layers:dict, p:float) -> np.ndarray: # p: order of the norm; 
     reduction = {1: 'norm1', 2: 'norm2', math.inf: 'abs_max', -math.inf: 'abs_min'}.get(p)
     if reduction:
         v = summarize_layers(layers, groups_for_reductions([reduction]))
-        # give layers without elements the norm 0, or inf for negative p, which do not change the norm of the model
+        # a layer without elements gets 0 (inf for negative p), so that it does not change the norm of the model
         return np.where(v[:, 0]==0, 0. if p>0 else math.inf, derive_reduction(v, reduction))
     xs = list(require_values(layers).values())
     with no_grad_no_autocast({x.device.type for x in xs}):
@@ -220,8 +220,8 @@ def share_dtype_and_device(xs):
         and x.dtype is a.dtype and x.device==a.device for x in xs)
 
 # %% ../../nbs/70_state/00_layers.ipynb #a0c403fe
-def apply_each(op:str, xs:list, *others) -> list: # others: nothing, a number, or an operand for each tensor
-    "Return the results of an elementwise operation on tensors, computed for all tensors at once (torch's foreach functions) if possible."
+def apply_each(op:str, xs:list, *others) -> list: # others: empty, a number, or a list with an operand for each tensor
+    "Apply an elementwise operation to each tensor. If possible, compute all results in one call of torch's foreach functions."
     if not xs: return []
     listed = [o for o in others if isinstance(o, list)]
     def same_shape(x, y):

@@ -15,7 +15,7 @@ from ..ground.messages import printable
 from .layers import require_values
 
 # %% ../../nbs/70_state/04_plots.ipynb #8d887ff4
-max_values = 1_000_000 # maximum number of values in a plot; of more values, a random sample is plotted
+max_values = 1_000_000 # maximum number of values in a plot. If there are more, a random sample is plotted
 
 # %% ../../nbs/70_state/04_plots.ipynb #543ce2c8
 max_panels = 48 # largest number of panels in a figure: one panel per layer
@@ -28,7 +28,7 @@ def dense_tensor(x):
     return x.abs() if x.is_complex() else x
 
 def sample_values(layers:dict, n:int=max_values) -> tuple: # n: largest number of values
-    "Return the finite values of layers, or a random sample of them, and a note about omitted values."
+    "Return the finite values of layers, and a note about omitted values. If there are more than `n` values, take a random sample."
     total = sum(x.numel() for x in layers.values())
     g,out = torch.Generator().manual_seed(0),[]
     for x in layers.values():
@@ -44,7 +44,7 @@ def sample_values(layers:dict, n:int=max_values) -> tuple: # n: largest number o
 
 # %% ../../nbs/70_state/04_plots.ipynb #1b29280b
 def make_axes(names:list, ax=None, size=(4, 2.6), title=''): # names: titles of the panels; size: width and height of a panel in inches
-    "Return the axes of all panels, and a note about layers without a panel. Without `ax`, make a grid of new axes."
+    "Return the Axes of all panels, and a note about layers without a panel. Without `ax`, create a figure with a grid of Axes."
     from torchember.show.style import Panels, panels
     if not names: raise ValueError('there is nothing to plot, because no layer matches.')
     note = f'the first {max_panels} of {len(names)} layers' if ax is None and len(names)>max_panels else ''
@@ -63,12 +63,13 @@ def set_title(ax, title, *notes):
     spec = ax.get_subplotspec()
     inches = (ax.figure.get_figwidth()/spec.get_gridspec().ncols if spec
         else ax.figure.get_figwidth()*ax.get_position().width)
-    chars = max(20, int(inches*12)) # 12 letters per inch, because a letter in a 9-point font is 1/13 inch wide
+    # 12 characters per inch, because a character in a 9-point font is about 1/13 inch wide
+    chars = max(20, int(inches*12))
     ax.set_title('\n'.join(wrap_text(printable(t), chars) for t in (title, ', '.join(filter(None, notes))) if t),
         fontsize=9, parse_math='$' not in title)
 
 def wrap_text(text, chars):
-    "Break a text into lines of `chars` letters at most, at spaces and after dots, but not inside a shape [3, 4]."
+    "Break a text into lines of at most `chars` characters, at spaces and after dots, but not inside a shape such as [3, 4]."
     lines = ['']
     for part in re.findall(r'\[.*?\]|[^ .[]*[ .]?', text):
         if lines[-1] and len((lines[-1]+part).rstrip())>chars: lines.append('')
@@ -81,7 +82,8 @@ def mark_empty(ax, reason):
     ax.set(xticks=[], yticks=[])
 
 # %% ../../nbs/70_state/04_plots.ipynb #fecbd11c
-pictures = {} # 'folder' -> folder in which every plot is also saved; empty unless the user has set `pictures['folder']`
+# 'folder' -> path of a folder in which every plot is also saved. Empty unless the user sets `pictures['folder']`
+pictures = {}
 
 # %% ../../nbs/70_state/04_plots.ipynb #893067c5
 def new_plot_file(what):
@@ -92,7 +94,7 @@ def new_plot_file(what):
     return next(f for i in range(10**9) if not os.path.exists(f := f'{stem}{f"_{i}" if i else ""}.png'))
 
 def finish_plot(axes, note:str, is_single:bool, to=None, what:str=''):
-    "Write a note below the figure. Save the figure if a file is named. Return the first axes if `is_single`, else all axes."
+    "Write a note below the figure, and save the figure if there is a file name. Return the first Axes if `is_single`, else all Axes."
     if note: axes[0].figure.supxlabel(note, fontsize=8)
     to = to or new_plot_file(what)
     if to is not None: axes[0].figure.savefig(to)
@@ -104,7 +106,7 @@ def format_shape(x):
 
 # %% ../../nbs/70_state/04_plots.ipynb #598efd71
 def axis_values(values, logx):
-    "Return the values to plot on an axis, the axis label, and a note about zeros that a logarithmic axis cannot show."
+    "Return the values to plot (absolute values if `logx`), the axis label, and a note about zeros, which a log axis cannot show."
     if not logx: return values, 'value', ''
     a = np.abs(values)
     zeros = int((a==0).sum())
@@ -116,7 +118,7 @@ def explain_no_values(layers):
     return 'only zeros' if any(x.isfinite().any() for x in layers.values()) else 'no finite value'
 
 def plot_distributions(layers, title, lw, ax, to, sample, logx, what, ylabel, draw): # draw: function that draws values into axes
-    "Plot the distribution of values: one panel per layer if `lw`, else one panel for the values of all layers."
+    "Plot the distribution of values: one panel per layer if `lw` (layer-wise), else one panel for the values of all layers."
     require_values(layers)
     contents = ([(f'{k} {format_shape(x)}', {k: x}) for k,x in layers.items()] if lw
         else [(title, layers)] if layers else [])
@@ -134,16 +136,16 @@ def plot_distributions(layers, title, lw, ax, to, sample, logx, what, ylabel, dr
 def plot_hist(
     layers:dict, # Dict from layer name to tensor
     title:str='', # Title of the plot
-    lw:bool=False, # Draw one panel per layer
+    lw:bool=False, # True to draw one panel per layer
     bins:int=100,
-    logx:bool=False, # Logarithmic axis with absolute values
+    logx:bool=False, # True to plot absolute values on a logarithmic x axis
     logy:bool=False,
     ax=None, # Axes to draw into; with `lw`, an array of axes
     to=None, # Path of an image file to write
     sample:int=max_values, # Largest number of values to plot. Of more values, plot a random sample
     **kwargs # More arguments for `Axes.hist` of matplotlib
 ): # Axes; with `lw`, an array of axes
-    "Plot one histogram per layer if `lw`, else one histogram of the values of all layers."
+    "Plot one histogram per layer if `lw` (layer-wise), else one histogram of the values of all layers."
     def draw_values(a, values):
         "Draw the histogram of some values into one panel."
         plot_histogram(a, values, bins, logx, logy, **kwargs)
@@ -163,15 +165,15 @@ def plot_histogram(ax, values, bins, logx, logy, **kwargs):
 def plot_ecdf(
     layers:dict, # Dict from layer name to tensor
     title:str='', # Title of the plot
-    lw:bool=False, # Draw one panel per layer
-    logx:bool=False, # Logarithmic axis with absolute values
+    lw:bool=False, # True to draw one panel per layer
+    logx:bool=False, # True to plot absolute values on a logarithmic x axis
     logy:bool=False,
     ax=None, # Axes to draw into; with `lw`, an array of axes
     to=None, # Path of an image file to write
     sample:int=max_values, # Largest number of values to plot. Of more values, plot a random sample
     **kwargs # More arguments for `Axes.ecdf` of matplotlib
 ): # Axes; with `lw`, an array of axes
-    "Plot one empirical distribution function per layer if `lw`, else one function for the values of all layers."
+    "Plot one empirical distribution function per layer if `lw` (layer-wise), else one function for the values of all layers."
     def draw_values(a, values):
         "Draw the distribution function of some values into one panel."
         a.ecdf(values, **kwargs)
@@ -183,7 +185,7 @@ def plot_ecdf(
 max_pixels = 512 # largest number of rows, and of columns, of a heat map
 
 def as_matrix(x):
-    "Return a layer as a matrix: its first dimension gives the rows, all other dimensions together give the columns."
+    "Return a layer as a matrix: the first dimension becomes rows, all other dimensions are flattened into columns."
     x = dense_tensor(x)
     return x.reshape(1, -1) if x.dim()<2 else x.flatten(1)
 
@@ -207,12 +209,12 @@ def positive_percentile(a, q):
     return float(np.percentile(a, q)) if a.size else 1.
 
 def color_scale(m, vmin, vmax, log, each_row=False):
-    "Return the color map and color scale for a matrix. With `each_row`, the scale fits the median row, not the row with the largest values."
+    "Return color map and color scale for a matrix. With `each_row`, choose the scale by the median row, not by the largest values."
     import matplotlib
     from matplotlib.colors import LogNorm, Normalize
     a = np.where(np.isfinite(m), np.abs(m), 0)
     def map_of(name, bad):
-        "Return a color map with a color for invalid values."
+        "Return the color map `name`, with the color `bad` for invalid values."
         return matplotlib.colormaps[name].with_extremes(bad=bad)
     if log:
         top = vmax or positive_percentile(a, 100)
@@ -227,15 +229,15 @@ def color_scale(m, vmin, vmax, log, each_row=False):
 def plot_heatmap(
     layers:dict, # Dict from layer name to tensor
     title:str='', # Title of the plot
-    lw:bool=False, # Draw one panel per layer
+    lw:bool=False, # True to draw one panel per layer
     vmin:float=None, vmax:float=None, # Values at the ends of the color scale
-    log:bool=False, # Show absolute values on a logarithmic scale
-    square:bool=False, # Draw each value as a square, not as a rectangle that fills the axes
+    log:bool=False, # True to show absolute values on a logarithmic color scale
+    square:bool=False, # True to draw each value as a square, not as a rectangle that fills the axes
     ax=None, # Axes to draw into; with `lw`, an array of axes
     to=None, # Path of an image file to write
     **kwargs # More arguments for `Axes.imshow` of matplotlib
 ): # Axes; with `lw`, an array of axes
-    "Plot one heat map per layer if `lw`, else one heat map with a row for each layer."
+    "Plot one heat map per layer if `lw` (layer-wise), else one heat map with a row for each layer."
     require_values(layers)
     if lw:
         axes,note = make_axes(list(layers), ax, (4, 3), title)

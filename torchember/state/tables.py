@@ -16,7 +16,7 @@ columns_group = dict(
     all=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2', 'sum', 'mean', 'var', 'std',
         'skew', 'kurtosis', 'max', 'min', 'abs_min', 'abs_max'],
     default=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2'],
-    custom=[]) # Name of a group -> its columns; `register_reduction` adds columns to `all`
+    custom=[]) # name of a group -> its columns. `register_reduction` adds columns to `all`
 
 # %% ../../nbs/70_state/02_tables.ipynb #9f12e2d7
 def as_list(names):
@@ -38,7 +38,7 @@ def select_columns(group=None, include_keys=None, exclude_keys=None) -> list:
 
 # %% ../../nbs/70_state/02_tables.ipynb #409e8676
 def snapshot_cell(value):
-    "Return the text of a value for a table cell: a float with at most 6 digits."
+    "Return the text of a table cell. A float is rounded to 6 significant digits."
     if isinstance(value, bool) or not isinstance(value, Number):
         return str(tuple(value)) if isinstance(value, tuple|list) else printable(value)
     return f'{value:.6g}' if isinstance(value, float) else str(value)

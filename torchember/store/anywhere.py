@@ -21,7 +21,7 @@ def is_url(where):
     return not isinstance(where, os.PathLike) and hasattr(where, 'storage_options') and hasattr(where, 'fs')
 
 def located(where):
-    "Convert the place of a file to a `Path` on this machine, or to a `UPath` for a URL. `where`: path, URL, or a `UPath` with options of its store."
+    "Convert `where` to a `Path` on this machine, or to a `UPath` if it is a URL. `where`: path, URL, or `UPath` with storage options."
     if isinstance(where, str) and where.startswith(('file://', 'local://')):
         where = re.sub(r'^\w+://(localhost(?=/))?', '', where)
     if not is_url(where): return Path(where)
@@ -33,7 +33,7 @@ def located(where):
     return UPath(str(where), protocol=where.protocol, use_listings_cache=False, **where.storage_options)
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #76b8327e
-class StoreError(OSError): "Error of a remote store, such as S3."
+class StoreError(OSError): "Error raised by a remote store, such as S3."
 
 def call_store(path, f, what='read'):
     """Call `f`, which uses a remote store, and return its result. Convert errors to OSError, with `path` in the message.
@@ -82,7 +82,7 @@ class Entry(NamedTuple):
     def size(self): return self.info['size']
 
 def list_folder(folder):
-    "Return the entries of a folder as `os.DirEntry` or `Entry`; an empty list if the folder does not exist. A remote store gets one request."
+    "Return the entries of a folder as `os.DirEntry` or `Entry`; an empty list if the folder does not exist. Send one request to a remote store."
     if not is_url(folder):
         try:
             with os.scandir(folder) as found: return list(found)
@@ -95,7 +95,7 @@ def list_folder(folder):
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #8bb96478
 def open_regular(path, flags):
-    "Open a regular file: an `opener` for Python's `open`. Raise OSError for a pipe, a device or a folder, because reading these could block."
+    "Open a regular file, as `opener` of Python's `open`. Raise OSError for a pipe, device or folder, because reading could block."
     try: refuse_irregular(os.stat(path).st_mode, path)
     except FileNotFoundError: pass # the file may be missing, because `open` may create it
     fd = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0), 0o666)
@@ -112,7 +112,7 @@ def refuse_irregular(mode, path):
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #c0ad9072
 class RangedFile(io.RawIOBase):
-    "File behind a URL as a Python file object. Read its content in byte ranges instead of downloading the whole file."
+    "Python file object for a file behind a URL. It reads byte ranges instead of downloading the whole file."
     least,most = 1<<16,1<<23 # smallest and largest number of bytes in a request
 
     def __init__(self, path, size=None): # path: a `UPath`; size: size of the file in bytes, if known
@@ -160,14 +160,14 @@ def open_file(path, buffering=-1, size=None):
     return RangedFile(path, size)
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #65dadce9
-objects = { # protocols of object stores, which replace a file atomically and have no folders
+objects = { # protocols of object stores: a write replaces a file atomically, and there are no folders
     's3', 's3a', 'gs', 'gcs', 'az', 'abfs', 'abfss', 'adl', 'oci', 'oss', 'r2', 'memory', 'hf'}
 
 def write_whole(path, data):
     "Write a file behind a URL atomically: readers never see an incomplete file."
     fs = path.fs
     def write():
-        "Write `data`. If the store has folders, write first to a temporary file, which is then renamed."
+        "Write `data`. If the store has folders, write a temporary file first, then rename it."
         if path.protocol in objects: return fs.pipe_file(path.path, data)
         fs.makedirs(path.parent.path, exist_ok=True)
         temp = path.with_name(f'.torchember-{os.urandom(8).hex()}')

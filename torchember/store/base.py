@@ -19,17 +19,17 @@ from ..ground.record import plain
 from .anywhere import is_url, located, open_file, write_whole, open_regular
 
 # %% ../../nbs/30_store/00_base.ipynb #3bae564e
-texts_of_now = {} # time format -> second of the last call of `now` with this format, and the text for this second
+texts_of_now = {} # cache of `now`: time format -> (second of the last call, text for this second)
 
-def now(form='%Y-%m-%d %H:%M:%S'): # form: format of whole seconds, as for `strftime`
-    "Return the local time as text, in the format of the column `ts`."
+def now(form='%Y-%m-%d %H:%M:%S'): # form: time format of `strftime`, without fractions of a second
+    "Return the current local time as text, by default in the format of the column `ts` (time stamp of a row)."
     # reuse the text for a whole second, because calls of `strftime` took 0.1 ms of each training step
     second,known = int(time.time()),texts_of_now.get(form)
     if known is None or known[0]!=second: known = texts_of_now[form] = second,datetime.fromtimestamp(second).strftime(form)
     return known[1]
 
 # %% ../../nbs/30_store/00_base.ipynb #b4c014a2
-# characters that separate folders or control a terminal, which names must not contain
+# characters that are forbidden in names: path separators, and characters that control a terminal
 forbidden = re.compile(r'[/\\\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]')
 
 # %% ../../nbs/30_store/00_base.ipynb #7501f978
@@ -52,7 +52,7 @@ def safe_name(name, what, most=200):
 
 # %% ../../nbs/30_store/00_base.ipynb #edcd7e31
 def is_encodable(name):
-    "Return True if the file system accepts all characters of `name`. Lone surrogates are never accepted; some locales accept few characters."
+    "Return True if the file system accepts all characters of `name`. Lone surrogates are never accepted; some locales accept only few characters."
     try: return bool(name.encode().decode() and os.fsencode(name))
     except UnicodeEncodeError: return False
 
@@ -77,7 +77,7 @@ devices = re.compile(r'(?i)con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]
 
 # %% ../../nbs/30_store/00_base.ipynb #ef759c80
 def folder(libname, home=None):
-    "Return the home of a library: the folder or URL for the logs and metadata of its runs. This is `home` if given, else `~/.<libname>`."
+    "Return the folder or URL for the logs and metadata of a library's runs: `home` if given, else `~/.<libname>`."
     if home is None and libname=='torchember': home = os.environ.get('TORCHEMBER_HOME') or None
     if home is not None:
         if '\0' in str(home): raise ValueError(f"The home for logs, {str(home)!r}, contains a null character.")
@@ -99,7 +99,8 @@ def home_fallback(libname):
         if not is_private_folder(place):
             more = f" ({place} exists already, and other users can write to it)"
             place = Path(tempfile.mkdtemp(prefix=f'{libname}-'))
-    except OSError: pass # the error is ignored, because the first write to this folder will raise it again
+    # ignore the error: the first write to this folder will raise an error again
+    except OSError: pass
     warn(f"There is no home directory, so logs go to {place}{more}. Set TORCHEMBER_HOME to choose a folder.")
     return place
 
@@ -129,11 +130,12 @@ def local_only(url):
 def user():
     """Return the name of the current user, or "unknown"."""
     try: return getpass.getuser()
-    except (KeyError, OSError, ImportError): return 'unknown' # the system knows no name for the id of this user, as in some containers
+    # the user id has no name on this system, as in some containers
+    except (KeyError, OSError, ImportError): return 'unknown'
 
 # %% ../../nbs/30_store/00_base.ipynb #b1d453a2
 def open_without_links(path, flags):
-    "Open a file for writing: an `opener` for Python's `open`. Raise OSError for a symbolic link."
+    "Open a file for writing, as `opener` of Python's `open`. Raise OSError if `path` is a symbolic link."
     if os.path.islink(path):
         raise OSError(f"{printable(path)} is a link, and torchember does not write through links. Remove it, or choose another name.")
     return open_regular(path, flags | getattr(os, 'O_NOFOLLOW', 0))
@@ -150,7 +152,7 @@ def replace(path, data):
     finally: temp.unlink(missing_ok=True)
 
 # %% ../../nbs/30_store/00_base.ipynb #49ebed3a
-def write_meta(path, value): # value: JSON types, tensors and numpy values
+def write_meta(path, value): # value: metadata of JSON types, tensors and numpy values
     "Write metadata of a run to an indented JSON file. Raise TypeError for values other than JSON types, tensors and numpy values."
     data = (json.dumps(plain(value), indent=2, ensure_ascii=False, allow_nan=False)+'\n').encode()
     if len(data)>most_meta:
@@ -159,7 +161,7 @@ def write_meta(path, value): # value: JSON types, tensors and numpy values
     replace(path, data)
 
 def read_meta(path):
-    "Read a JSON file of metadata. Raise KeyError if the file does not exist, ValueError or OSError if it cannot be read."
+    "Read a JSON file of metadata. Raise KeyError if the file does not exist. Raise ValueError or OSError if it cannot be read."
     try:
         with open_file(path) as f: data = f.read(most_meta+1)
     except FileNotFoundError:
@@ -173,12 +175,12 @@ most_meta = 1<<26 # maximum size of a metadata file in bytes
 
 # %% ../../nbs/30_store/00_base.ipynb #84dd1f1f
 def valid_base(base):
-    "Check metadata of the kind 'base', read from a file. Return them without values of a wrong type. Raise ValueError if they are not a dict."
+    "Return the general metadata of a run (kind 'base'), without values of a wrong type. Raise ValueError if they are not a dict."
     if not isinstance(base, dict): raise ValueError(f"the file 'base' with the metadata of a run must contain a dict, got {an(base)}.")
     return {k: v for k,v in base.items() if k not in base_types or is_valid_base_value(v, base_types[k])}
 
 def is_valid_base_value(v, kind):
-    "Return True if the value `v`, read from a metadata file, has the type `kind` and a possible size."
+    "Return True if the value `v`, read from a metadata file, has the type `kind` and is not too large."
     if isinstance(v, bool) or not isinstance(v, kind): return False
     return len(v)<=10_000 if kind is str else 0<=v<2**53
 

@@ -19,11 +19,11 @@ longest_line = 1<<26 # maximum number of bytes of a line; longer lines are skipp
 replacement_line = b'{ a line was too long\n'
 
 def blocks(path, size, block=1<<18, said=lambda: None, longest=longest_line, start=0):
-    """Yield the lines of a file in blocks, from byte `start` to byte `size`. The last line may be incomplete.
+    """Yield the bytes of a file from byte `start` to byte `size` in blocks that end with a line. The last line may be incomplete.
 
     `said`: function that is called for each line longer than `longest` bytes.
     """
-    rest,n = [],0 # rest: fragments of a line whose end has not been read yet; n: number of their bytes
+    rest,n = [],0 # rest: pieces of a line that is not read completely yet; n: bytes in these pieces
     with open_file(path, buffering=0) as f:
         f.seek(start)
         size -= start
@@ -57,10 +57,10 @@ def warn_long_line(path):
     warn(f"A line of {printable(os.path.basename(str(path)))} has more than {longest_line>>20} MB. torchember writes no such line, so it was skipped.")
 
 # %% ../../nbs/30_store/06_lines.ipynb #0348bf23
-bad = ('nan', 'posinf', 'neginf') # columns that count the values of a tensor that are NaN or infinite
+bad = ('nan', 'posinf', 'neginf') # columns with the numbers of NaN, +inf and -inf values in a tensor
 
 def restore_row(row):
-    "Replace each null of a statistic in a row by NaN or infinity, because JSON has neither. The row's counts of NaN and infinity decide which."
+    "Replace null statistics of a row by NaN or infinity, because JSON has neither. Choose by the row's counts of NaN and infinity."
     lost = [k for k,v in row.items() if v is None and k in derived]
     if lost:
         kinds = [bool(row.get(k)) for k in bad]
@@ -101,5 +101,5 @@ def parse_blocks(blocks, file=None):
     return rows, torn
 
 def reading_bar(file):
-    "Return a progress bar for the bytes read from `file`, a pair (path, size), or None if the size is unknown."
+    "Return a progress bar that counts bytes read. `file`: (path, size) of the file, or None if the size is unknown."
     return progress(file[1], f'reading {os.path.basename(str(file[0]))}') if file else progress(None, 'reading')

@@ -7,14 +7,14 @@ __all__ = ['most_losses', 'most_labels', 'texts', 'whole_numbers', 'is_valid_los
 
 # %% ../../nbs/30_store/05_losses.ipynb #30325975
 most_losses = 64 # maximum number of loss terms that are described for a run
-most_labels = 4096 # labels of at least this number are not counted one by one
+most_labels = 4096 # each label is counted only if all labels are below this number
 
 texts = 'name', 'tname', 'kind', 'takes', 'target_dtype', 'end'
 whole_numbers = ('first_step', 'seen', 'expanded', 'batches', 'single', 'distinct', 'smallest', 'largest',
     'classes', 'ignore_index', 'softmax_dim', 'softmax_size', 'positions')
 
 def is_valid_loss(e) -> bool:
-    "Return True if a value from a file has the keys and types of a loss entry in the metadata."
+    "Return True if `e`, a value from a metadata file, is a valid description of a loss term."
     if not isinstance(e, dict) or not isinstance(e.get('kind'), str) or not isinstance(e.get('name'), str): return False
     if not all(isinstance(e.get(k), str|None) and len(e.get(k) or '')<=1000 for k in texts): return False
     if not all(isinstance(e.get(k), int|None) for k in whole_numbers): return False
@@ -24,7 +24,7 @@ def is_valid_loss(e) -> bool:
         and all(isinstance(e.get(k), float|int|None) for k in ('share', 'next_tokens')))
 
 def valid_losses(meta) -> list:
-    "Return the valid entries of metadata of the kind 'losses'."
+    "Return the valid descriptions of loss terms in metadata of the kind 'losses'."
     found = meta.get('losses') if isinstance(meta, dict) else None
     return [e for e in found[:most_losses] if is_valid_loss(e)] if isinstance(found, list) else []
 

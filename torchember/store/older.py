@@ -14,13 +14,13 @@ from .anywhere import is_url, open_regular
 
 # %% ../../nbs/30_store/09_older.ipynb #c8045359
 def is_older(path):
-    "Return True if `path` is a folder with row files, as torchember 0.2 wrote them."
+    "Return True if `path` is a run of torchember 0.2: a folder with files of rows."
     if is_url(path) or not os.path.isdir(path): return False
     try: return bool(row_files(path))
-    except OSError: return False # the user may not have permission to read the folder
+    except OSError: return False # raised if the user has no permission to read the folder
 
 def row_files(folder):
-    "Return the row files in a folder of torchember 0.2, sorted by the time of their first row."
+    "Return the paths of the files with rows in a run folder of torchember 0.2, sorted by the time of their first row."
     with os.scandir(folder) as found: files = [f for f in found if f.name.endswith('.log') and f.is_file()]
     return [f.path for f in sorted(files, key=lambda f: (first_time(f.path), f.name))]
 
@@ -31,7 +31,7 @@ def first_time(path):
 
 # %% ../../nbs/30_store/09_older.ipynb #8d9d1ac5
 def marks_in_name(path):
-    "Return the marks of a row file: name -> value. torchember 0.2 stored the user's marks in the name of the file."
+    "Return the user's marks (columns such as epoch=2) as a dict. torchember 0.2 stored marks in the name of a row file."
     name = os.path.basename(path).removesuffix('.log').removeprefix('init-00')
     return {k: to_number(v) for k,v in re.findall(r'_([A-Za-z]\w*?)-(-?\d[\d.]*(?:e[+-]?\d+)?(?=_|$)|.*?(?=_[A-Za-z][A-Za-z0-9]*-|$))', name)}
 
@@ -47,7 +47,7 @@ def to_number(text):
 ttypes_of_02 = {'input_dt': 'input', 'output_dt': 'output', 'in': 'input', 'out': 'output', 'grad': 'weight_grad'}
 
 def convert_row(row, marks, seen):
-    """Convert a row of torchember 0.1 or 0.2 to the current format. `marks`: marks of the row's file.
+    """Convert a row of torchember 0.1 or 0.2 to the current format. `marks`: user's columns from the file name.
 
     `seen`: Counter of the rows of each tensor. The count is used as the step.
     """
@@ -66,7 +66,7 @@ def convert_row(row, marks, seen):
 most = 64_000_000 # maximum number of characters of one JSON row in a file
 
 def json_rows(f, size=1<<22):
-    """Yield the JSON rows of a file with a comma before each row. Yield the text of invalid rows.
+    """Yield the rows of a file that has a comma before each JSON row. For an invalid row, yield its text instead of a dict.
 
     `size`: number of characters to read at once.
     """
@@ -78,9 +78,9 @@ def json_rows(f, size=1<<22):
             try: row,at = decode(text, at)
             except (ValueError, RecursionError):
                 following = text.find(',{"', at+1)
-                # the text read so far does not contain the end of this row, so more must be read
+                # read more, because the text read so far does not contain the end of this row
                 if not begins_row(text, following+1): break
-                # an incomplete row, to which another process has appended rows, is yielded as text
+                # yield an incomplete row as text; another process has appended rows after this row
                 yield text[at:following][:200]
                 at = following
                 continue
@@ -103,11 +103,11 @@ def older_blocks(folder):
         marks = marks_in_name(path)
         with open(path, encoding='utf-8', errors='replace', opener=open_regular) as f:
             for row in json_rows(f):
-                # an incomplete row becomes a JSON string, which readers count as an incomplete line
+                # write an incomplete row as a JSON string, so that readers count it as an incomplete line
                 yield line_of(convert_row(row, marks, seen))+b'\n' if isinstance(row, dict) else json.dumps(row).encode()+b'\n'
 
 def size_and_rows(folder):
-    "Return the number of bytes and rows of a run of torchember 0.2, without parsing the rows: count the key 'ttype', which each row has."
+    "Return the numbers of bytes and rows of a run of torchember 0.2. Count the key 'ttype' of each row instead of parsing rows."
     size = rows = 0
     for path in row_files(folder):
         with open(path, 'rb', opener=open_regular) as f:
@@ -116,21 +116,22 @@ def size_and_rows(folder):
                 size += len(data)
                 data = rest+data
                 rows += data.count(b'"ttype":')
-                rest = data[-7:] # the last bytes are kept, because the key 'ttype' may be split between two reads
+                rest = data[-7:] # keep the last bytes, because the key 'ttype' may be split between two reads
     return size, rows
 
 # %% ../../nbs/30_store/09_older.ipynb #5b048526
 def is_version_01(base):
-    "Return True if the run was written by torchember 0.1. `base`: its metadata."
+    "Return True if the run was written by torchember 0.1. `base`: general metadata of the run."
     return isinstance(base, dict) and 'start' in base and 'schema' not in base
 
 def convert_lines_of_01(blocks):
-    "Convert blocks of lines of torchember 0.1 to blocks in the current format."
+    "Convert blocks of JSON lines, written by torchember 0.1, to the current row format."
     seen = Counter()
     for data in blocks:
         out = []
         for line in data.split(b'\n'):
             try: row = json.loads(line)
-            except (ValueError, RecursionError): row = None # the line stays unchanged, so that readers count it as incomplete
+            # keep the line, so that readers count it as incomplete
+            except (ValueError, RecursionError): row = None
             out.append(line_of(convert_row(row, {}, seen)) if isinstance(row, dict) else line)
         yield b'\n'.join(out)

@@ -13,7 +13,7 @@ from collections import Counter
 # %% ../../nbs/30_store/05_parameters.ipynb #d3977f2c
 def parameter_entry(path, name, shape, dtype, requires_grad, optimizer=None, gradient=None, called=None, also=(),
     recorded=True, changes=False, elsewhere=False):
-    """Return the facts about one parameter as a dict, for the metadata of a run. The value None means unknown.
+    """Return a dict that describes one parameter, for the metadata of a run. An argument None means unknown.
 
     `path`: path of the parameter's module. `name`: its name in the module. `shape`: None for a lazy parameter.
     `also`: other names of a shared parameter. `optimizer`: True if an optimizer has the parameter. `gradient`: True
@@ -34,9 +34,9 @@ def label_of(p):
 frozen,forgotten,cut_off,not_called = reasons = ('frozen', 'not in the optimizer', 'no gradient ever arrived',
     'module never called')
 
-def why_not(p): # p: description of a parameter by `parameter_entry`
+def why_not(p): # p: dict from `parameter_entry` that describes a parameter
     "Return the reason why a parameter is not trained. Return None if the parameter is trained, or if no reason is known."
-    # no reason is given, because another optimizer or the user's code may train this parameter
+    # give no reason, because another optimizer or the user's code may train this parameter
     if p.get('recorded') is False or p.get('changes'): return None
     if not p.get('gradient') and p['requires_grad'] is False: return frozen
     if p.get('optimizer') is False and not p.get('elsewhere'): return forgotten
@@ -45,7 +45,7 @@ def why_not(p): # p: description of a parameter by `parameter_entry`
 
 # %% ../../nbs/30_store/05_parameters.ipynb #28f84829
 def parts_alike(ps, which):
-    """Return the largest modules with only parameters of the set `which`, as pairs (name, number of parameters). The name '' is the whole model.
+    """Return the largest modules with all parameters in the set `which`, as (name, number of parameters). Name '' is the whole model.
 
     `which`: set of ids of entries in `ps`.
     """
@@ -59,11 +59,11 @@ def parts_alike(ps, which):
     return [(part, all_[part]) for part in found]
 
 def names_around(p):
-    "Return the names of the modules containing a parameter, from the whole model inwards, then the name of the parameter."
+    "Return the names of all modules that contain a parameter, from the whole model to the innermost module, then the parameter's name."
     names = label_of(p).split('.', deepest)
     return ['.'.join(names[:i]) for i in range(len(names)+1)]
 
-deepest = 50 # maximum number of module levels in a name; deeper levels are not split
+deepest = 50 # maximum number of module levels that are split in a parameter name
 
 # %% ../../nbs/30_store/05_parameters.ipynb #efcd0043
 def untrained(ps, only=None, most=4):
@@ -93,12 +93,12 @@ def read_parameters(t): # t: the run, a `tracker`
     except (KeyError, ValueError, OSError): return [] # the file does not exist, or cannot be read
 
 def read_training_facts(t): # t: the run, a `tracker`
-    "Return the facts about a run's training from its metadata, as `facts_in` does; {} if the run has none."
+    "Read the metadata of a run, and return facts about its training as in `facts_in`; {} if there are none."
     try: return facts_in(t.about.get('parameters') or t[f'parameters_{t.fname}'])
     except (KeyError, ValueError, OSError): return {} # the file does not exist, or cannot be read
 
 def facts_in(meta):
-    """Return facts about the training, such as the state of autocast, as a dict, from metadata of the kind 'parameters'.
+    """Return a dict of facts about the training, such as the state of autocast. `meta`: metadata of the kind 'parameters'.
 
     The key 'modes' has the facts about training and evaluation mode, as `recorder.modes.ModeFacts` writes them."""
     if not isinstance(meta, dict): return {}
@@ -117,7 +117,7 @@ def valid_modes(modes):
     return lists | ({'dropout': calls} if valid and calls else {})
 
 def is_valid_entry(p):
-    "Return True if a value read from a file is a valid description of a parameter, as `parameter_entry` makes it."
+    "Return True if `p`, a value from a metadata file, is a valid description of a parameter, as made by `parameter_entry`."
     if not isinstance(p, dict) or not isinstance(p.get('requires_grad'), bool): return False
     also,shape = p.get('also', []),p.get('shape')
     if not isinstance(also, list) or not isinstance(shape, list|None) or not isinstance(p.get('dtype'), str|None):
@@ -126,4 +126,4 @@ def is_valid_entry(p):
     flags = 'optimizer', 'gradient', 'called', 'recorded', 'changes', 'elsewhere'
     return all(type(n) is int and n>=0 for n in shape or ()) and all(isinstance(p.get(k), bool|None) for k in flags)
 
-most_entries = 20_000 # maximum number of parameters of a run that are read
+most_entries = 20_000 # maximum number of parameters that are read from the metadata of a run

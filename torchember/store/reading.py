@@ -25,24 +25,24 @@ def marks_in(layouts):
     return list(found)
 
 def distinct_layouts(rows):
-    "Return the tuple of keys (layout) of each row that has a new key, in the order of the rows."
+    "Return the layouts (tuples of keys) of all rows that have a new key, in the order of the rows."
     known = set()
     return [keys for keys in dict.fromkeys(map(tuple, rows)) if not known.issuperset(keys) and not known.update(keys)]
 
 # %% ../../nbs/30_store/08_reading.ipynb #202deb91
 def frame(rows, layouts=None):
-    "Convert rows (dicts) to a pandas table with columns in the usual order. `layouts`: as `distinct_layouts` returns them, found by default."
+    "Convert rows (dicts) to a pandas table with columns in the usual order. `layouts`: result of `distinct_layouts`, computed by default."
     if layouts is None: layouts = distinct_layouts(rows)
     there = set().union(*rows)
     names = [k for k in dict.fromkeys(k for keys in layouts for k in keys) if k in there]
     return order_columns(pd.DataFrame(rows, columns=names if rows else identity[:7]), layouts)
 
 # %% ../../nbs/30_store/08_reading.ipynb #b9f0305b
-# columns that become whole numbers, even if another program wrote 2.0
+# columns to convert to whole numbers, even if another program wrote a float such as 2.0
 numbered = ('step', 'call', 'micro', 'backward', 'rank')
 
 def order_columns(df, layouts):
-    "Order the columns of a table, convert counts to whole numbers, and add columns with the counts of NaN and infinity if these are missing."
+    "Sort the columns of a table, convert counts to whole numbers, and add missing columns with the counts of NaN and infinity."
     for c in numbered:
         if c in df and df[c].dtype.kind=='f' and (abs(df[c])<2**53).all() and (df[c]%1==0).all():
             df[c] = df[c].astype('int64')
@@ -52,21 +52,21 @@ def order_columns(df, layouts):
     return df[column_order(df.columns, marks_in(layouts))]
 
 def to_counts(values):
-    "Convert a column of counts to whole numbers, with 0 for a missing count. Leave a user's column with other values unchanged."
+    "Convert a column of counts to whole numbers, with 0 for a missing count. Return the column unchanged if it has other values."
     if values.dtype.kind not in 'if': return values
     whole = values.fillna(0)
     return whole.astype('int64') if (abs(whole)<2**53).all() and (whole%1==0).all() else values
 
 # %% ../../nbs/30_store/08_reading.ipynb #ee1fa7d1
 def path_of(module):
-    "Return the path of a module, as in `named_modules`, from its display name. The path of the root module is ''."
-    # for a component without parentheses, the whole text is the name, because a module of unknown class has no class in its display name
+    "Convert the display name of a module to its path, as in `named_modules`. The path of the root module is ''."
+    # a component is 'name(Class)', or only 'name' if the class is unknown
     return '.'.join(part.rpartition('(')[0] or part for part in module.split('.')[1:])
 
 def with_path(df):
     "Insert the column `path` (path of the module) after `module`, if the table has rows of tensors."
     if not {'module', 'ttype', 'tname'}<=set(df.columns): return df
-    if 'path' in df: # a path that was recorded with the row is kept
+    if 'path' in df: # keep each path that was recorded with its row
         own = df['path'].map(lambda p: isinstance(p, str)).to_numpy(bool)
         if own.all(): return df
         return df.assign(path=df['path'].astype(object).where(own, paths_of_modules(df['module']).astype(object)))
@@ -76,7 +76,7 @@ def with_path(df):
 def paths_of_modules(modules):
     "Convert a column of display names of modules to paths. A categorical column stays categorical."
     try: there = modules.cat.categories if hasattr(modules, 'cat') else modules.unique()
-    # a list or dict as the module of a row is not hashable
+    # raised if the column `module` contains a list or dict, because these are not hashable
     except TypeError: return modules.map(lambda m: path_of(m) if isinstance(m, str) else m)
     known = {m: path_of(m) if isinstance(m, str) else m for m in there}
     if not hasattr(modules, 'cat'): return modules.map(known)
@@ -86,24 +86,25 @@ def paths_of_modules(modules):
         index=modules.index)
 
 # %% ../../nbs/30_store/08_reading.ipynb #de3276d9
-# Columns that identify a row. A later row with equal values in these columns may replace an earlier row
+# columns that identify a row: a later row with equal values in these columns may replace an earlier row
 row_key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'phase', 'backward', 'rank', 'shard')
 
 # %% ../../nbs/30_store/08_reading.ipynb #4174c1a4
 def without_superseded(rows):
-    """Drop each row that a later row replaces: a later row with the same `row_key` and the column `supersedes`.
+    """Drop each row that is replaced by a later row: equal values in the columns `row_key`, and a value in the column `supersedes`.
 
     `rows`: list of dicts, or a table.
     """
     try: return drop_superseded(rows)
-    except TypeError: return drop_superseded(rows, hashable_value) # a list or dict in the key is not hashable
+    # raised for a list or dict in the key
+    except TypeError: return drop_superseded(rows, hashable_value)
 
 def hashable_value(value):
-    "Return a value unchanged, but a list or dict as its `repr`, which is hashable."
+    "Return the `repr` of a list or dict, because lists and dicts are not hashable. Return other values unchanged."
     return repr(value) if isinstance(value, dict|list) else value
 
 def drop_superseded(rows, f=None):
-    "Drop each row that a later row replaces. `f`: function to make a value hashable, or None."
+    "Drop each row that is replaced by a later row. `f`: function that makes a value of the row's key hashable, or None."
     if not isinstance(rows, list):
         if 'supersedes' not in rows: return rows
         by = [c for c in row_key if c in rows]
@@ -121,7 +122,7 @@ def drop_superseded(rows, f=None):
 
 # %% ../../nbs/30_store/08_reading.ipynb #8c93150b
 def table_of_lines(blocks, file=None):
-    """Read blocks of JSON lines as a table, faster than `frame`, with an equal result. Return the table and the number of incomplete lines.
+    """Read blocks of JSON lines into a pandas table, faster than `frame`. Return the table and the number of incomplete lines.
 
     `blocks`: function that yields blocks. `file`: path and size of the log, for a progress bar.
     """
@@ -129,7 +130,7 @@ def table_of_lines(blocks, file=None):
     return table_of_columns(columns, layouts, n), torn
 
 def table_of_columns(columns, layouts, n):
-    "Make a pandas table of `n` rows from the results of `columns_of_lines`: `columns` and `layouts`."
+    "Make a pandas table of `n` rows from `columns` and `layouts`, the results of `columns_of_lines`."
     if not n: return frame([], layouts)
     return order_columns(pd.DataFrame(columns, index=range(n), copy=False),
         layouts)

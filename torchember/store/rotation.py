@@ -28,14 +28,15 @@ def check_store(store):
     return store
 
 # %% ../../nbs/30_store/12_rotation.ipynb #ada45d27
-exit_busy = 75 # exit code of the child process if another process has locked the folder of parts
+# exit code of the child process if another process has locked the folder of Parquet parts
+exit_busy = 75
 
 class CompactionProcess:
     "Child process that converts the JSON lines of a log to Parquet parts."
     program = 'import sys, json; sys.path[:] = json.loads(sys.argv[1]); from torchember.store.rotation import run_compaction; run_compaction(sys.argv[2])'
 
     def __init__(self, path):
-        # the child gets its own process group, so that Ctrl-C in the terminal does not end it
+        # start the child in its own process group, so that Ctrl-C in the terminal does not end the child
         own_group = {'process_group': 0} if os.name=='posix' else {}
         self.p = subprocess.Popen([sys.executable, *interpreter_flags(), '-c', self.program,
             json.dumps(path_of_child()), os.path.abspath(path)],
@@ -49,14 +50,14 @@ class CompactionProcess:
         return True
 
     def error(self):
-        "Return the error message of the ended child process; None if it succeeded. Raise BlockingIOError if another process had locked the log."
+        "Return the error message of the ended child, or None if it succeeded. Raise BlockingIOError if another process had locked the log."
         with self.p.stderr as f: text = f.read().decode(errors='replace').strip()
         if self.p.returncode==exit_busy: raise BlockingIOError
         if self.p.returncode==0: return None
         return printable(text.splitlines()[-1] if text else f'it ended with {self.p.returncode}', 300)
 
 def run_compaction(path):
-    "Convert the renamed JSON lines of a log to Parquet parts, then exit. Main function of the child process."
+    "Convert a log's renamed file of JSON lines to Parquet parts. This is the main function of the child process."
     if hasattr(os, 'nice'): os.nice(3)
     try: compact_renamed(Path(path))
     except BlockingIOError: sys.exit(exit_busy)
@@ -64,12 +65,12 @@ def run_compaction(path):
 
 # %% ../../nbs/30_store/12_rotation.ipynb #1f2c26d3
 def lines_left(path):
-    "Return the number of bytes of a log's lines that are not yet in a Parquet part."
+    "Return the size in bytes of a log's JSON lines that are not yet in a Parquet part."
     return sum(max(size_or_zero(f)-start, 0) for f,start in parts_and_lines(path)[1])
 
 class Rotation:
-    "Decides when a log's file of JSON lines is renamed to be converted to Parquet (a rotation). Runs the child process that converts the file."
-    # number of rows and bytes that start a rotation, slightly below the limits of a Parquet part
+    "Controls the rotations of a log. A rotation renames the file of JSON lines, and a child process converts this file to Parquet."
+    # a rotation starts at this number of rows or bytes, slightly below the limits of a Parquet part
     most_rows,most_bytes = compaction.most_rows*7//8,compaction.most_bytes*7//8
     pause = 10. # seconds until the next attempt after an error; doubled after each error
     patience = 60. # seconds to wait for the child process at the end of the run
@@ -77,14 +78,14 @@ class Rotation:
     # note: function that shows a message to the user; group: number of rows in a Parquet row group
     def __init__(self, note, group=group_rows):
         self.note,self.group = note,group
-        # ready: True if a renamed file waits for its conversion
+        # ready: True if a renamed file must still be converted
         self.child,self.ready,self.lock = None,False,threading.Lock()
         self.again,self.wait = 0.,self.pause
-        self.rows = self.bytes = 0 # rows, bytes: numbers of rows and bytes written before the last rotation
-        self.left = None # bytes of lines that an earlier process wrote but did not convert; None if unknown
+        self.rows = self.bytes = 0 # numbers of rows and bytes that were written before the last rotation
+        self.left = None # bytes of lines left unconverted by an earlier process; None if unknown
 
     def rotate_if_due(self, disk):
-        "Rename the file of lines of `disk`, a `JsonLines`, if it has enough lines. Call this method while no lines are appended."
+        "Rename the file of JSON lines of the log `disk` if it is large enough. Call this method while no lines are appended."
         if self.child is not None or self.ready or time.monotonic()<self.again: return
         try:
             if self.left is None: self.left = lines_left(disk.path)-disk.written
@@ -98,7 +99,7 @@ class Rotation:
         self.ready = True
 
     def run_child(self, path):
-        "Check the child process if it is running, or start it if a renamed file must be converted. Do not wait for its end."
+        "Check the running child process, or start a child process if a renamed file must be converted. Do not wait for the child."
         if self.child is None and not self.ready or not self.lock.acquire(blocking=False): return
         try:
             if self.child is not None: self.check_child()
@@ -107,7 +108,7 @@ class Rotation:
         finally: self.lock.release()
 
     def check_child(self, patience=0):
-        "Wait up to `patience` seconds for the child process. Raise OSError if it has failed."
+        "Wait up to `patience` seconds for the end of the child process. Raise OSError if the child has failed."
         if not self.child.has_ended(patience): return
         child,self.child = self.child,None
         if error := child.error(): raise OSError(error)
@@ -119,7 +120,8 @@ class Rotation:
         `then`: end of the warning.
         """
         self.again = time.monotonic()+self.wait
-        if isinstance(e, BlockingIOError): return # no warning, because another process is already converting the log
+        # no warning: another process is already converting the log
+        if isinstance(e, BlockingIOError): return
         self.wait *= 2
         self.note(f"lines of the run could not be converted to Parquet: they remain JSON lines, and {then}", e)
 
@@ -149,10 +151,10 @@ class ParquetLog(JsonLines):
         self.rotation = Rotation(self.note, group)
 
     def after_flush(self):
-        "Rename the file of JSON lines for conversion if it is large enough. The lock is held."
+        "Rename the file of JSON lines for its conversion, if the file is large enough. The caller holds the lock."
         self.rotation.rotate_if_due(self)
     def in_background(self):
-        "Start or check the child process that converts lines. The lock is not held."
+        "Start or check the child process that converts lines to Parquet. The caller does not hold the lock."
         self.rotation.run_child(self.path)
     def finish(self):
         "Convert the remaining lines to Parquet at the end of the run."

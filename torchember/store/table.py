@@ -11,11 +11,11 @@ from html import escape
 from ..ground.record import identity, optional
 
 # %% ../../nbs/30_store/04_table.ipynb #a0fcf9eb
-# tensor types whose statistics the table shows for a module: the first type in this order that has a row
+# a module's statistics in the table come from its first tensor type in this order that has a row
 shown_ttypes = ('output', 'input', 'weight')
 
 def tree_nodes(tree):
-    "Yield (depth, node) of each node of a module tree, parents first. A node is a dict {'name', 'short', 'children'}."
+    "Yield (depth, node) for each node of a module tree, a parent before its children. A node is a dict {'name', 'short', 'children'}."
     todo = [(0, tree)]
     while todo:
         depth,node = todo.pop()
@@ -23,7 +23,7 @@ def tree_nodes(tree):
         todo += [(depth+1, c) for c in reversed(node.get('children', ()))]
 
 def row_per_module(rows):
-    "Return one row for each module: its display name -> the row of its output; without an output, of its input or weight."
+    "Return a dict: display name of a module -> row of its output. A module without output rows has a row of its input or weight."
     best = {}
     for r in rows:
         name = r.get('module')
@@ -32,12 +32,12 @@ def row_per_module(rows):
     return {n: r for n,(_,r) in best.items()}
 
 def html_cell(value):
-    "Return a value as text for a cell of an HTML table."
+    "Convert a value to the text of a cell in an HTML table."
     return escape(f'{value:.4g}' if isinstance(value, float) else '' if value is None else f'{value!s:.200}')
 
 # %% ../../nbs/30_store/04_table.ipynb #0209f9da
 def valid_tree(value, most=1_000_000): # value: metadata of the kind 'structure'; most: maximum number of modules
-    "Return the tree of modules, read from a metadata file, without values of a wrong type. Return None if the value is no tree."
+    "Return the module tree from a metadata file, without values of a wrong type. Return None if `value` is not a tree."
     if not isinstance(value, dict) or not isinstance(value.get('name'), str): return None
     root,n = valid_node(value),1
     todo = [(value, root)]
@@ -50,14 +50,14 @@ def valid_tree(value, most=1_000_000): # value: metadata of the kind 'structure'
     return root
 
 def valid_node(value):
-    "Return a node of the module tree with the values in `value` of the right types, without child nodes."
+    "Return a node of the module tree, without children, from the dict `value`. Omit values of a wrong type."
     name,short,path = (v if isinstance(v := value.get(k), str) else '' for k in ('name', 'short', 'path'))
     aliases = [a for a in value['aliases'] if isinstance(a, str)] if isinstance(value.get('aliases'), list) else []
     more = {'aliases': aliases, 'activation': a if isinstance(a := value.get('activation'), str) else None}
     return {'name': name, 'short': short or name.rpartition('.')[2], 'path': path} | {k: v for k,v in more.items() if v}
 
 def activations_in(value): # value: metadata of the kind 'structure'
-    "Return the activations in Keras layers, such as `Dense(3, activation='relu')`: path of the layer -> class of the activation."
+    "Return the activations of Keras layers, such as `Dense(3, activation='relu')`, as a dict: path of the layer -> activation class."
     tree = valid_tree(value)
     return {n['path']: n['activation'] for _,n in tree_nodes(tree) if 'activation' in n} if tree else {}
 
@@ -68,7 +68,7 @@ def tree_in(t):
 
 # %% ../../nbs/30_store/04_table.ipynb #b2543b34
 def tree_table(title, tree, rows, most=200):
-    """Return an HTML table: a title, and the tree of modules with statistics from `rows`, the rows of one step.
+    """Return an HTML table with a title, and the module tree with statistics. `rows`: the rows of one step.
 
     `most`: maximum number of modules to show.
     """

@@ -22,11 +22,11 @@ from .tags import Key, Tag, asked, numbers, tap_p
 
 # %% ../../../nbs/88_jaxember/25_attention.ipynb #ee359a15
 def heads_first(x):
-    "Return queries or keys (..., length, heads, size) with the axes (sequences, heads, length, size)."
+    "Reshape queries or keys from (..., length, heads, size) to (sequences, heads, length, size)."
     return jnp.moveaxis(x.reshape(-1, *x.shape[-3:]), -2, -3)
 
 def to_four_dimensions(x, lead):
-    "Return a mask or bias with four dimensions. `lead`: sizes of the axes before the heads, which `x` may lack or have with the size 1."
+    "Return a mask or bias as a four-dimensional array. `lead`: sizes of the batch axes; in `x`, these axes may be missing or have the size 1."
     if x is None: return None
     x = jnp.asarray(x)
     x = x.reshape((1,)*(len(lead)+3-x.ndim)+x.shape)
@@ -34,12 +34,12 @@ def to_four_dimensions(x, lead):
     return x.reshape(-1, *x.shape[-3:])
 
 def window_of(given):
-    "Return the largest distances to earlier and to later keys, or None. cuDNN counts the query's own key as part of the window."
+    "Return the attention window: largest distances to earlier and later keys, or None. cuDNN's window length includes the query's own key."
     length = given.get('sliding_window_length')
     return given.get('local_window_size') if length is None else (length-1, 0)
 
 def attention_arguments(given) -> tuple:
-    "Return queries, keys, `Limits` and scale from the arguments of an attention function. `given`: name of an argument -> value."
+    "Return queries, keys, `Limits` (visible keys) and scale from the arguments of an attention function. `given`: argument values by name."
     q,k = given['query'],given['key']
     mask,bias = (to_four_dimensions(given.get(n), q.shape[:-3]) for n in ('mask', 'bias'))
     causal = bool(given.get('is_causal')) or 'CAUSAL' in getattr(given.get('mask_type'), 'name', '')
@@ -49,13 +49,13 @@ def attention_arguments(given) -> tuple:
 
 # %% ../../../nbs/88_jaxember/25_attention.ipynb #5d9733f4
 class Reports(threading.local):
-    "State of one thread. `say`: function that shows a warning, or None if no attention is recorded."
+    "Setting of one thread for recording attention. `say`: function that shows a warning, or None if attention is not recorded."
     say = None
 
 reports = Reports()
 
 def tag_attention(given):
-    "Compute the numbers of a call of attention, and tag them with the path of the running module. `given`: name of an argument -> value."
+    "Compute the statistics of an attention call, and tag them for recording in the running module. `given`: argument values by name."
     given = {n: lax.stop_gradient(x) if isinstance(x, jax.Array) else x for n,x in given.items()}
     q,k,limits,scale = attention_arguments(given)
     if not q.size or not k.size: return
@@ -65,11 +65,11 @@ def tag_attention(given):
 
 @cache
 def with_tagged_numbers(function):
-    "Wrap an attention function of JAX or flax: the wrapper also tags the numbers of the call, if the step records attention."
+    "Wrap an attention function of JAX or flax. If the step records attention, the wrapper also tags the statistics of each call for recording."
     of = signature(function)
     @wraps(function)
     def run(*args, **kwargs):
-        "Call the original function. Then tag the numbers of the call."
+        "Call the original attention function. Then tag the statistics of the call for recording, and return the function's result."
         out = function(*args, **kwargs)
         if reports.say is None or thread_state.initializes or asked.value is None or not asked.value.attention: return out
         try: tag_attention(of.bind(*args, **kwargs).arguments)
@@ -81,24 +81,25 @@ def with_tagged_numbers(function):
 
 # %% ../../../nbs/88_jaxember/25_attention.ipynb #93383ca0
 of_flax = 'dot_product_attention_weights'
-of_jax = '_dot_product_attention_xla', 'cudnn_dot_product_attention' # one for each `implementation=` of `jax.nn.dot_product_attention`
+# functions that `jax.nn.dot_product_attention` calls, one for each value of its argument `implementation=`
+of_jax = '_dot_product_attention_xla', 'cudnn_dot_product_attention'
 
 def replaced_functions():
-    "Return a list of (Python module, name, function): the functions to replace. Modules of flax that are not imported are left out."
+    "Return the attention functions to replace, as a list of (Python module, name, function). Flax modules that are not imported are left out."
     there = [(n, of_flax) for n in ('flax.linen.attention', 'flax.linen', 'flax.nnx.nn.attention', 'flax.nnx')]
     there += [(jax.nn.dot_product_attention.__module__, n) for n in of_jax]
     return [(sys.modules[m], n, getattr(sys.modules[m], n)) for m,n in there if hasattr(sys.modules.get(m), n)]
 
 def unknown_functions():
-    "Return the names of functions that this version of JAX does not have, so that `jax.nn.dot_product_attention` is not recorded."
+    "Return the names of attention functions missing in this JAX version. If one is missing, `jax.nn.dot_product_attention` may not be recorded."
     return [n for n in of_jax if not hasattr(sys.modules[jax.nn.dot_product_attention.__module__], n)]
 
 class ReplacedFunctions:
-    "Attention functions that are replaced in this process, while at least one thread records attention."
+    "Attention functions of JAX and flax. They are replaced by wrappers while at least one thread of this process records attention."
     def __init__(self): self.users,self.done,self.lock = 0,[],threading.Lock()
 
     def start(self):
-        "Count a thread that records attention. The first such thread replaces the functions."
+        "Increase the number of threads that record attention. The first thread replaces the attention functions by wrappers."
         with self.lock:
             self.users += 1
             if self.users>1: return
@@ -106,7 +107,7 @@ class ReplacedFunctions:
             for m,n,f in self.done: setattr(m, n, with_tagged_numbers(f))
 
     def stop(self):
-        "Count a thread that stops recording. The last such thread restores the functions, except those that other code has replaced since."
+        "Decrease the number of threads that record attention. The last thread restores the functions, unless other code has replaced them since."
         with self.lock:
             self.users -= 1
             if self.users: return
@@ -118,9 +119,9 @@ replacements = ReplacedFunctions()
 
 @contextmanager
 def reported_attention(say):
-    """Return a context manager: inside it, calls of attention are tagged in this thread, if the `TagRequest` asks for attention.
+    """Return a context manager that tags attention calls of this thread for recording, if the thread's `TagRequest` (settings) asks for attention.
 
-    `say`: function that shows a warning, or None to tag no attention."""
+    `say`: function that shows a warning, or None to record no attention."""
     if say is None:
         yield
         return

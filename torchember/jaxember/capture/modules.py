@@ -28,7 +28,7 @@ def root_place(cls, model=None): return Place('', f'model({cls})', model)
 
 @cache
 def child_place(where, key, cls):
-    """Return the `Place` of a submodule.
+    """Return the `Place` (path and display name) of a submodule.
 
     `where`: `Place` of its parent. `key`: name of the submodule in its parent. `cls`: its class name, or '' if unknown."""
     return Place(f'{where.path}.{key}' if where.path else key,
@@ -83,7 +83,7 @@ def operation_scope(start, numbers):
     return start
 
 def move_scope(s, to):
-    "Return the `Scope` of the module of `s` when the module of `to` calls it. Needed because JAX reuses compiled code for a new caller."
+    "Return a `Scope` for the module of `s`, called by the module of `to`. Needed because JAX reuses compiled code for different callers."
     base,cls = s.parent and s.parent.where,s.where.name.rpartition('(')[2].rstrip(')')
     if base is None: return scope_of_module(child_place(to.where, cls, cls), to)
     if not (s.where.path+'.').startswith(base.path+'.' if base.path else '') or not s.where.name.startswith(base.name):
@@ -100,7 +100,7 @@ class ThreadState(threading.local):
 thread_state = ThreadState()
 
 def enter_module(where):
-    "Return the `Scope` of a module that begins to run, and the context manager for its call."
+    "Return the `Scope` (record of a running module) of a module that begins to run, and the context manager in which its call runs."
     scope = scope_of_module(where, thread_state.stack[-1][5] if thread_state.stack else None)
     return scope, thread_state.around[-1](scope)
 
@@ -129,7 +129,7 @@ def linen_label(cls, name):
     return name if isinstance(getattr(cls, name, None), FunctionType) else None
 
 def place_of_nested(frame, module):
-    "Return the `Place` (path and name) of a flax model inside another model. If a bridge such as ToNNX runs it, take the path of the bridge."
+    "Return the `Place` (path and name) of a flax model inside another model. An inner model of a bridge such as ToNNX has the bridge's path."
     cls = user_class_name(type(module))
     return replace_class(frame[0], cls) if is_flax_bridge(type(frame[1])) else child_place(frame[0], cls, cls)
 
@@ -176,7 +176,7 @@ def place_by_path(path, stack, of):
     return where
 
 def call_linen_method(fun, args, kwargs, context):
-    "Call a method of a linen module, and pass its output to the hooks of this thread, which record it."
+    "Call a method of a linen module, and pass the output to the hooks of this thread, to record the output."
     module,stack,taps = context.module,thread_state.stack,thread_state.hooks
     if not taps or module.scope is None: return fun(*args, **kwargs)
     if module.is_initializing():
@@ -199,7 +199,7 @@ def call_linen_method(fun, args, kwargs, context):
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #f1080e1e
 def wrap_scan(scan):
-    "Wrap `flax.linen.scan`. Flax traces its body twice and discards the first trace, so outputs must be tagged only in the second trace."
+    "Wrap `flax.linen.scan`. Flax traces its body twice and discards the first trace, so only outputs of the second trace must be recorded."
     @wraps(scan)
     def wrapper(fn, *args, check_constancy_invariants=True, **kwargs):
         def run_scan(*values):
@@ -207,7 +207,7 @@ def wrap_scan(scan):
             # flax traces the body twice only if `check_constancy_invariants` is True
             first = iter([True]*check_constancy_invariants)
             def traced_body(*values):
-                "Run the body of the scan. Flax discards its first trace, so this trace runs in another context, in which nothing is tagged."
+                "Run the body of the scan. Flax discards the first trace of the body, so the first trace runs in a context without recording."
                 with thread_state.ahead[-1]() if next(first, False) and thread_state.ahead else nullcontext():
                     return fn(*values)
             return scan(traced_body, *args, check_constancy_invariants=check_constancy_invariants, **kwargs)(*values)
@@ -286,7 +286,7 @@ class MarkedTree:
                 if id(m) not in self.known: vars(m)[mark_key] = Mark(w)
 
     def place(self, module):
-        "Return the `Place` of an nnx module without `Mark`: the `Place` of the only module with equal class and attributes, or None."
+        "Return the `Place` (path) of an nnx module without `Mark`. It is found by class and attributes; None if several modules have the same."
         if id(module) in self.known: return self.known[id(module)]
         keys,cls = vars(module).keys(),type(module)
         like = {w for m,w in self.modules if type(m) is cls and vars(m).keys()-{mark_key}==keys}
@@ -314,7 +314,7 @@ def nnx_place(module, s):
     if not s.stack: return root_place(type(module).__name__, nnx_model(module))
     if s.trees and (where := s.trees[-1].place(module)) is not None: return where
     where,cls = s.stack[-1][0],type(module).__name__
-    # look for the module in its caller, because it may have been added after the `Mark` attributes were set
+    # look for the module in its caller, because the caller may have added it after the `Mark` attributes were set
     with lock: own = next((k for k,v in vars(s.stack[-1][1]).items() if v is module), None)
     return place_of_nested(s.stack[-1], module) if own is None else child_place(where, own, cls)
 
@@ -324,13 +324,13 @@ forward = {'__call__', 'attend'}
 setup_calls = {'set_view', 'set_mode', 'init_cache', 'initialize_carry'}
 
 def wrap_method(method, name):
-    "Return a wrapper for a method of an nnx class. It passes the output of the method to the hooks of the thread, which record this output."
+    "Return a wrapper for a method of an nnx class. The wrapper passes each output to the hooks of the thread, to record the output."
     label = 'output' if name=='__call__' else name
     call = method if isinstance(method, FunctionType) else lambda self, *args, **kwargs: method.__get__(self, type(self))(*args, **kwargs)
 
     @wraps(method, updated=())
     def call_and_observe(self, *args, **kwargs):
-        "Call the original method of the nnx module, and pass its output to the hooks of the thread, which record it."
+        "Call the original method of the nnx module, and pass the output to the hooks of the thread, to record the output."
         taps,stack,tree = thread_state.hooks,thread_state.stack,None
         if not taps or container_kind(type(self)) not in ('module', 'unmarked'): return call(self, *args, **kwargs)
         n,mark = len(stack),None
@@ -356,7 +356,7 @@ def wrap_method(method, name):
     return call_and_observe
 
 def methods_to_wrap(cls):
-    "Return the methods of an nnx class whose outputs can be recorded, as a dict: name -> attribute of the class."
+    "Return the methods of an nnx class with outputs that can be recorded, as a dict: name -> attribute of the class."
     ours,base = cls.__module__.split('.')[0]=='flax',sys.modules['flax.nnx'].Module
     no = setup_calls|{f.name for f in fields(cls)} if is_dataclass(cls) else setup_calls|set(vars(cls).get('__annotations__', ()))
     def is_output_method(name, m):
@@ -367,7 +367,7 @@ def methods_to_wrap(cls):
     return {k: m for k,m in vars(cls).items() if is_output_method(k, m)}
 
 def classes_to_patch(base):
-    "Return all subclasses of `base`, and the classes from which they inherit: torchember wraps their methods to record outputs."
+    "Return all subclasses of `base`, and the other base classes of these subclasses, to wrap the methods of the classes."
     todo,seen,not_ours = [base],set(),{*base.__mro__}
     while todo:
         for c in todo.pop().__subclasses__():
@@ -376,11 +376,11 @@ def classes_to_patch(base):
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #0ffa0098
 class MethodPatches:
-    "Installs wrappers on the methods of nnx classes, and on `scan` of flax. All threads share these wrappers."
+    "Installs wrappers on the methods of nnx classes and on flax's `scan`, to record module outputs. All threads share these wrappers."
     def __init__(self): self.users,self.done,self.cache,self.undo = 0,[],{},None
 
     def wrap_class(self, cls):
-        "Wrap the methods of an nnx class. A method gets the same wrapper in each run, so that `jax.jit` finds its compiled code again."
+        "Wrap the methods of an nnx class. A method has the same wrapper in each run, so that `jax.jit` reuses the compiled code."
         has = vars(cls)
         size,known = self.cache.get(cls, (-1, {}))
         if size!=len(has) or any(has[k] is not m for k,(m,_) in known.items()):
@@ -395,7 +395,7 @@ class MethodPatches:
         self.done.append((where, name, old, new))
 
     def start(self):
-        "Count a thread that records outputs. The first such thread installs the wrappers on the methods of modules."
+        "Increase the number of threads that record outputs. The first thread installs the wrappers on the methods of flax modules."
         with lock:
             self.users += 1
             if self.users>1: return
@@ -421,7 +421,7 @@ class MethodPatches:
         return restore_init_subclass
 
     def stop(self):
-        "Count a thread that stops recording. The last such thread restores the original methods, except methods replaced by other code since."
+        "Decrease the number of threads that record outputs. The last thread restores the methods, unless other code has replaced them since."
         with lock:
             self.users -= 1
             if self.users: return

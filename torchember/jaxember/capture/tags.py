@@ -29,11 +29,11 @@ class TagRequest(namedtuple('TagRequest', 'include exclude gradients loose atten
         return (self.include is None or self.include.search(path)) and not (self.exclude is not None
             and self.exclude.search(path))
 
-# `TagRequest` of this thread: which values to record. While it is None, values are not tagged
+# `TagRequest` of this thread: selects the values to record. If the request is None, no values are tagged
 asked = jax.make_user_context(None)
 
 def discardable_tags():
-    "Return a context manager for tracing: inside it, tags do not keep unused values alive. JAX removes these values, and they are not recorded."
+    "Return a context manager for tracing. Inside it, tags do not keep unused values alive, so JAX removes these values without recording."
     return asked(asked.value and asked.value._replace(loose=True))
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #61177e59
@@ -44,21 +44,21 @@ class Tag(NamedTuple):
     key:Key
     number:int # Number of the tag, unique in this process. A gradient has the same number as its value
     grad:bool=False # True if the tagged value is the gradient of another tagged value
-    # Of a value: number of times that the program differentiates it. Of a gradient: order of the derivative (1, 2, ...)
+    # For a value: number of times that the program differentiates it. For a gradient: order of the derivative (1, 2)
     order:int=0
-    # True if the value is not recorded: it is computed a second time, or is a gradient that the user did not request
+    # True if the value is not recorded, because it is recomputed, or is a gradient that the user did not request
     again:bool=False
-    # True in a branch of `cond` under `vmap`: JAX computes the branch for all examples, although only some choose it
+    # True in a `cond` branch under `vmap`: JAX computes the branch for all examples, although only some examples use it
     all_examples:bool=False
     loose:bool=False # True if JAX may remove the tagged value when the program does not use it
-    call:tuple=() # For the numbers of a call of attention: dtype of the queries, number of queries, number of keys
+    call:tuple=() # Only for statistics of an attention call: dtype of the queries, number of queries, number of keys
 
 tap_p,slope_p = Primitive('torchember_tag'),Primitive('torchember_slope')
 numbers = count()
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #1a55a089
 def batched_tag(p, x, axis, tag):
-    "Apply a tag operation to a value with the batch axis `axis` of `vmap`. For attention, this axis becomes the first, where it is merged later."
+    "Apply the tag operation to a value that `vmap` batches along `axis`. Move this axis of attention statistics to the front, to merge it later."
     if tag.key.ttype=='attention': x,axis = jnp.moveaxis(x, axis, 0),0
     return p.bind(x, tag=tag), axis
 
@@ -73,11 +73,11 @@ ad.deflinear2(slope_p, lambda ct, x, *, tag: [ct if type(ct) is ad.Zero
 ad.primitive_jvps[slope_p] = lambda xs, ts, *, tag: (slope_p.bind(*xs, tag=tag), ts[0])
 
 def tap_jvp(primals, tangents, *, tag):
-    "Derivative rule of the tag operation, which marks a value to record: tag the value again, and its gradient in the backward pass."
+    "Apply the JVP rule of the tag operation: tag the value for recording, and make the backward pass tag its gradient."
     tag = tag if tag.grad else tag._replace(order=tag.order+1)
     y,(t,) = tap_p.bind(*primals, tag=tag),tangents
     if tag.grad or type(t) is ad.Zero or asked.value is None: return y, t
-    # keep the tag without recording, because tags of gradients show that a step trains
+    # keep the tag of a gradient that is not recorded, because tagged gradients identify a training step
     if not asked.value.gradients: tag = tag._replace(again=True)
     return y, slope_p.bind(t, tag=tag)
 
@@ -98,7 +98,7 @@ tap_p.def_effectful_abstract_eval(lambda x, tag: (x, set() if tag.again or tag.l
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa1c0de
 def split_for_checkpoint(saveable, unknown, instantiated, e):
-    "Rule for a tag operation in `jax.checkpoint`: record the value in the forward, but not when the backward computes it again."
+    "Apply the `jax.checkpoint` rule of the tag operation: record a value in the forward pass, but not when the backward pass recomputes it."
     needed = [] if instantiated[0] or isinstance(e.invars[0], Literal) else [e.invars[0]]
     if unknown[0]: return None, e, [True], [True], needed
     return e, e.replace(params={'tag': e.params['tag']._replace(again=True)}, effects=set()), [False], [True], needed
@@ -118,12 +118,12 @@ def tags_of(jaxpr):
         for j in jaxprs_in_params(e.params): yield from tags_of(j)
 
 def trains(jaxpr):
-    "Return True if a JAX program is a training step, that is, if it tags values and their gradients."
+    "Return True if a JAX program is a training step, that is, if the program tags both values and gradients of these values."
     values,gradients = ({t.number for t in tags_of(jaxpr) if t.grad is g and (g or not t.again)} for g in (False, True))
     return bool(values & gradients)
 
 def has_training_loop(jaxpr):
-    "Return True if a JAX program contains a `scan` whose iterations are training steps."
+    "Return True if a JAX program contains a `scan` with a training step as its body."
     def is_training_loop(e):
         "Return True if a JAX operation is a `scan` of training steps, or contains such a `scan`."
         return (e.primitive is primitives.scan_p and trains(e.params['jaxpr'].jaxpr)
@@ -168,7 +168,7 @@ batching.fancy_primitive_batchers[lax.cond_p] = mark_vmapped_branches(batching.f
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa4c0de
 def known_loop_params(first, params):
-    "Return parameters of a `while` loop that repeats the loop `first`, but does not record its values again. None if `first` records no value."
+    "Return parameters of a `while` loop that repeats the loop `first` without recording its values again. None if `first` records no value."
     name = lambda tag: (tag.number, tag.grad, tag.order)
     done = {name(t) for j in jaxprs_in_params(first) for t in tags_of(j) if not t.again}
     return {k: replace_tags(v, lambda tag: tag._replace(again=tag.again or name(tag) in done)) for k,v in params.items()} if done else None
@@ -196,7 +196,7 @@ def partial_eval_while(rule):
         with set_current_trace(first): out = rule(trace, *tracers, **params)
         again = known_loop_params(first.params[-1], params) if first.params else None
         if not again: return out
-        # discard the second loop that JAX has created: the next line creates it again, without recording
+        # discard the second loop created by JAX, because the next line creates a second loop without recording
         del trace.effect_handles[handles:]
         second = trace.default_process_primitive(lax.while_p, tracers, again)
         return [b if isinstance(a, partial_eval.JaxprTracer) and not a.is_known() else a
@@ -223,7 +223,7 @@ def has_numbers(x) -> bool:
     "Return True if `x` is a JAX array of numbers or booleans, traced or not."
     return isinstance(x, jax.Array) and (jnp.issubdtype(x.dtype, jnp.number) or x.dtype==bool)
 
-# names that the user gives to `probe` for arguments of a loss. They become tensor types of the whole model
+# names that the user passes to `probe` for arguments of the loss. These names become tensor types of the whole model
 of_losses = 'prediction','target'
 
 def tag_tree(where, ttype, label, tree): # label: prefix of the names in the log, such as 'output'

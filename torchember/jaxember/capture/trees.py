@@ -59,7 +59,7 @@ def leaves_of(tree, what:str, before=()) -> list:
             if held in ('key', 'void') or kind=='': continue
             if held is None: raise TypeError(not_an_array('.'.join(map(key_text, (*before, *at))), x, what))
             out.append((at, kind, x))
-    # leave out step counters. In an optimizer state of plain dicts, they can be recognized only by name
+    # leave out the counter of a random generator: a scalar with the name 'count' next to a random key
     is_counter = lambda l: l[0][:-1] in keyed and np.ndim(l[2])==0 and key_text(l[0][-1])=='count'
     return [l for l in out if not is_counter(l)] if keyed else out
 
@@ -135,7 +135,7 @@ def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: '
             word = key_text(key)
             if word=='params' and is_linen_variables(x) and 'params' in x: yield from models_in(x, at, kind)
             elif word=='params': yield at, kind or 'weight', x, (*at, key)
-            elif word=='opt_state': continue # skip the optimizer state, whose arrays get their names from `named_optimizer_states`
+            elif word=='opt_state': continue # skip: `named_optimizer_states` names these arrays
             elif has_own_name(word, x, tree): yield from models_in(x, (*at, key), 'buffer')
             else: yield at, 'buffer', x, (*at, key)
     elif isinstance(tree, Mapping|list|tuple) and has_models(tree, 1):
@@ -152,7 +152,7 @@ def module_and_name(keys) -> tuple: # keys: keys of a tree that lead to a parame
     return '.'.join(parts[:-1]), parts[-1]
 
 class ParameterNumbers:
-    "Numbers the parameters of each module. The same name always gets the same number."
+    "Assigns a number to each parameter of a module. A parameter with the same name always gets the same number."
     def __init__(self, known=()):
         self.of = {(n.path, n.pname): n.number for n in known if n.number is not None}
         self.next = Counter()
@@ -219,7 +219,7 @@ class ParameterFinder:
     "Finds the parameter that an array of an optimizer state belongs to: their names have the same end, such as 'layers.0.kernel'."
     def __init__(self, named):
         self.full,self.ends = {'.'.join(filter(None, (n.path, n.pname))): n for n in named},{}
-        # 'params' is a collection of linen, so it is not part of a parameter's name
+        # ignore 'params' in names, because 'params' is a collection of linen and not part of a parameter's name
         self.skip = () if any('params' in name.split('.') for name in self.full) else ('params',)
         for name,n in self.full.items():
             words = name.split('.')
@@ -230,7 +230,7 @@ class ParameterFinder:
         return [w for w in split_keys(keys) if w not in self.skip]
 
     def find(self, name, before):
-        "Return the parameter whose name ends in `name`. If several match, use the path `before` of the model to choose. None if this is not unique."
+        "Return the parameter with a name that ends in `name`. If several match, choose by the model's path `before`. None if still not unique."
         if name in self.full: return self.full[name]
         ends = self.ends.get(name, [])
         of = [n for model,n in ends if ' '.join(model) in ' '.join(before)] if before else []
@@ -248,7 +248,7 @@ def parameter_of_leaf(keys, at, known, before=()): # at: positions of the keys t
                 if n and not (inside and all(w.isdigit() for w in words[start:end])): return i, n, words[end:]
 
 def model_keys(keys):
-    "Return the keys that name the model of an optimizer state. `keys`: all keys before a field such as 'mu', also those of nested optax states."
+    "Return the keys that name the model of an optimizer state. `keys`: all keys before a field such as 'mu', including nested optax states."
     words = [key_text(k) for k in keys]
     return [w for i,w in enumerate(words)
         if not (w.isdigit() or w in (*holders, labelled) or i and words[i-1]==labelled)]
@@ -259,7 +259,7 @@ def split_keys(keys):
 
 def states_in(tree, at=()): # at: keys that lead to the tree
     "Yield a pair (keys, optimizer state) for each training state in a tree. Without training states, the tree itself is an optimizer state."
-    # true for flax's TrainState and nnx.Optimizer
+    # this condition is true for flax's TrainState and nnx.Optimizer
     if hasattr(tree, 'opt_state') and not hasattr(tree, '_fields'): yield at, tree.opt_state
     elif isinstance(tree, Mapping) and 'opt_state' in tree: yield at, tree['opt_state']
     elif type(tree) in (dict, list, tuple) and any(is_training(x) for _,x in items_in(tree)):
@@ -301,7 +301,7 @@ def named_optimizer_states(
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #6d62f10f
 class CachedNames:
-    "Names of the arrays of a tree in each step. They are computed again only if the structure of the tree changes."
+    "Caches the names of the arrays in a tree from step to step. The names are computed again only if the structure of the tree changes."
     def __init__(self, f): self.f,self.form,self.names,self.at = f,None,[],None # f: function that names the arrays
 
     def __call__(self, tree, *args) -> tuple: # args: further arguments of the function `f`, which finds the names
@@ -317,7 +317,7 @@ class CachedNames:
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #19db1e09
 def indices_of(leaves, arrays):
-    "Return the index of each array in the list `leaves`. None if the arrays have another order there, or if `leaves` contains an array twice."
+    "Return the index of each array in the list `leaves`. None if `leaves` contains an array twice, or has the arrays in a different order."
     there,meant = Counter(map(id, leaves)),Counter(map(id, arrays))
     if any(there[k]!=n for k,n in meant.items()): return None
     at = [i for i,x in enumerate(leaves) if id(x) in meant]

@@ -15,13 +15,13 @@ import numpy as np
 from jax import lax
 
 # %% ../../../nbs/88_jaxember/22_attention.ipynb #378a4724
-# Largest number of sampled sequences. Largest number of queries at equal distances, and of queries with the largest norms
+# maximum number of sampled sequences; maximum number of equally spaced queries, and of queries with the largest norms
 most_sequences,most_queries = 8,32
-most_logits = 1<<23 # largest number of logits that are computed for one call of attention: 32 MB of float32
-hidden_below = -9000. # a key whose bias is smaller counts as hidden by a mask
+most_logits = 1<<23 # maximum number of logits computed for one attention call: 32 MB of float32
+hidden_below = -9000. # a key with a smaller attention bias counts as hidden by a mask
 
 def equally_spaced_queries(sequences, length, n):
-    "Return the positions of `n` queries at equal distances in each sequence: (sequences, n). The first position differs between sequences."
+    "Return the positions of `n` equally spaced queries in each sequence: (sequences, n). The first position differs between sequences."
     offset = (jnp.arange(sequences, dtype=jnp.float32)*np.float32(.618034)+np.float32(.5))%1
     at = (jnp.arange(n, dtype=jnp.float32)+offset[:, None])*np.float32(length/n)
     return jnp.minimum(at.astype(jnp.int32), length-1)
@@ -31,19 +31,19 @@ def norms_of(x):
     return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1))
 
 def sample_queries(q, n=most_queries):
-    "Return positions of queries (sequences, heads, m): first at equal distances, then those with the largest norms. Also return the number of the first."
+    "Return positions (sequences, heads, m) of equally spaced queries, then of queries with the largest norms; and the number of the former."
     sequences,heads,length,_ = q.shape
     if length<=2*n: return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (sequences, heads, length)), length
     spaced = jnp.broadcast_to(equally_spaced_queries(sequences, length, n)[:, None], (sequences, heads, n))
     return jnp.concatenate([spaced, lax.top_k(norms_of(q), n)[1].astype(jnp.int32)], -1), n
 
 def gather_queries(x, rows):
-    "Return the queries at the positions `rows` of an array that broadcasts to (sequences, heads, length, n)."
+    "Select the query positions `rows` from an array that broadcasts to (sequences, heads, queries, n), such as queries or a mask."
     return x if x.shape[2]==1 else jnp.take_along_axis(x, rows[..., None], 2, mode='clip')
 
 # %% ../../../nbs/88_jaxember/22_attention.ipynb #f207f13e
 class Limits:
-    "Which keys a query of attention sees. All arguments are optional."
+    "Limits of an attention call: mask, bias, lengths, causal mask and window, to find the visible keys of a query. All arguments are optional."
     # mask, bias: arrays with four dimensions that broadcast to (sequences, heads, queries, keys). The mask is True for visible keys
     # query_lengths, key_lengths: numbers of queries and of keys that are not padding, one for each sequence
     # causal: True to hide later keys; window: largest distances to earlier and to later keys, or None
@@ -51,7 +51,7 @@ class Limits:
         self.arrays,self.causal,self.window = (mask, bias, query_lengths, key_lengths),causal,window
 
     def of_sequences(self, every):
-        "Return a copy for each `every`-th sequence."
+        "Return a copy of the `Limits` (visible keys) that contains only every n-th sequence. `every`: n."
         mask,bias,*lengths = (x if x is None or len(x)==1 else x[::every] for x in self.arrays)
         return Limits(mask, bias, *lengths, self.causal, self.window)
 
@@ -76,12 +76,12 @@ jax.tree_util.register_pytree_node(Limits, lambda x: (x.arrays, (x.causal, x.win
 
 # %% ../../../nbs/88_jaxember/22_attention.ipynb #cc352b66
 maxima = 'logit_max', 'logit_bound', 'reach'
-# sums over queries; number of these queries; sum and number for queries that see the first key; sum over sequences and their number
+# names of the statistics of a head: maxima; sums over queries or sequences; numbers of these queries or sequences
 parts = (*maxima, 'entropy', 'effective_length', 'future', 'queries',
     'first_token', 'first_queries', 'top_share', 'sequences')
 
 def grouped_logits(q, k, rows, scale):
-    "Return the logits of some queries: (sequences, heads, m, keys). `k` may have fewer heads than `q`, each for a group of heads."
+    "Return the logits of sampled queries: (sequences, heads, m, keys). If `k` has fewer heads than `q`, several query heads share a key head."
     sequences,heads,m = rows.shape
     some = gather_queries(q, rows).astype(jnp.float32)*scale
     some = some.reshape(sequences, k.shape[1], -1, m, q.shape[-1])
@@ -89,7 +89,7 @@ def grouped_logits(q, k, rows, scale):
     return got.reshape(sequences, heads, m, -1)
 
 def parts_of_logits(logits, visible, rows, n) -> dict:
-    "Return sums and maxima for the statistics of each head: name -> array (heads,). `rows`: positions of queries; sums use the first `n` queries."
+    "Return sums and maxima of each head, as a dict: name -> array (heads,). `rows`: positions of the queries; sums use the first `n` queries."
     distance = jnp.arange(logits.shape[-1], dtype=jnp.int32)-rows[..., None]
     log_weights = jax.nn.log_softmax(jnp.where(visible, logits, -jnp.inf), -1)
     weights = jnp.where(visible, jnp.exp(log_weights), 0.)
@@ -97,7 +97,7 @@ def parts_of_logits(logits, visible, rows, n) -> dict:
     w,seen = weights[:, :, :n],visible[:, :, :n]
     count = seen.sum(-1)
     chosen,total = count>1,lambda x, where: jnp.where(where, x, 0.).sum((0, 2))
-    share = (w*chosen[..., None]).sum(2)/jnp.maximum(chosen.sum(2), 1)[..., None] # (sequences, heads, keys)
+    share = (w*chosen[..., None]).sum(2)/jnp.maximum(chosen.sum(2), 1)[..., None] # shape (sequences, heads, keys)
     first = chosen & seen[..., 0]
     return {'logit_max': jnp.where(visible, logits, -jnp.inf).max((0, 2, 3)),
         'reach': jnp.where(visible, distance, 0).max((0, 2, 3)),
@@ -109,7 +109,7 @@ def parts_of_logits(logits, visible, rows, n) -> dict:
 
 @jax.jit
 def attention_parts(q, k, limits, scale):
-    """Return the numbers of a call of attention: an array (heads, parts) of float32.
+    """Return the statistics of an attention call: a float32 array (heads, parts) of maxima, sums and counts.
 
     `q`, `k`: (sequences, heads, length, size), where `k` may have fewer heads. `limits`: `Limits` of the visible keys.
     `scale`: factor of the logits."""
@@ -124,22 +124,22 @@ def attention_parts(q, k, limits, scale):
     return jnp.stack([found[p].astype(jnp.float32) for p in parts], -1)
 
 def merged_attention(x):
-    "Merge the numbers of several calls of attention along the first axis of an array (calls, ..., heads, parts)."
+    "Merge the statistics of several attention calls along the first axis of an array (calls, ..., heads, parts)."
     return jnp.concatenate([x[..., :len(maxima)].max(0), x[..., len(maxima):].sum(0)], -1)
 
 # %% ../../../nbs/88_jaxember/22_attention.ipynb #bb513b04
 def attention_bits(x, width:int):
-    "Return the bits of an array (..., heads, parts) as an array (heads, width) of uint32. Merge the leading axes, which `vmap` has added."
+    "Store attention statistics (..., heads, parts) as the bits of a uint32 array (heads, width). First merge the leading axes added by `vmap`."
     if x.ndim>2: x = merged_attention(x.reshape(-1, *x.shape[-2:]))
     return jnp.pad(lax.bitcast_convert_type(x, np.uint32), ((0, 0), (0, width-len(parts))))
 
 def merged_bits(one, two, is_first):
-    "Merge the bits of two arrays of `attention_bits`. `is_first`: True if `one` has no numbers yet, so that `two` is the result."
+    "Merge two results of `attention_bits`. `is_first`: True if `one` contains no statistics yet, so that the result is `two`."
     both = lax.bitcast_convert_type(jnp.stack([one, two])[..., :len(parts)], np.float32)
     return jnp.where(is_first, two, attention_bits(merged_attention(both), two.shape[-1]))
 
 def columns_of_head(words, queries:int, keys:int) -> dict:
-    "Return the columns of the row of a head, from its bits as a numpy array of uint32. `queries`, `keys`: numbers of queries and keys of the call."
+    "Return the log columns of an attention head. `words`: uint32 bits of its statistics. `queries`, `keys`: their numbers in the attention call."
     got = dict(zip(parts, np.ascontiguousarray(words[:len(parts)], np.uint32).view(np.float32).tolist(), strict=True))
     mean = lambda name, count: got[name]/got[count] if got[count] else math.nan
     row = {'logit_max': got['logit_max'], 'entropy': mean('entropy', 'queries'),

@@ -24,7 +24,7 @@ from ...measure.summary import length, wide, width
 letters = 16 # 16 letters of 4 bits each encode the number of elements, because XLA passes only text to a custom call
 
 def encode_call(n, how):
-    "Encode the arguments of the compiled loops as a text, because XLA passes only text. n: number of elements; how: bits of the sums to compute."
+    "Encode arguments of the measuring loops as text, because XLA passes only text. n: number of elements; how: bit flags of the sums to compute."
     return ''.join(chr(97+(x>>4*i & 15)) for x,k in ((n, letters), (how, 1)) for i in range(k))
 
 @njit(nogil=True)
@@ -53,7 +53,7 @@ def mode_of(b):
         return call(b, 'llvm.aarch64.get.fpcr', word), lambda x: call(b, 'llvm.aarch64.set.fpcr', ir.VoidType(), x), 1<<24 | 1<<19
 
 def reader(fmt):
-    "Return a numba function that measures arrays of a number format. It enables subnormal numbers, which XLA has disabled."
+    "Return a numba function that measures arrays of a number format. The function enables subnormal numbers, because XLA disables them."
     @intrinsic
     def call_loops(typing, x, n, how, row, desk):
         def generate_code(context, b, signature, arguments):
@@ -115,7 +115,7 @@ compiling = 'compiling the loops that measure arrays'
 
 @cache
 def register(fmt):
-    "Compile the measuring loops for a number format, or load them from disk. Register them as a custom call of XLA. Return its name and function."
+    "Compile (or load from disk) the measuring loops for a number format, and register the loops as an XLA custom call. Return name and function."
     binding.add_symbol(symbol_name(fmt), kernel(fmt)[0])
     signature = types.void(*(types.int64,)*5)
     entry = compile_cached(lambda **kw: cfunc(signature, **kw), formats[fmt])

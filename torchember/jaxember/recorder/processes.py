@@ -42,14 +42,14 @@ class Agreement:
 
     Otherwise they would run different programs, and wait for each other forever."""
     patience = 20 # seconds to wait for the settings of the other processes
-    # asks: function that returns what this process records, as a dict of settings
+    # asks: function that returns the recording settings of this process, as a dict
     def __init__(self, rank:int, world:int, asks, store=None):
         self.rank,self.asks,self.store,self.number = rank,asks,store,next(trackers)
         # known: tuple of ranks -> reason why these processes disagree, or '' if they agree
         self.spread,self.known = Spread(rank, world),{}
 
     def trouble(self, ranks:tuple) -> str:
-        "Return why values in a JAX program shared by the processes `ranks` cannot be recorded. '' if they can be recorded."
+        "Return the reason why values in a JAX program of the processes `ranks` cannot be recorded. Return '' if the values can be recorded."
         if ranks not in self.known:
             try: why = self.compare_settings(ranks)
             except Exception as e:
@@ -59,7 +59,7 @@ class Agreement:
         return self.known[ranks]
 
     def compare_settings(self, ranks):
-        "Compare what the processes `ranks` record. Return a description of the first difference, or '' if there is none."
+        "Compare the recording settings of the processes `ranks`. Return a description of the first difference, or '' if all settings are equal."
         if self.store is None: return "the processes have no common key-value store"
         place,end = f"torchember/track/{self.number}/{'-'.join(map(str, ranks))}",time.monotonic()+self.patience
         self.store.key_value_set(f'{place}/{self.rank}', json.dumps(mine := self.asks()), allow_overwrite=True)

@@ -53,7 +53,7 @@ class StepRowMaker:
     def __init__(self, measure, names, display, places, keep): # names: names of the statistics to compute from summaries
         self.measure,self.display = measure,display
         self.keep = keep # keep: function that converts the result of a user's statistic to columns
-        # tensors: 'states' or 'gradients' -> `Tensor`s of the last step, for reuse
+        # tensors: 'states' or 'gradients' -> row descriptions (`Tensor`) of the last step, reused if nothing changes
         self.placed,self.tensors = PlacedCalls(places),{}
         # rates: the latest learning rates in the log, because only changed rates are written
         self.taps,self.lines,self.rates = Taps(names, display),LineMaker(),{}
@@ -106,7 +106,7 @@ class StepRowMaker:
             yield known[2], values[known[3]] if isinstance(values, np.ndarray) else [values[i] for i in known[3]]
 
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #44a238bc
-# `TagRequest` -> paths of all modules that ran, also excluded modules. A new tracker needs them, because JAX does not trace a step again
+# settings (`TagRequest`) -> paths of all modules that ran, even excluded ones. Kept because JAX traces a step only once
 paths_by_request = defaultdict(set)
 
 def every_of(when):
@@ -143,7 +143,7 @@ class RunReporter:
             self.warn(f"values inside {what} cannot be recorded, because JAX offers no way to return them. All other values are recorded.")
 
     def report_no_values(self):
-        "Warn that a step has no values to record, because no selected module and no probe ran in it."
+        "Warn that a step has no values to record, because no selected module and no probe ran in this step."
         self.warn("no values were recorded in this step: neither a selected flax module nor a probe ran. For modules of other libraries, "
             "put probe('name', x) around values. Functions compiled ahead of time (.lower().compile()) cannot be recorded: use jax.jit.")
 
@@ -164,7 +164,7 @@ class RunReporter:
             "tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
 
     def begin(self, states):
-        "Check `include` and `exclude`, and write the metadata of the run. This happens after the first step, when the modules are known."
+        "Check `include` and `exclude`, and write the metadata of the run. Called after the first step, when all module paths are known."
         self.begun,(include,exclude) = True,self.asks[:2]
         seen = dict.fromkeys([*self.display.known, *sorted(paths_by_request[self.asks]),
             *(p.path for _,todo,_ in states for p,_ in todo)])
@@ -176,7 +176,7 @@ class RunReporter:
             {'structure': self.display.tree()})
 
     def write_process_metadata(self):
-        "Write the metadata of the processes if it has changed. It changes if a new array is distributed along other mesh axes."
+        "Write the metadata of the processes if the metadata has changed, for example after an array with new mesh axes."
         if self.spread.rank is None or self.processes==(meta := self.spread.meta()): return
         self.processes = meta
         self.log.t.amend('ranks', meta)
@@ -213,8 +213,8 @@ class JaxRecorder:
         measure, # A `Summaries` or `UserStatistic`, which measures the tensors
         names, # Names of the statistics to compute from summaries; None for a user's function
         when, # `Schedule`: selects the steps to record
-        asks:TagRequest, # `TagRequest`: which modules to record, and whether to record gradients
-        tracked, # Which arguments of `step` are recorded: some of 'model_state', 'optimizer_state' and 'gradients'
+        asks:TagRequest, # `TagRequest`: selects the modules to record, and is set to record gradients or not
+        tracked, # Names of the recorded arguments of `step`: some of 'model_state', 'optimizer_state' and 'gradients'
         agreed=None, # `ExpectedTrees` with the names in the arguments of `track`: the arguments of `step` should have the same names
         first_step:int=0, # Number of the first step
         keep=lambda got: got, # Function that converts the result of a user's statistic to columns of the log
@@ -249,7 +249,7 @@ class JaxRecorder:
                     reported_attention(self.warn if self.current.attention else None), set_current_trace(self.watching)):
                 out = f(*args, **kwargs)
         except BaseException:
-            # after an exception, the measurements are written only if the run ends. If the user calls `run` again, they are discarded
+            # after an exception, measurements are written only if the run ends. A further call of `run` discards them
             self.current.failed,self.watching.found = self.watching.found,before
             raise
         else:
@@ -260,7 +260,7 @@ class JaxRecorder:
             self.reporter.report_lost(self.watching.lost)
 
     def tag(self, where, label, tree):
-        "Tag the output of a module, so that it is measured, and return it. `where`: `Place` (path and name) of the module."
+        "Tag the output of a module for measuring, and return the output. `where`: `Place` (path and name) of the module."
         if self.asks.include is None and self.asks.exclude is None: return tag_tree(where, 'output', label, tree)
         there = self.places(where)
         self.display.learn(there)
@@ -268,7 +268,7 @@ class JaxRecorder:
         return tag_tree(where, 'output', label, tree) if self.asks.wants(there.path) else tree
 
     def end(self, model_state, optimizer_state, gradients) -> tuple:
-        "End the step. Return (number of the step, True if it was recorded). The arguments are trees of arrays, or None."
+        "End the step. Return (number of the step, True if the step was recorded). The arguments are trees of arrays, or None."
         n,seen = self.step,self.on
         if seen:
             self.states.at_end(gradients)
@@ -284,7 +284,7 @@ class JaxRecorder:
         if self.on: self.current.noted.append(numbers)
 
     def close(self, over, rates=None):
-        "Pass the measurements of the step that ends now to the writer thread, which writes them to the log."
+        "Pass the measurements of the step that ends now to the writer thread, to write the measurements to the log."
         whole = self.states.has_all_gradients
         found,(first,last),noted = self.watching.take_measurements(),self.states.take_measurements(),self.current.noted
         new = [s.key.where for f in found if f.notes is not self.notes for s in f.notes]

@@ -35,7 +35,7 @@ class ModuleNames:
             name = name[:max(name.rfind(f'.{key}('), 0)] or name.removesuffix(f'.{key}')
 
     def __call__(self, path:str) -> str:
-        "Return the display name of the module with a path. For 'encoder.0': 'model(Net).encoder(Encoder).0(Dense)'."
+        "Return the display name of the module with this path, such as 'model(Net).encoder(Encoder).0(Dense)' for the path 'encoder.0'."
         if path in self.known: return self.known[path]
         if not path: return 'model'
         parent,_,key = path.rpartition('.')
@@ -63,7 +63,7 @@ def last_part_of(name, path):
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #52bccf81
 class ModulePlaces:
-    "Finds the path of each recorded model in the log: the path of its parameters in `model_state`, or an unused path if they are not there."
+    "Finds a path in the log for each recorded model: the path of the model's parameters in `model_state`, or else an unused path."
     def __init__(self, say=lambda text: None): self.say,self.at,self.done,self.by,self.own = say,{},{},{},set()
 
     def learn(self, named, arrays): # named: a `Named` (path, name, kind) for each array
@@ -79,7 +79,7 @@ class ModulePlaces:
                 self.by.setdefault(k, []).append(p)
 
     def find_paths(self, models): # models: list of `Model`, or None for unknown models
-        "Choose the paths of several models in the log. Begin with models whose parameters are recorded under exactly one path."
+        "Choose the paths of several models in the log. Begin with the models that have parameters under exactly one path."
         new = [m for m in dict.fromkeys(models) if m is not None and m not in self.at]
         for m in new:
             at = self.known(m)
@@ -111,7 +111,7 @@ class ModulePlaces:
         return next(n for i in range(1, len(taken)+2) if (n := f"{m.cls or 'model'}{i if i>1 else ''}") not in taken)
 
     def __call__(self, where):
-        "Return path and name (`Place`) of a module in the log, where each model has a path of its own. `where`: `Place` of the module in its model."
+        "Return path and name (`Place`) of a module in the log. Each model has its own path in the log. `where`: `Place` of the module in its model."
         if where not in self.done:
             if where.model is not None and where.model not in self.at: self.find_paths([where.model])
             at = self.at.get(where.model, '')
@@ -129,7 +129,7 @@ def in_call_order(notes, depth:int=0): # depth: number of leading axes that the 
         if not axis:
             yield from ((s, *e) for s,entries in some for e in entries)
             continue
-        each = {} # Index of an iteration (or shard) -> the values measured in it
+        each = {} # Index of an iteration (or shard) -> the values measured in this iteration (or shard)
         for s,entries in some:
             for e in entries: each.setdefault(e[0][depth], {}).setdefault(id(s), (s, []))[1].append(e)
         for k in sorted(each): yield from in_call_order(each[k].values(), depth+1)
@@ -158,13 +158,13 @@ class CallCounts:
     def __init__(self): self.all,self.left,self.came = defaultdict(list),defaultdict(list),Counter()
 
     def add_value(self, at, order, whose):
-        "Add a value with `order` derivatives (first, second, ...). `at`: number of its tag, and loop iterations; `whose`: call of its module."
+        "Add a value that is differentiated `order` times. `at`: number of the value's tag, and loop iterations; `whose`: call of the value's module."
         for o in range(1, order+1):
             self.all[at, o].append(whose)
             self.left[at, o].append(whose)
 
     def assign_gradient(self, at, order):
-        "Return the number of the call that a gradient belongs to (None if unknown), and the number of earlier gradients of this call."
+        "Return the number of the module call that a gradient belongs to (None if unknown), and the number of earlier gradients of this call."
         if not self.all[at, order]: return None, 0
         # if all calls have a gradient, this gradient is from an additional backward pass
         if not self.left[at, order]: self.left[at, order] = [*self.all[at, order]]
@@ -173,7 +173,7 @@ class CallCounts:
         return whose, self.came[at, whose]-1
 
 def number_calls(found, placed=lambda where: where) -> list: # placed: function that returns the `Place` of a module in the log, such as a `ModulePlaces`
-    "Number the calls of each module in a step. Return for each value and gradient: (`TagNote`, `Place`, call, backward, columns, arrays)."
+    "Number the calls of each module in a step. Return a tuple (`TagNote`, `Place`, call, backward, columns, arrays) for each value and gradient."
     calls,runs,out = Counter(),CallCounts(),[]
     def add_call(where, tag):
         "Count a call of a module in this step. Return the `Place` of the module, and the number of the call from 0."
@@ -211,16 +211,16 @@ class Tensor:
     more:dict=field(default_factory=dict) # Further columns of the row, such as {'shard': 'data=3'}
 
 class RowKey(tuple):
-    "Values of the columns that identify a tensor (module, ttype, tname, ...), in the order expected by `one_row` of the torch recorder."
+    "Column values that identify a tensor (module, ttype, tname, ...), in the order expected by the function `one_row` of the torch recorder."
     more = {} # further columns of the row, by name; none by default
 
 class Tap(NamedTuple):
-    "Tap: identifies a tensor that is measured in each step. Has the two attributes of a torch tap that `LineMaker` reads."
+    "Identifies a tensor that is measured in each step. Has the two attributes that `LineMaker` (writes log rows) reads from a torch `Tap`."
     key:RowKey
     names:tuple # Names of the statistics to write into the log
 
 class JaxMeasured(Measured):
-    "Measurements of a JAX step, from which `LineMaker` makes rows of the log. The keys of the rows also have the columns for shards."
+    "Measurements of a JAX step, from which `LineMaker` creates rows of the log. A row key can have additional columns, such as the shard."
     def columns(self, key, call):
         "Return additional columns of a row, such as the shard."
         return getattr(key, 'more', {})
@@ -232,7 +232,7 @@ class Taps:
         self.names,self.display = names,display
         # taps: all `Tap`s; numbers: (key of a tensor, further columns) -> index of its `Tap`
         self.taps,self.numbers = [],{}
-        # last: tensors of the last step, and the number of modules at that time; heads: the integers for these tensors
+        # last: tensors of the last step, and number of modules in that step; heads: integers that encode these tensors
         self.last,self.heads = None,None
 
     def __call__(self, tensors): # tensors: list of lists of `Tensor`
@@ -287,11 +287,11 @@ def has_fixed_rows(found):
     return type(found) is ProgramMeasurements and not any(s.when or s.form is not None for s in found.notes)
 
 def without_attention(numbered):
-    "Return the result of `number_calls` without calls of attention, which get their rows from `attention_rows`."
+    "Return the result of `number_calls` without attention calls, because `attention_rows` creates the rows of these calls."
     return [n for n in numbered if n[0].key.ttype!='attention']
 
 def attention_rows(found, placed) -> tuple:
-    "Return the `Tensor` of each attention head of a step, and a list of their columns. Arguments as of `number_calls`."
+    "Return the `Tensor`s (row descriptions) of all attention heads of a step, and the columns of each row. For the arguments, see `number_calls`."
     some = [replace(f, notes=notes) for f in found if type(f) is ProgramMeasurements
         if (notes := tuple(s for s in f.notes if s.key.ttype=='attention'))]
     tensors,columns = [],[]
@@ -303,7 +303,7 @@ def attention_rows(found, placed) -> tuple:
     return tensors, columns
 
 def numbers_of_rows(found, first):
-    "Return a copy of the measurements with an index in place of each summary row. Sorting the copy gives the order of the rows."
+    "Return a copy of the measurements in which an index replaces each summary row. The copy serves to find the order of the rows in the log."
     rows = np.arange(first, first+found.arrays[0].shape[0])[:, None]
     return replace(found, shapes=tuple((*shape[:-1], 1) for shape in found.shapes), arrays=[rows, *found.arrays[1:]])
 

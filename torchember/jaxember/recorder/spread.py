@@ -21,7 +21,7 @@ from ...measure.summary import merge
 
 # %% ../../../nbs/88_jaxember/35_spread.ipynb #e23ba610
 def ranks_by_axis(mesh, rank:int):
-    "Return a dict: mesh axis -> ranks of the processes along it, through `rank`. None if the processes form no grid, or `rank` owns no device."
+    "Return a dict: mesh axis -> ranks along this axis, including `rank`. None if the processes form no grid, or `rank` owns no device."
     of = np.array([d.process_index for d in mesh.devices.flat]).reshape(mesh.devices.shape)
     slices = [[np.take(of, i, a).tobytes() for i in range(n)] for a,n in enumerate(of.shape)]
     blocks = [[i for i,s in enumerate(some) if some.index(s)==i] for some in slices]
@@ -33,7 +33,7 @@ def ranks_by_axis(mesh, rank:int):
 # %% ../../../nbs/88_jaxember/35_spread.ipynb #e45d0b61
 class LocalPart(NamedTuple):
     "Describes which part of a distributed array this process holds: shards to measure, and the columns in the log that identify the part."
-    counts:tuple|None # Indices of the shards to measure, one of several replicas. None: measure only the first shard
+    counts:tuple|None # Indices of the shards to measure (one of equal replicas). None: measure only the first shard
     shape:tuple # Shape of all measured shards together
     columns:tuple=() # Pairs (column, value) that describe the shards in each row of the log, such as ('part', 'data:S0')
 
@@ -58,7 +58,7 @@ class Spread:
         self.own = () if rank is None else (('part', 'world:?'),)
 
     def axis(self, name, ranks):
-        "Return the name of a mesh axis in the log. Append a number if an axis with the same name has other processes."
+        "Return the name of a mesh axis in the log. If another axis with the same name has different processes, append a number."
         name = '_'.join(name.split()) or 'axis'
         free = next(n for n in (name, *(f'{name}{i}' for i in range(2, len(self.axes)+3)))
             if self.axes.get(n, ranks)==ranks)
@@ -100,7 +100,7 @@ class Spread:
         return {axis: 'S0'}, sum(map(len, parts))>len(set().union(*parts))
 
     def columns_of_mesh(self, mesh):
-        "Return the columns in the log for a value equal in all processes of a mesh, such as the result of a shared program."
+        "Return the log columns of a value that is equal in all processes of a mesh, such as the result of a shared program."
         lines = None if mesh is None or self.rank is None else ranks_by_axis(mesh, self.rank)
         if lines is None and mesh is not None and self.rank is not None and len(ranks_of_mesh(mesh))>1:
             lines = {'devices': ranks_of_mesh(mesh)}
@@ -135,7 +135,7 @@ def local_shards_as_one(x):
 
 @cache
 def rows_of_shards(wanted, devices):
-    "Return a compiled function that measures each shard of several arrays. It returns summary rows of shape (devices, arrays, row length)."
+    "Return a compiled function that measures each shard of several arrays and returns summary rows of shape (devices, arrays, row length)."
     f = lambda xs: jnp.stack([summary_row(x, wanted) for x in xs])[None]
     return jax.jit(jax.shard_map(f, mesh=mesh_of_devices(devices), in_specs=PartitionSpec('here'),
         out_specs=PartitionSpec('here'), check_vma=False))

@@ -19,7 +19,7 @@ from .watching import measure_all
 class ExpectedTrees:
     "Compares the names of the arrays that the user gives to `step` with the names of the arrays given to `track`."
     def __init__(self):
-        # argument -> names of its arrays: in `track` (names), in the last `step` (seen)
+        # names: argument of `track` -> names of its arrays; seen: argument of the last `step` -> names of its arrays
         self.names,self.seen = {},{}
         # odd: unreported differences, as texts; reported: arguments reported already
         self.odd,self.reported = [],set()
@@ -29,7 +29,7 @@ class ExpectedTrees:
         self.names[what] = flat_names(what, named)
 
     def compare(self, what, named):
-        "Note a difference if a tree given to `step` lacks more than half of the names of the tree given to `track`."
+        "Store a difference if the tree given to `step` shares too few names (less than half) with the tree given to `track`."
         if self.seen.get(what) is named: return
         self.seen[what],known,given = named,self.names.get(what),flat_names(what, named)
         if not known or what in self.reported or 2*len(known & given)>=min(len(known), len(given) or 1): return
@@ -80,7 +80,7 @@ class StateRows:
         # 'states' or 'gradients' -> (all names, selected names, [(index in all names, `Key`) of each selected array])
         self.chosen = {}
         self.first,self.last = [],[] # measurements made at the beginning of the step, and at the end of the step
-        # (names in the optimizer state, {name of a learning rate: its position in these names})
+        # tuple (names in the optimizer state, dict: name of a learning rate -> its position in these names)
         self.rates_of = None
 
     def at_begin(self, model_state, optimizer_state):
@@ -108,7 +108,7 @@ class StateRows:
 
     @property
     def has_all_gradients(self):
-        "True if the step has gradients of parameters, and all of them are recorded."
+        "True if the step has gradients of parameters, and all these gradients are recorded."
         return any(len(todo)==sum(n.kind=='weight' for n in self.chosen[what][0][0]) for what,todo,_ in self.last)
 
     def rates(self, model_state, optimizer_state) -> dict:
@@ -123,7 +123,7 @@ class StateRows:
         return {n: jnp.copy(x) if isinstance(x, jax.Array) else x for n,x in here.items() if np.size(x)==1}
 
     def measured(self, what, *some): # some: tuples (names, arrays, function from array kind to tensor type or None)
-        "Measure the selected arrays. Return a list with one tuple (`what`, names of the selected arrays, measurements)."
+        "Measure the selected arrays. Return a list with one tuple: (argument `what`, names of the selected arrays, measurements)."
         lists = [names for names,_,_ in some]
         if what not in self.chosen or self.chosen[what][0]!=lists:
             every = enumerate((p, of(p.kind)) for names,_,of in some for p in names)
@@ -137,6 +137,6 @@ class StateRows:
         return [(what, todo, found)]
 
     def take_measurements(self):
-        "Return and clear the measurements made at the beginning of the step and at its end."
+        "Return the measurements made at the beginning and at the end of the step, and clear both lists."
         out,self.first,self.last = (self.first, self.last),[],[]
         return out

@@ -27,7 +27,7 @@ from ..capture.tags import Tag, of_losses, has_tags, replace_tags, slope_p, tap_
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #fa8af411
 class Summaries:
-    "Measures each tagged value by the statistics of torchember: returns a summary row (sums of its elements), an array of uint32."
+    "Measures each tagged value with the built-in statistics of torchember. A measurement is a summary row: sums over the elements, as uint32."
     # alone: True if the JAX program runs on one device only
     def __init__(self, wanted, alone:bool=True): self.wanted,self.alone = wanted,alone
     def __eq__(self, other): return type(other) is Summaries and (self.wanted, self.alone)==(other.wanted, other.alone)
@@ -44,10 +44,11 @@ class UserStatistic:
     def __init__(self, f, say=lambda text: None): self.f,self.say,self.__name__ = f,say,getattr(f, '__name__', repr(f))
     def __eq__(self, other): return type(other) is UserStatistic and self.f is other.f
     def __hash__(self): return hash(self.f)
-    alone,width = property(lambda self: False),len(parts) # width: number of uint32 values in a row with the numbers of an attention head
+    # width: number of uint32 values in a row with the statistics of an attention head
+    alone,width = property(lambda self: False),len(parts)
 
     def call_function(self, x):
-        "Call the user's function with an array. Return its result, or a dict with the key 'error' if it raises an exception."
+        "Call the user's function with an array. Return the function's result, or a dict with the key 'error' if the function fails."
         try:
             got = self.f(x)
             if isinstance(got, dict): return got
@@ -57,7 +58,7 @@ class UserStatistic:
         return self.failed(e)
 
     def failed(self, e):
-        "Warn about an error in the user's statistic. Return a dict with the error as the row of the log."
+        "Warn about an error in the user's statistic. Return a dict with the error text, which becomes the row in the log."
         error = f'{type(e).__name__}: {e}'
         self.say(f"stash_value={self.__name__} failed: {error}. Its rows contain the error in column 'error'. Training continues.")
         return {'error': error}
@@ -85,17 +86,17 @@ in_jit = ("inside jit, x is a tracer without values, so the function can neither
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #5f06aa62
 @dataclass(frozen=True)
 class Loop:
-    "Describes a `lax.scan` in a JAX program: which of its iterations are measured."
+    "Describes a `lax.scan` in a JAX program, and selects the iterations to measure (each, or every k-th)."
     number:int # Number of the loop, unique in this process
     every:int=1 # k, if only every k-th iteration of the loop is measured
-    # True to write the column `iteration` into the log, for a loop that is a whole training or is measured only in some iterations
+    # True to write the log column `iteration`: the loop is a whole training, or only some iterations are measured
     steps:bool=False
 
 loops = count()
 
 @dataclass(frozen=True)
 class TagNote:
-    "A tagged value of a JAX program, and the indices of the added program outputs with the measurements of the value."
+    "Describes a tagged value of a JAX program, and contains the indices of the program outputs that hold the value's measurements."
     tag:Tag # `Tag` of the value: its name, and whether the value is a gradient
     shape:tuple # Shape of the tagged value
     dtype:str # Dtype of the tagged value
@@ -114,20 +115,20 @@ class TagNote:
     number = property(lambda self: self.tag.number)
 
     def within(self, start):
-        "Return a copy of this note with the module paths for a call by the module of the `Scope` `start` (None: no module calls)."
+        "Return a copy of this `TagNote`, with module paths for a program called by the module of `start` (a `Scope`, or None without a module)."
         key = self.key
         if key.ttype in of_losses: return self
         if key.ttype in ('probe', 'attention'): where = scope.where if (scope := operation_scope(start, self.scopes)) else unknown
         elif self.scopes and scopes[self.scopes[-1]].where==key.where: where = operation_scope(start, self.scopes).where
-        else: return self # keep the path of the first trace, because the module of the value in this call is unknown
+        else: return self # keep the first trace's path, because the value's module is unknown in this call
         return self if where==key.where else replace(self, tag=self.tag._replace(key=key._replace(where=where)))
 
     def later(self, n):
-        "Return a copy of this note with all indices increased by `n`, because `n` arrays were inserted before its measurement arrays."
+        "Return a copy of this `TagNote` with all array indices increased by `n`, because `n` arrays were inserted before its measurement arrays."
         return replace(self, at=tuple(i+n for i in self.at), when=tuple((i+n, v) for i,v in self.when))
 
     def add_axis(self, axis):
-        "Return a copy of this note for measurement arrays that have got a further leading axis, such as the iterations of a loop."
+        "Return a copy of this `TagNote` for measurement arrays with an additional leading axis, such as the iterations of a loop."
         return replace(self, axes=(axis, *self.axes))
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #9d19a943
@@ -142,7 +143,7 @@ def scope_numbers(names):
     return tuple(map(int, re.findall(rf'{re.escape(scope_name)}(\d+)', str(names))))
 
 def scopes_around(e):
-    "Return the numbers of the `Scope`s around an operation. JAX's named scopes store the numbers, because all JAX transformations keep these."
+    "Return the numbers of the `Scope`s around an operation. JAX's named scopes store the numbers, because JAX transformations keep named scopes."
     return scope_numbers(e.source_info.name_stack)
 
 def current_scope():
@@ -154,10 +155,10 @@ class Evaluation:
     "Evaluates JAX programs operation by operation, and measures their tagged values."
     def __init__(self, measure, every:int=1):
         self.measure,self.lost,self.warnings = measure,set(),{}
-        self.every = every # for a training in a single `scan`: n, to measure every n-th iteration
+        self.every = every # n, to measure every n-th iteration of a training that runs as a single `scan`
 
     def run(self, closed, args): # closed: `ClosedJaxpr`
-        "Evaluate a JAX program. Return its outputs, arrays with measurements, and a `TagNote` for each tagged value, which describes its arrays."
+        "Evaluate a JAX program. Return its outputs, arrays with measurements, and a `TagNote` (describes the arrays) for each tagged value."
         known = dict(zip([*closed.jaxpr.constvars, *closed.jaxpr.invars], [*closed.consts, *args], strict=True))
         pieces,seen = [],[]
         read = lambda v: v.val if isinstance(v, Literal) else known[v]
@@ -211,20 +212,20 @@ def unspecified():
     return e.params['out_shardings'][0], e.params['out_layouts'][0]
 
 def with_more_outputs(params, twin, n:int, sharding=None) -> dict: # n: number of additional outputs
-    "Return the parameters of a `jit` operation that runs `twin`: the same program with `n` further outputs, the measurements."
+    "Return the parameters of a `jit` operation that runs `twin`: the original program with measurements as `n` additional outputs."
     free,layout = unspecified()
     return {**params, 'jaxpr': twin, 'out_shardings': (*params['out_shardings'], *[sharding or free]*n),
         'out_layouts': (*params['out_layouts'], *[layout]*n)}
 
 def measure_jit(self, e, vals):
-    "Run a `jit` operation inside a JAX program, and measure the values tagged in it. Return outputs, measurements and notes."
+    "Run a `jit` operation inside a JAX program, and measure its tagged values. Return outputs, measurement arrays, and their `TagNote`s."
     twin,notes = self.instrument(e.params['jaxpr'])
     n = len(e.outvars)
     out = e.primitive.bind(*vals, **with_more_outputs(e.params, twin, len(twin.out_avals)-n))
     return out[:n], out[n:], notes
 
 def measure_checkpoint(self, e, vals):
-    "Run a `jax.checkpoint` operation, and measure the values tagged in it. Return outputs, measurements and notes."
+    "Run a `jax.checkpoint` operation, and measure its tagged values. Return outputs, measurement arrays, and their `TagNote`s."
     twin,notes = self.instrument(as_closed_jaxpr(e.params['jaxpr']))
     out,n = e.primitive.bind(*vals, *twin.consts, **{**e.params, 'jaxpr': without_constants(twin)}),len(e.outvars)
     return out[:n], out[n:], notes
@@ -234,7 +235,7 @@ def as_closed_jaxpr(jaxpr):
     return jaxpr if isinstance(jaxpr, ClosedJaxpr) else ClosedJaxpr(jaxpr, ())
 
 def without_constants(closed):
-    "Return a JAX program without constants: they become its last arguments, because `jax.checkpoint` takes a program without constants."
+    "Convert the constants of a JAX program to its last arguments, because `jax.checkpoint` takes only a program without constants."
     if not closed.consts: return closed.jaxpr
     j = closed.jaxpr
     return j.replace(constvars=[], invars=[*j.invars, *j.constvars])
@@ -253,7 +254,7 @@ def measure_scan(self, e, vals):
 def constants_and_carried(params):
     "Return the number of constants and the number of carried values of a `scan`."
     if 'num_carry' in params: return params['num_consts'], params['num_carry']
-    return tuple(map(len, params['ft_in'].unpack()[:2])) # newer versions of JAX store trees in place of the numbers
+    return tuple(map(len, params['ft_in'].unpack()[:2])) # newer versions of JAX store trees, so count their items
 
 def scan_with_more(params, twin):
     "Return the parameters of a `scan` with the body `twin`: the original body with measurements as further outputs."
@@ -271,7 +272,7 @@ def form_of_outputs(carried, stacked) -> dict: # number of carried values, and n
 most = 1<<26 # maximum device memory, in bytes, for the measurements of one loop
 
 def scan_stride(self, params, pieces):
-    "Return k, to measure every k-th iteration of a loop: `every` for a training, else 1, or a larger k if memory is short."
+    "Return k, to measure every k-th iteration of a loop. k is `every` for a training, else 1, but larger if the measurements need too much memory."
     length,size = params['length'],sum(int(np.prod(a.shape, dtype=int))*a.dtype.itemsize for a in pieces)
     asked = self.every if self.every>1 and trains(params['jaxpr'].jaxpr) else 1
     k = max(asked, -(-length//max(most//max(size, 1), 1)))
@@ -295,7 +296,7 @@ def scan_every_kth(self, params, vals, twin, k):
         state,kept,(i,*x) = *carry,x
         def run_unmeasured(*args): return [*jaxpr_as_fun(plain)(*args), *map(self.empty, pieces)]
         out = lax.cond(i%k==0, lambda *args: [*jaxpr_as_fun(twin)(*args)], run_unmeasured, *vals[:c], *state, *x)
-        # iterations without measurements write to an additional last element, which is dropped later
+        # an iteration without measurements writes to an additional last element, removed in the `return` below
         at = jnp.where(i%k==0, i//k, size)
         kept = [lax.dynamic_update_index_in_dim(all_, new, at, 0)
             for all_,new in zip(kept, out[len(closed.out_avals):], strict=True)]
@@ -364,7 +365,7 @@ def measure_while(self, e, vals):
 def measure_shard_map(self, e, vals):
     "Run a `shard_map`, and measure the tagged values of each shard."
     prm = e.params
-    # take the axes in the order of the mesh, because a set has no fixed order
+    # sort the axes in the order of the mesh, because the set `newly_manual_axes` has no fixed order
     axes,jaxpr = tuple(a for a in prm['mesh'].axis_names if a in prm['newly_manual_axes']),as_closed_jaxpr(prm['jaxpr'])
     # along: for each measurement array, the mesh axes along which its values differ
     local,notes,along = type(self)(self.measure, self.every),[],[]
@@ -372,7 +373,7 @@ def measure_shard_map(self, e, vals):
         "Run the program of the `shard_map` on one shard, and measure the values tagged in the program."
         out,pieces,seen = local.run(jaxpr, args)
         notes[:],along[:] = seen,[tuple(a for a in axes if not prm['check_vma'] or a in varying(p)) for p in pieces]
-        # merge mesh axes: all arrays of a tag must have the same axes, and with conditions all arrays of the program
+        # give all arrays of a tag the same mesh axes. If any value has a condition, do so for all arrays of the program
         for s in seen:
             some = range(len(pieces)) if any(s.when for s in seen) else s.at
             both = tuple(a for a in axes if any(a in along[i] for i in some))
@@ -405,14 +406,14 @@ handlers = {'jit': measure_jit, 'pjit': measure_jit, 'remat2': measure_checkpoin
     'while': measure_while, 'shard_map': measure_shard_map, 'core_closed_call': measure_own_derivative,
     'custom_jvp_call': measure_own_derivative,
     'custom_vjp_call': measure_own_derivative, 'custom_vjp_call_jaxpr': measure_own_derivative,
-    # read these names from JAX, because operations have other names in other versions of JAX
+    # read the names of these two operations from JAX, because the names differ between JAX versions
     **{p.name: measure_own_derivative for p in (primitives.call_p, primitives.closed_call_p)}}
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #f44d80dd
 @dataclass(frozen=True)
 class ProgramMeasurements:
-    "Measurements of one run of a JAX program. The device may still be computing them, or copying them to the host."
-    notes:tuple # A `TagNote` for each tag of the program: it describes the value and the position of its measurements
+    "Measurements of one run of a JAX program. The device may still compute the measurements, or copy them to the host."
+    notes:tuple # A `TagNote` for each tag of the program, with the value's name and the position of its measurements
     shapes:tuple # Shapes of the measurement arrays
     # Kind of each measurement array: 'row' (summary row), 'count', or None for the result of a user's function
     kinds:tuple
@@ -420,7 +421,7 @@ class ProgramMeasurements:
     arrays:list
 
     def start_copy(self):
-        "Start to copy the measurements to the host, without waiting for them."
+        "Start to copy the measurements to the host, without waiting for the end of the copy."
         for a in self.arrays: a.copy_to_host_async()
 
     def measurements(self):
@@ -436,7 +437,7 @@ class ProgramMeasurements:
         return out
 
     def each(self):
-        "Yield (`TagNote`, [(index, arrays), ...]) of each tagged value. The list has an item for each iteration or shard in which it was measured."
+        "Yield (`TagNote`, list of (index, arrays)) for each tagged value. The list has an item for each iteration or shard with a measurement."
         pieces = self.measurements()
         for s in self.notes:
             lead = pieces[s.at[0]].shape[:len(s.axes)] if s.at else ()
@@ -452,10 +453,10 @@ def count_in(counts, i):
     return counts[i[:counts.ndim]]
 
 def pack_measurements(pieces, rows): # rows: indices of the measurement arrays that are summary rows
-    "Return the kind of each measurement array, and a function that packs the arrays into few arrays, because each copy to the host costs time."
+    "Return the kind of each measurement array, and a function that joins the arrays into fewer arrays, because each copy to the host costs time."
     kinds = tuple('row' if i in rows else 'count' if p.dtype==jnp.int32 else None for i,p in enumerate(pieces))
     def pack(pieces):
-        "Join all summary rows into one matrix, and all counts into one array. Return both, and the arrays of a user's function."
+        "Join all summary rows into one matrix, and all counts into one array. Return a list: matrix, counts, then the arrays of a user's function."
         some = {k: [p for p,kind in zip(pieces, kinds, strict=True) if kind==k] for k in ('row', 'count', None)}
         width = some['row'][0].shape[-1] if some['row'] else 1
         matrix = (jnp.concatenate([p.reshape(-1, width) for p in some['row']]) if some['row']
@@ -473,15 +474,15 @@ class MeasuredJit:
         if any(isinstance(c, jax.core.Tracer) for c in twin.consts):
             error = measure.failed(TypeError(in_jit))
             twin,evaluation = self.evaluated(closed, UserStatistic(lambda x: error))
-        # warnings that must be shown before the program runs
+        # warnings to show before the program runs, such as about a loop with too many measurements
         self.lost,self.warnings = evaluation.lost,[*evaluation.warnings.values()]
         everywhere = NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
         self.params = with_more_outputs(params, twin, len(twin.out_avals)-self.n, everywhere)
-        # `Scope` of the caller -> notes with module paths
+        # `Scope` of the calling module -> `TagNote`s with the module paths for this caller
         self.within = {None: tuple(s.within(None) for s in self.notes)}
 
     def notes_in(self, start):
-        "Return the `TagNote`s of the program, with the module paths of a call by the module of the `Scope` `start`."
+        "Return the `TagNote`s of the program, with the module paths for a call by the module of `start` (a `Scope`)."
         if start not in self.within: self.within[start] = tuple(s.within(start) for s in self.notes)
         return self.within[start]
 

@@ -30,7 +30,7 @@ def current_trace():
 
 @cache
 def trace_of_jax():
-    "Return the JAX trace that computes operations immediately. It is read in a new thread, because each new thread begins with this trace."
+    "Return the JAX trace that computes operations immediately. Read this trace in a new thread, because each new thread begins with it."
     with ThreadPoolExecutor(1) as one: return one.submit(current_trace).result()
 
 def devices_of(arrays) -> tuple:
@@ -45,7 +45,7 @@ def devices_of(arrays) -> tuple:
     return len(devices)<2, mesh
 
 def mesh_in(params):
-    "Return the first concrete mesh with several devices in the parameters of an operation; else an abstract mesh, or None."
+    "Return the first concrete mesh with several devices in the parameters of an operation. Without a concrete mesh, return an abstract mesh or None."
     abstract = None
     for v in params.values():
         for s in v if isinstance(v, list|tuple) else (v,):
@@ -78,7 +78,7 @@ def group_by_devices(arrays) -> list:
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #5eca60db
 class EagerRows:
-    "Measurements of values that were tagged outside of jitted functions: each was measured when it was computed."
+    "Measurements of values that were tagged outside of jitted functions. Each value was measured as soon as it was computed."
     def __init__(self, wanted=()):
         self.wanted,self.notes,self.got = wanted,[],[]
         self.parts = [] # Tuples (indices of values, matrix of their summary rows, indices of the shards to merge or None)
@@ -106,7 +106,7 @@ class EagerRows:
             self.parts.append(([*numbers], rows_of_shards(self.wanted, devices)([*arrays]), counts))
 
     def start_copy(self):
-        "Start to copy the measurements to the host, without waiting for them: one array for each set of devices."
+        "Start to copy the measurements to the host without waiting. Copy one array for each set of devices."
         at = [i for i,g in enumerate(self.got) if isinstance(g, jax.Array)]
         if at and not any(at[0] in numbers for numbers,*_ in self.parts):
             self.parts += [([at[k] for k in some], stacked([self.got[at[k]] for k in some]), None)
@@ -118,7 +118,7 @@ class EagerRows:
         return stack_rows(self.parts, self.wanted) if self.parts else self.got
 
     def each(self):
-        "Yield (`TagNote`, [((), [summary row])]) of each value, in the form of `ProgramMeasurements.each`."
+        "Yield (`TagNote`, [((), [summary row])]) for each value, in the same format as `ProgramMeasurements.each`."
         for s,got in zip(self.notes, self.values(), strict=True): yield s, [((), [got])]
 
 @cache
@@ -153,9 +153,9 @@ def measure_all(named, measure, spread=None) -> EagerRows:
     return found
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #a9d68e78
-# JAX program -> {(measurement, devices, ...): `MeasuredJit`}, so that later calls reuse compiled code. False for a program without tags
+# JAX program -> its `MeasuredJit`s (compiled versions with measurements), for reuse. False for a program without tags
 twins = weakref.WeakKeyDictionary()
-# Loop or branch outside of `jit` -> parameters of a `jit` operation that runs it. At most 64 entries, because each entry holds a program
+# Loop or branch outside of `jit` -> parameters of a `jit` operation for it. At most 64, because each holds a program
 loops = OrderedDict()
 
 def jit_parameters(program, f, args):
@@ -170,7 +170,7 @@ def jit_parameters(program, f, args):
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #7f5dba72
 def mesh_of(args, params, known):
-    "Return where a JAX program runs: (True if on one device, mesh of its devices or None)."
+    "Return a pair: True if a JAX program runs on one device only, and the mesh of its devices (None without mesh)."
     one,mesh = devices_of(args)
     if mesh is not None: return one, mesh
     if 'mesh' not in known: known['mesh'] = mesh_in(params)
@@ -179,7 +179,7 @@ def mesh_of(args, params, known):
     return one and mesh is None, mesh
 
 def reason_not_recorded(args, mesh, trouble):
-    """Return why values in a program of several processes cannot be recorded. '' if they can be recorded.
+    """Return the reason why values in a JAX program of several processes cannot be recorded. Return '' if the values can be recorded.
 
     `args`: arguments of the program; `mesh`: its mesh, or None; `trouble`: function of the ranks of the mesh, which returns the reason, or ''."""
     if mesh is not None: return trouble(ranks) if len(ranks := ranks_of_mesh(mesh))>1 else ''
@@ -188,7 +188,7 @@ def reason_not_recorded(args, mesh, trouble):
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #7ab30002
 def measure_attention(x, tag, width, say) -> list:
-    """Return a list with the `ProgramMeasurements` of a call of attention outside of compiled functions, or [] if it cannot be recorded.
+    """Measure an attention call outside of compiled functions. Return its `ProgramMeasurements` in a list, or [] if it cannot be recorded.
 
     `x`: result of `attention_parts`; `width`: number of uint32 values in a row; `say`: function that shows a warning."""
     if not x.is_fully_addressable:
@@ -201,13 +201,15 @@ def measure_attention(x, tag, width, say) -> list:
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #89d68e78
 class Watching(Trace):
     "JAX trace that runs the user's function of one step, and measures the values tagged in it."
-    ever = [] # all instances. They are kept forever, because flax needs the trace in which an nnx variable was created
+    # all instances, kept forever, because flax needs the trace that created an nnx variable
+    ever = []
     def __init__(self, measure, every:int=1, say=lambda text: None, spread=None, trouble=None):
         super().__init__()
-        self.measure,self.every = measure,every # every: for a training in a single `scan`: n, to measure every n-th iteration
+        self.measure,self.every = measure,every # every: n, to measure every n-th iteration of a training in one `scan`
         self.say,self.found,self.lost = say,[],set() # say: function that shows a warning
         self.spread = spread or Spread()
-        self.trouble = trouble # function that returns why values in a program of several processes cannot be recorded, or ''
+        # function that returns the reason why a program of several processes cannot be recorded, or ''
+        self.trouble = trouble
         self.below = trace_of_jax()
         self.ever.append(self)
 
@@ -216,7 +218,7 @@ class Watching(Trace):
     def __hash__(self): return hash(self.below)
 
     def release(self):
-        "Delete the references to other objects at the end of the run, because the list `ever` keeps this trace in memory forever."
+        "Delete this trace's references to other objects at the end of the run, because the list `ever` keeps the trace in memory forever."
         self.measure,self.say,self.trouble,self.found = None,None,None,[]
 
     def take_measurements(self):
@@ -234,12 +236,12 @@ class Watching(Trace):
         if not inside: return self.below.process_primitive(primitive, args, params)
         if primitive is primitives.remat_p:
             with set_current_trace(self): return eval_jaxpr(params['jaxpr'], (), *args)
-        if primitive is primitives.closed_call_p: # other versions of JAX call `process_call` for this operation
+        if primitive is primitives.closed_call_p: # some other JAX versions call `process_call` instead
             with set_current_trace(self): return jaxpr_as_fun(params['call_jaxpr'])(*args)
         return self.compiled(inside[0], lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params)), args, primitive.multiple_results)
 
     def stage_value(self, x):
-        "Let JAX's own trace handle a value, because this trace measures only operations."
+        "Convert a value by JAX's own trace, because `Watching` handles only operations."
         return self.below.stage_value(x)
 
     def process_call(self, primitive, f, args, params, /):
@@ -253,7 +255,7 @@ class Watching(Trace):
         with set_current_trace(self): return fun.call_wrapped(*args)
 
     def process_shard_map(self, primitive, fun, args, /, **params):
-        "Run a `shard_map` outside of jit as if the user had jitted it, and measure the values tagged in it."
+        "Compile and run a `shard_map` that the user calls outside of jit, and measure its tagged values."
         form = []
         def bind_shard_map(*xs):
             with take_current_trace() as t: form[:] = [t.process_shard_map(primitive, fun, xs, **params)]
@@ -277,7 +279,7 @@ class Watching(Trace):
         return x
 
     def jitted(self, args, params):
-        "Run a jitted function. If values are tagged in it, run a version that also returns measurements, and store these."
+        "Run a jitted function. If the function contains tagged values, run a version that also returns measurements, and store the measurements."
         closed = params['jaxpr']
         known = twins.get(closed)
         if known is None: known = twins[closed] = {'trains': has_training_loop(closed.jaxpr)} if has_tags(closed.jaxpr) else False
@@ -295,10 +297,10 @@ class Watching(Trace):
         for text in twin.warnings: self.say(text)
         self.lost |= twin.lost
         out,found = twin(*args, trace=self.below, start=current_scope())
-        if found.notes: self.found.append(found) # a program without notes has no tag that can be measured
+        if found.notes: self.found.append(found) # without a `TagNote`, nothing was measured
         return out
 
     def compiled(self, program, f, args, several):
-        "Run an operation that contains tagged values, such as a `scan` or `cond`, as if the user had jitted it."
+        "Compile and run an operation with tagged values outside of jit, such as a `scan` or `cond`, as if the user had jitted the operation."
         out = self.jitted(args, jit_parameters(program, f, args))
         return out if several else out[0]

@@ -44,13 +44,13 @@ def unbox_object(kind, o, c):
 def address(typing, o):
     "Return the address of a Python object."
     def make(context, b, signature, arguments):
-        "Generate code for the address: the argument itself."
+        "Return the argument unchanged, because its value already is the address."
         return arguments[0]
     return types.int64(python_object), make
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #b958afb4
 def calling(name, returns):
-    "Return a function that generates code to call the C function `name` with 64-bit arguments. `returns`: its LLVM type; None for nothing."
+    "Return a function that generates code to call the C function `name` with 64-bit arguments. `returns`: LLVM type of the result, or None."
     def make(context, b, signature, arguments):
         "Generate LLVM code to call the C function."
         kind = ir.FunctionType(returns or ir.VoidType(), [word]*len(arguments))
@@ -63,22 +63,22 @@ def result_of(returns):
     return types.void if returns is None else types.int64
 
 def c_function(name, arguments, returns=word):
-    "Return a function of Python's C API, for calls from compiled code. `arguments`: number of its 64-bit arguments."
+    "Return a numba intrinsic that calls the function `name` of Python's C API. `arguments`: number of its 64-bit arguments."
     make,result = calling(name, returns),result_of(returns)
     def none(typing):
-        "Return the signature without arguments, and the code generator."
+        "Return numba's signature of a C function without arguments, and the code generator."
         return result(), make
     def one(typing, a):
-        "Return the signature with one argument, and the code generator."
+        "Return numba's signature of a C function with one argument, and the code generator."
         return result(types.int64), make
     def two(typing, a, b):
-        "Return the signature with two arguments, and the code generator."
+        "Return numba's signature of a C function with two arguments, and the code generator."
         return result(types.int64, types.int64), make
     def three(typing, a, b, c):
-        "Return the signature with three arguments, and the code generator."
+        "Return numba's signature of a C function with three arguments, and the code generator."
         return result(*(types.int64,)*3), make
     def four(typing, a, b, c, d):
-        "Return the signature with four arguments, and the code generator."
+        "Return numba's signature of a C function with four arguments, and the code generator."
         return result(*(types.int64,)*4), make
     return intrinsic((none, one, two, three, four)[arguments])
 
@@ -119,7 +119,7 @@ def store(typing, at, x):
         return context.get_dummy_value()
     return types.void(types.int64, types.int64), make
 
-# limits of a module call that compiled code handles: number of tensors, nesting depth; 64-bit words for each container that is being searched
+# limits of compiled code: tensors in a module call, nesting depth. `frame`: 64-bit words stored per searched container
 most_tensors,most_depth,frame = 32,8,7
 room_words = 8+most_depth*frame+most_tensors
 
@@ -147,7 +147,8 @@ def call_table(typing, at, x, to):
 # indices into the array of 64-bit words that describes a run to compiled code. Objects and functions are given by address
 (ON, # 1 while compiled code may handle module calls
  THREAD, BUSY, # thread of the pass; address of a counter that is not 0 while `Arena.take` collects rows
- OUTERMOST, PASS, STACK, LOG, CALLS, HERE, # state of the outermost module; number of the pass; Python objects that note the running calls
+ # state of the outermost module; number of the pass; Python objects that record the running module calls
+ OUTERMOST, PASS, STACK, LOG, CALLS, HERE,
  CLOCK, SEEN, MEASURED, # iterator of event numbers; `Arena.seen`; set of the parameters measured in this step (0: none, -1: Python measures them)
  MORE_INPUTS, MORE_OUTPUTS, # 1 if Python code also needs the inputs (or the outputs) of each call, for example to register gradient hooks
  FILLED, SHARED, SPENT, # number of written rows; number of rows copied from another row; time spent in compiled code, in nanoseconds
@@ -155,7 +156,8 @@ def call_table(typing, at, x, to):
  TENSOR, PARAMETER, NONE, FALSE, FROM_PYTHON, DTYPES, TIMER, NOW, # from TENSOR on: addresses of objects and functions that are the same for all runs
  COMPILER, EXPORTING, BACKWARD, TRACING, MODES, TRANSFORM,
  VERSION, IS_NEG, TURN, PASS_, NUMBERS, PENDING, COUNTS, CURRENT, CALL, TRUE, REQUIRES, LEAF, GRADIENT,
- CPU_PLAN, NO_PLAN, SIZES, INPUT_SHAPES, OUTPUT_SHAPES, CHANGED, run_words) = range(55) # CHANGED: 1 if a tensor had another shape than the last one of its tap
+ # CHANGED: 1 if the shape of a tensor differs from the previous tensor of the same tap
+ CPU_PLAN, NO_PLAN, SIZES, INPUT_SHAPES, OUTPUT_SHAPES, CHANGED, run_words) = range(55)
 
 names = {VERSION: '_version', IS_NEG: 'is_neg', TURN: 'turn', PASS_: 'pass_', NUMBERS: 'calls', PENDING: 'pending', COUNTS: 'counts',
     CURRENT: 'current', CALL: 'call', EXPORTING: exporting_flag or '', REQUIRES: 'requires_grad', LEAF: 'is_leaf', GRADIENT: 'grad',
@@ -177,14 +179,15 @@ def dlpack_codes():
 
 @cache
 def shared_words():
-    "Return the 64-bit words that are the same for all runs, as a dict: index of a word -> value. Objects whose address is a value are never freed."
+    "Return the 64-bit words that all runs share, as a dict: index of a word -> value. Objects given by address are never freed."
     codes = dlpack_codes()
     kept.append(codes)
     objects = {TENSOR: torch.Tensor, PARAMETER: torch.nn.Parameter, NONE: None, FALSE: False, TRUE: True, COMPILER: torch.compiler,
         NO_PLAN: no_plan}
     return {k: id(o) for k,o in (objects | names | functions).items()} | {FROM_PYTHON: exchange_function(), DTYPES: address_of(codes)}
 
-kept = [] # objects whose addresses are in `shared_words`; this list keeps the objects alive
+# keeps alive all objects that `shared_words` refers to by address
+kept = []
 
 def exchange_function():
     "Return the address of torch's C function that describes a tensor as a `DLTensor` (a struct of DLPack, with address, dtype and shape)."
@@ -236,7 +239,7 @@ def is_negated(run, x):
 
 @njit
 def number_in(o, name):
-    "Return the attribute `name` of an object as a whole number, -1 if the object has no such attribute."
+    "Return the attribute `name` of an object as an integer, or -1 if the object has no such attribute."
     v = get_attribute(o, name)
     if v==0:
         clear_error()
@@ -246,7 +249,7 @@ def number_in(o, name):
     return n
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #75eb9710
-# words that describe a tap (place where tensors are measured) in a plan: address of its cursor, the tap, its groups of sums, memory of a row
+# 64-bit words that describe a tap in a plan: addresses of its cursor, the tap and its groups of sums; memory of a row
 CURSOR,TAPPED,GROUPS,SHARE,tap_words = range(5)
 
 @njit
@@ -285,7 +288,7 @@ def remember(run, key, x, tap, version, at, row):
 
 @njit
 def use_shape(run, tap, to):
-    "Write the shape of a tensor into the cursor of its tap, if the tap's last tensor had another shape. `to`: the tensor's `DLTensor`."
+    "Write the shape of a tensor into the cursor of its tap, if the previous tensor of the tap had a different shape. `to`: the tensor's `DLTensor`."
     cursor,dims,shape = load(tap+8*CURSOR),load(to+16) & 0xffffffff,load(to+24)
     same = dims==load(cursor+8*(LIKE+DIMS))
     for i in range(dims): same = same and load(shape+8*i)==load(cursor+8*(LIKE+SHAPE+i))
@@ -308,7 +311,7 @@ def next_event(run):
 
 @njit
 def write_row(run, x, tap, call, to, kept=True):
-    """Write the row of the tensor at the address `x`.
+    """Measure the tensor at the address `x`, and write its row.
 
     Return False if Python code must write the row. `tap`: address of the words of a tap. `to`: memory for a `DLTensor`.
     `kept`: True to note the row in `Arena.seen`. False for a parameter or its gradient, because hardly any other tap gets the same tensor."""
@@ -388,15 +391,18 @@ def find_tensors(run, p, o, frames, out, n):
 # %% ../../../nbs/20_measure/52_objects.ipynb #a502b939
 # indices into the array of 64-bit words that describes the calls of one module to compiled code
 (RUN, STATE, TRACK, ENTERED, EXITED, MODULE, # MODULE: number of the module in the black box
- KNOWN, # address of two numbers: 1 if the `moduleTrack` has the shapes of the last inputs, and of the last outputs
- ARGS, KWARGS, INPUTS, INPUT_NAMES, # addresses of the structures of args and kwargs (0: unknown), of the words of the input taps, of a tuple of names
- RESULT, OUTPUTS, OUTPUT_NAMES, # addresses of the structure of the result (0: unknown), of the words of the output taps, of a tuple of names
- PARAMETERS, WEIGHTS, N_WEIGHTS, plan_words) = range(18) # the module's dict of parameters; words for each parameter; number of parameters, -1 if unknown
+ KNOWN, # address of two flags, for inputs and outputs: 1 if the `moduleTrack` has the shapes of the last tensors
+ # addresses: structures of args and kwargs (0: unknown), array of words for the input taps, tuple of input names
+ ARGS, KWARGS, INPUTS, INPUT_NAMES,
+ # addresses: structure of the result (0: unknown), array of words for the output taps, tuple of output names
+ RESULT, OUTPUTS, OUTPUT_NAMES,
+ # addresses: dict of the module's parameters, array of words for all parameters; number of parameters (-1: unknown)
+ PARAMETERS, WEIGHTS, N_WEIGHTS, plan_words) = range(18)
 # 64-bit words that describe a parameter: address of its name; 0 if the parameter is None; key in `Parameters.seen`; words of its tap
 NAME,IS_SET,PAIR,WEIGHT_TAP,weight_words = 0,1,2,3,3+tap_words
 
-# results of `enter_call` and `leave_call`. UNPLANNED: nothing was done. OTHER, OTHER_PARAMETERS: Python code must write the rows. MORE: the rows are
-# written, but Python code needs the tensors, too. FIRST+k: Python code must write the rows from tensor k on
+# results of `enter_call` and `leave_call`. UNPLANNED: nothing done. OTHER, OTHER_PARAMETERS: Python must write the rows
+# MORE: all rows are written, but Python also needs the tensors. FIRST+k: Python must write the rows from tensor k on
 UNPLANNED,DONE,OTHER,OTHER_PARAMETERS,MORE,FIRST = range(6)
 
 @njit
@@ -411,7 +417,7 @@ def is_result(f, value):
 
 @njit
 def returns_number(f, value):
-    "Call a Python function without arguments. Return True if it returns the whole number `value`."
+    "Call a Python function without arguments. Return True if it returns the integer `value`."
     got = call_object(f)
     if got==0:
         clear_error()
@@ -422,13 +428,13 @@ def returns_number(f, value):
 
 @njit
 def is_plain(run):
-    "Return True if compiled code may handle the calls of this pass: it runs in the right thread, and no torch mode or transform is active."
+    "Return True if compiled code may handle module calls now: in the thread of the pass, without an active torch mode or transform."
     if load(run+8*ON)!=1 or load(load(run+8*BUSY))!=0 or thread_id()!=load(run+8*THREAD): return False
     return returns_number(load(run+8*MODES), 0) and is_result(load(run+8*TRANSFORM), load(run+8*NONE))
 
 @njit
 def is_executed(run):
-    "Return True if the forward computes new values. Return False while the forward is traced, exported, or recomputed in a backward pass."
+    "Return True if the forward pass is executed normally. Return False while it is traced, exported, or recomputed in a backward pass."
     flag = get_attribute(load(run+8*COMPILER), load(run+8*EXPORTING))
     if flag==0:
         clear_error()
@@ -448,12 +454,12 @@ def ticks(run):
 
 @njit
 def add_time(run, since):
-    "Add the time since `since` to the time of compiled code in this run."
+    "Add the time elapsed since `since` to the total time that compiled code has used in this run."
     store(run+8*SPENT, load(run+8*SPENT)+ticks(run)-since)
 
 @njit
 def set_number(o, name, n):
-    "Set the attribute `name` of an object to a whole number."
+    "Set the attribute `name` of an object to the integer `n`."
     v = new_number(n)
     if set_attribute(o, name, v)!=0: clear_error()
     decref(v)
@@ -475,7 +481,7 @@ def number_of_call(run, state):
 
 @njit
 def enter_box(run, module, depth):
-    "Note the begin of a module's call in the black box. Compiled version of `Position.note_enter`."
+    "Record the start of a module's call in the black box (a memory-mapped file). Compiled version of `Position.note_enter`."
     words,at = load(run+8*BOX),load(run+8*ENTRY)
     if words==0 or at==0 or depth>load(run+8*DEEPEST): return
     store(words+8*(at+1+depth), module)
@@ -486,7 +492,7 @@ def enter_box(run, module, depth):
 
 @njit
 def exit_box(run, depth):
-    "Note the end of a module's call in the black box. Compiled version of `Position.note_exit`."
+    "Record the end of a module's call in the black box (a memory-mapped file). Compiled version of `Position.note_exit`."
     words,at = load(run+8*BOX),load(run+8*ENTRY)
     if words!=0 and at!=0 and depth<=load(run+8*DEEPEST): store(words+8*(at+1), depth)
 
@@ -538,7 +544,7 @@ def write_rows(run, taps, out, n, k, call, to):
 
 @njit
 def note_shapes(run, track, attribute, names, out, n):
-    "Store a dict from the name to the shape of each found tensor in the attribute `attribute` of a `moduleTrack`."
+    "Store the shapes of the found tensors, as a dict by tensor name, in the attribute `attribute` of a `moduleTrack`."
     shapes = new_dict()
     for i in range(n):
         size = get_attribute(load(out+8*i), load(run+8*SIZES))
@@ -551,14 +557,15 @@ def note_shapes(run, track, attribute, names, out, n):
 
 @njit
 def write_all(run, plan, side, out, n, start, call, to):
-    """Write the rows of the found tensors from number `start` on, and note their shapes. Return the result of `write_rows`. `side`: 0 for
+    """Write the rows of the found tensors from number `start` on, and store their shapes. Return the result of `write_rows`. `side`: 0 for
     inputs, 1 for outputs."""
     known,attribute,first = load(plan+8*KNOWN)+8*side,INPUT_SHAPES,INPUTS
     if side==1: attribute,first = OUTPUT_SHAPES,OUTPUTS
     store(run+8*CHANGED, 0)
     hold(out, n)
     done = write_rows(run, load(plan+8*first), out, n, start, call, to)
-    if done!=DONE or start>0: store(known, 0) # Python code will store the shapes of these tensors
+    # set 0, because Python code will store the shapes of these tensors
+    if done!=DONE or start>0: store(known, 0)
     elif load(known)==0 or load(run+8*CHANGED)==1:
         note_shapes(run, load(plan+8*TRACK), load(run+8*attribute), load(plan+8*(first+1)), out, n)
         store(known, 1)
@@ -566,7 +573,7 @@ def write_all(run, plan, side, out, n, start, call, to):
     return done
 
 def enter_call(plan, args, kwargs, start):
-    "Note the begin of a module's call, and write the rows of its inputs. `start`: number of the first tensor to write, -1 for a new call."
+    "Record the start of a module's call, and write the rows of its inputs. `start`: number of the first tensor to write, -1 for a new call."
     run = load(plan+8*RUN)
     if start<0 and (not is_plain(run) or load(plan+8*STATE)==load(run+8*OUTERMOST) or not is_executed(run)): return UNPLANNED
     began,state,to = ticks(run),load(plan+8*STATE),room()
@@ -576,7 +583,8 @@ def enter_call(plan, args, kwargs, start):
         set_attribute(load(run+8*CALLS), load(run+8*CURRENT), load(plan+8*TRACK))
         start = 0
     else:
-        if not is_plain(run): return OTHER # another thread may have begun a pass, or ended the recording, while Python measured a tensor
+        # another thread may have begun a pass, or ended the recording, while Python code measured a tensor
+        if not is_plain(run): return OTHER
         call = number_in(state, load(run+8*NUMBERS))-1
     if load(plan+8*ARGS)==0: n = -1
     if n==0: n = find_tensors(run, load(plan+8*ARGS), address(args), frames, out, n)
@@ -593,7 +601,7 @@ def enter_call(plan, args, kwargs, start):
 # %% ../../../nbs/20_measure/52_objects.ipynb #45ad67d6
 @njit
 def write_weights(run, plan, to):
-    "Write the rows of the parameters of a module that this step has not measured. Return False if Python code must write the remaining rows."
+    "Write the rows of a module's parameters that were not yet measured in this step. Return False if Python code must write the remaining rows."
     n,parameters,w,seen = load(plan+8*N_WEIGHTS),load(plan+8*PARAMETERS),load(plan+8*WEIGHTS),load(run+8*MEASURED)
     if n<0 or dict_size(parameters)!=n: return False
     store(to+48, 0)
@@ -625,7 +633,7 @@ def set_current(run, plan):
     set_attribute(load(run+8*CALLS), load(run+8*CURRENT), track)
 
 def leave_call(plan, result, start):
-    """Note the end of a module's call, and write the rows of its parameters and outputs.
+    """Record the end of a module's call, and write the rows of its parameters and outputs.
 
     `start`: number of the first output to write, -1 for a call that has just ended."""
     run = load(plan+8*RUN)
@@ -652,7 +660,7 @@ def leave_call(plan, result, start):
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #94d7e3f2
 def check_dicts(words, n):
-    """Return 1 if `n` dicts still have the remembered keys and values in the same order, else 0.
+    """Return 1 if `n` dicts still have the keys and values stored in `words`, in the same order, else 0.
 
     `words`: for each dict, its address, length, keys and values."""
     to,p = room(),words
@@ -667,7 +675,7 @@ def check_dicts(words, n):
     return 1
 
 def check_lists(words, n):
-    """Return 1 if `n` lists still contain the remembered objects in the same order, else 0. Only addresses are compared.
+    """Return 1 if `n` lists still contain the objects stored in `words`, in the same order, else 0. Only addresses are compared.
 
     `words`: for each list, its address, length and the addresses of its items."""
     p = words
@@ -680,7 +688,7 @@ def check_lists(words, n):
             p += 8
     return 1
 
-# words of a parameter in a `ParameterPlan`: the parameter, 1 if its gradient was written, its dict and its name there, words of its gradient's tap
+# words of a parameter in a `ParameterPlan`: parameter, 1 if its gradient was written, its dict, its name, gradient tap
 WRITTEN,OWNER,OWN_NAME,GRADIENT_TAP,gradient_words = 1,2,3,4,4+tap_words
 
 @njit
@@ -695,7 +703,7 @@ def is_true(run, o, name):
 
 @njit
 def write_own_gradient(run, x, p, to):
-    "Write the row of the gradient of the parameter `x`. Return False if Python code must write the row. `p`: address of the words of the parameter."
+    "Write the row of the gradient of parameter `x`. Return False if Python code must write it. `p`: address of the words that describe `x`."
     tap = p+8*GRADIENT_TAP
     if load(load(tap+8*CURSOR)+8*NEXT)!=0 or not is_true(run, x, load(run+8*REQUIRES)) or not is_true(run, x, load(run+8*LEAF)): return False
     gradient = get_attribute(x, load(run+8*GRADIENT))
@@ -710,9 +718,9 @@ def write_own_gradient(run, x, p, to):
 
 @njit
 def write_gradient(run, p, to):
-    "Call `write_own_gradient` for a parameter. `p`: address of its 64-bit words. Return False if the module has another parameter of this name now."
+    "Write the row of a parameter's gradient, if the module still has this parameter. Return False if Python code must write the row."
     x = load(p)
-    # the plan does not keep the parameter alive, so its memory may be read only while its dict has it
+    # the plan does not keep the parameter alive, so its memory is safe to read only while the module's dict contains it
     if dict_item(load(p+8*OWNER), load(p+8*OWN_NAME))!=x or load(x+8)!=load(run+8*PARAMETER): return False
     incref(x)
     done = write_own_gradient(run, x, p, to)
@@ -720,7 +728,7 @@ def write_gradient(run, p, to):
     return done
 
 def write_gradients(run, parameters, n, start):
-    """Write the rows of all parameters' gradients, from number `start` on. Note in the words of each parameter whether its gradient was written.
+    """Write the rows of the gradients of all parameters from number `start` on. Mark each parameter with a written gradient.
 
     Return the number of the first gradient that Python code must measure, `n` if there is none."""
     to = room()
@@ -732,7 +740,7 @@ def write_gradients(run, parameters, n, start):
 own_checksum = source_checksum(__name__)
 
 def entry(function, *arguments):
-    "Compile a function that returns a whole number. Return its C function, whose calls are fast, because numba does not inspect the arguments."
+    "Compile a function that returns an integer. Return its C function: calls are fast, because numba does not inspect the arguments."
     signature = types.int64(*arguments)
     return compile_cached(partial(njit, signature), function, own_checksum).get_overload(signature.args)
 
@@ -746,15 +754,17 @@ def entries():
         entry(check_dicts, number, number), entry(check_lists, number, number))
 
 def are_cached() -> bool:
-    "Return True if numba's cache on disk has the compiled functions of these sources, so that `entries` takes less than 0.1 s."
-    last = check_lists # function that `entries` compiles last: if the cache has this function, it has all functions
+    "Return True if numba's cache on disk has the compiled functions for the current source code. Then `entries` takes less than 0.1 s."
+    # `entries` compiles this function last: if the cache has this function, it has all functions
+    last = check_lists
     last.__qualname__ = name_in_cache(last, own_checksum)
     try: folder = njit(cache=True)(last).stats.cache_path
-    except RuntimeError: return False # numba found no writable folder for its cache
+    # numba raises RuntimeError if it finds no writable folder for its cache
+    except RuntimeError: return False
     return any(Path(folder).glob(f'*.{last.__qualname__}-*.nbc'))
 
 def why_unavailable():
-    "Return why compiled code cannot handle Python objects in this process, '' if it can."
+    "Return the reason, if compiled code cannot handle Python objects in this process, else ''."
     if platform.python_implementation()!='CPython': return 'this is not CPython'
     if sysconfig.get_config_var('Py_GIL_DISABLED') or hasattr(sys, 'gettotalrefcount') or ctypes.sizeof(ctypes.c_void_p)!=8:
         return 'this build of Python stores objects in another way'

@@ -25,12 +25,12 @@ def read_float64(x, wanted) -> np.ndarray:
         x = x[np.isfinite(x)]
         lo,hi = min_and_max(x)
     m = len(x)
-    # all elements are equal, so take one of them as mean, because a computed mean is rounded
+    # if all elements are equal, use this number as mean, because a computed mean is rounded
     mean = lo if lo==hi else np.add.reduce(x)/m if m else 0.
-    # the sum of the elements has overflowed, so divide each element by their number, and then add
+    # the sum of the elements has overflowed, so divide each element by the number of elements before adding
     if not math.isfinite(mean): mean = np.add.reduce(x/m)
     d = x-mean
-    # mean distance from the computed mean: the rounding error of this mean, by which mean and m2 are corrected
+    # rounding error of the computed mean: the mean of all differences from it. Mean and m2 are corrected by it
     rest = np.add.reduce(d)/m if m else 0.
     v = basic_vector(n, mean+rest, max(d.dot(d)-m*rest*rest, 0.), lo, hi, *bad)
     if 'absolute' in wanted:
@@ -127,7 +127,8 @@ def exponent_counts(p):
     n = 256 if single else 2048
     if p.is_cpu: of = torch.bincount(k, minlength=n)
     else: of = torch.zeros(n, dtype=torch.int64, device=p.device).index_add_(0, k.int(), torch.ones_like(k, dtype=torch.int64))
-    of[-1] = 0 # the last bin contains infinity and NaN, which other sums count
+    # clear the last bin, because it contains infinity and NaN, which are counted separately
+    of[-1] = 0
     if not single: of = torch.cat([of[:897].sum(0, keepdim=True), of[897:1151], of[1151:].sum(0, keepdim=True)])
     zeros = (p==0).sum()
     of[0] -= zeros
@@ -140,7 +141,8 @@ def read_device(x, wanted=('basic',)) -> torch.Tensor:
     def full(value):
         "Return a scalar tensor with the given value, on the device of `x`."
         return torch.full((), value, dtype=to, device=x.device)
-    if not len(x): # fill the vector on the device, because a copy from the host would wait for the device
+    # for an empty tensor, fill the vector on the device, because a copy from the host would wait for the device
+    if not len(x):
         v = no_elements(wanted)
         return torch.cat([torch.stack([full(float(a)) for a in v[:width]]), torch.zeros(len(v)-width, dtype=to, device=x.device)])
     if x.is_complex(): x = (x if to is torch.float32 else x.to(torch.complex128)).abs()
@@ -150,7 +152,7 @@ def read_device(x, wanted=('basic',)) -> torch.Tensor:
     f = torch.where(ok, d, z)
     v = dict(count=full(len(x)), nan=torch.isnan(d).sum(), posinf=torch.isposinf(d).sum(), neginf=torch.isneginf(d).sum())
     v |= {p: of_each(p, d, torch, ok) for p in parts_in(wanted) if sums[p].each}
-    # all elements are equal, so take one of them as mean, because a computed mean is rounded
+    # if all elements are equal, use this number as mean, because a computed mean is rounded
     mean = torch.where(v['min']==v['max'], v['min'], f.sum()/n.clamp(min=1))
     c = torch.where(ok, d-mean, z)
     q = c*c

@@ -228,7 +228,7 @@ def _add_to_bins(found, top, bins):
 
 @jit
 def _count_bins(x, lo, hi, found, top, bins, B:tl.constexpr):
-    "Count the elements of a block by exponent, in 31 bins from `top` downwards. Return the counts, and `top`, which follows the largest element."
+    "Count the elements of a block by exponent, in 31 bins from `top` downwards. Return the counts, and `top`, adapted to the largest element."
     big = _bin(tl.maximum(tl.maximum(-lo, hi), 0.))|7
     if big!=top:
         _add_to_bins(found, top, bins)
@@ -439,7 +439,7 @@ def _read(x, n, j, rows, step, part, apart, counters, counter, bins, out, span, 
 @kernel
 def _kernel(x, out, jobs, n, between, tensors, rows, step, part, apart, counters, bins, span, per, wanted:tl.constexpr, B:tl.constexpr, W:tl.constexpr,
     T:tl.constexpr, aligned:tl.constexpr):
-    "Read one tensor, or many of one dtype. Columns of `jobs`: address, elements, program of the tensor, first row, first group, tensor, row of `out`."
+    "Measure one tensor, or many of one dtype. Columns of the table `jobs`: address, elements, program, first row, first group, tensor, row of `out`."
     j = tl.program_id(0)
     n = n.to(tl.int64)
     at = x.to(tl.int64)
@@ -455,12 +455,14 @@ def _kernel(x, out, jobs, n, between, tensors, rows, step, part, apart, counters
         which = tl.load(job+5)
         to = tl.load(job+6)
     x = at.to(x.dtype)
-    if aligned: x = tl.multiple_of(x, 16) # with this hint Triton loads 16 bytes at once in each thread
+    # this hint lets Triton load 16 bytes at once in each thread
+    if aligned: x = tl.multiple_of(x, 16)
     first = tl.maximum(tensors, 1)+part0
     _read(x, n, j, rows+rows0, step, part+part0, apart, counters+first, counters+which, bins+256*which, out+to*between, span, per, wanted, B, W, T)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #c2552029
-programs = 2048 # number of programs (thread blocks) that suffices to keep a large GPU busy
+# number of programs (thread blocks) that is enough to keep a large GPU busy
+programs = 2048
 
 def span_of(blocks):
     "Return how many blocks one program reads, given the total number of blocks."
@@ -486,7 +488,8 @@ def available(device) -> bool:
     if interpreted: return device.type=='cpu'
     if device.type in ('cpu', 'meta'): return False
     try: return device_type(triton.runtime.driver.active)==device.type
-    except Exception as e: # without a driver, Triton cannot run kernels, so torch operations measure the tensors
+    # without a driver, Triton cannot run kernels, so torch operations measure the tensors
+    except Exception as e:
         if device.type=='cuda' and torch.cuda.is_available():
             warn(f"The kernels of torchember fail on {device}: {type(e).__name__}: {e!s:.200}. "
                 f"Tensors on {device} are measured by torch operations, which is slower.")
@@ -537,7 +540,7 @@ class StreamMemory:
     def __init__(self, device): self.device,self.tensors,self.old = device,{},[]
 
     def get(self, name, n, dtype):
-        "Return the work memory called `name`, with at least `n` numbers. New memory is 0; other memory is as the last launch left it."
+        "Return the work memory called `name`, with at least `n` numbers. New memory contains zeros; memory used before keeps its content."
         x = self.tensors.get(name)
         if x is None or len(x)<n:
             if x is not None: self.old.append(x)
@@ -560,11 +563,11 @@ def width_of(wanted):
 memories = {} # (device, stream) -> its `StreamMemory`
 
 def memory_of(device, stream):
-    "Return the `StreamMemory` of a stream. Make one if there is none."
+    "Return the `StreamMemory` of a stream. Make a `StreamMemory` if the stream has none."
     return memories.get((device, stream)) or memories.setdefault((device, stream), StreamMemory(device))
 
 def exchange(own):
-    "Replace the dict of all work memory by `own`, and return the former dict. Each CUDA graph has its own dict: it may be replayed on any stream."
+    "Replace the dict of all work memory by `own`, and return the former dict. CUDA graphs have own dicts, because a replay may use any stream."
     global memories
     memories,former = own,memories
     memory_version.advance()
@@ -608,13 +611,14 @@ def launch(x, out, jobs, between, programs, stream, args, n=0, tensors=0, wanted
     if key not in handles: handles[key] = handle_of(compiled, const, programs, stream, args)
 
 def handle_of(compiled, const, *args):
-    "Make the `Handle` of a compiled kernel, and try one launch. Return the handle, or None if this version of Triton does not allow it."
+    "Make the `Handle` of a compiled kernel, and try one launch. Return the handle, or None if this version of Triton does not support handles."
     if driver() is None: return None
     try:
         h = Handle(compiled, const)
         h(*args[:2], *map(launch_argument, args[2]))
         return h
-    except (AttributeError, TypeError): return None # in this version of Triton, a compiled kernel has other attributes or arguments
+    # in this version of Triton, a compiled kernel has different attributes or arguments
+    except (AttributeError, TypeError): return None
 
 def kernel_key(dtype, device, wanted, n, aligned):
     "Return a key for compiled kernels: all values for which Triton compiles a separate kernel."
@@ -652,17 +656,18 @@ class TensorLaunch:
         self.per = min(per or tile, tile//self.span)
         self.blocks,self.programs,self.groups = (int(a) for a in cut_tensors(k*blocks[dtype], blocks[dtype], self.span, self.per))
         self.keys = [kernel_key(dtype, device, wanted, n, aligned) for aligned in (False, True)]
-        self.given = {} # for each stream: (`MemoryVersion.number`, kernel arguments after the first two, as numbers)
+        # for each stream: (`MemoryVersion.number`, kernel arguments after the first two, as numbers)
+        self.given = {}
         # the `Handle` for tensors at any address, and the one for addresses that are multiples of 16; or None
         self.handles = [None, None]
 
     def stream(self):
-        "Return the current stream of the device. Return None if another device is the current one, or if there is no driver."
+        "Return the current stream of the device. Return None if the device is not the current device, or if Triton has no driver."
         chosen = driver()
         return chosen.get_current_stream(self.device.index) if chosen is not None and chosen.get_current_device()==self.device.index else None
 
     def __call__(self, x, rows, i, stream):
-        "Measure the tensor `x`, whose elements have no gaps in memory, into row `i` of `rows`."
+        "Measure the tensor `x` (without gaps in memory), and write its summary into row `i` of `rows`."
         at,given = x.data_ptr(),self.given.get(stream)
         aligned = at%16==0
         h = self.handles[aligned]
@@ -674,7 +679,7 @@ class TensorLaunch:
         memory = memory_of(self.device, stream)
         with undisturbed(self.device.type):
             args = *memory.arguments(self.dtype, self.wanted, self.blocks, self.groups), self.span, self.per
-            # a placeholder: the kernel does not use this argument for a single tensor
+            # a placeholder, because the kernel does not use the argument `jobs` for a single tensor
             jobs = memory.get('jobs', 1, torch.int64)
             since = memory_version.number
             launch(x, rows[i], jobs, 0, self.programs, stream, args, self.n, 0, self.wanted, aligned)
@@ -688,7 +693,7 @@ def driver():
 
 @lru_cache(maxsize=4096)
 def reading(n, dtype, device, wanted, per=None):
-    "Return the `TensorLaunch` for tensors of one size, dtype and device, made once."
+    "Return the cached `TensorLaunch` for tensors of one size, dtype and device, or make it."
     return TensorLaunch(n, dtype, device, wanted, per)
 
 def read_one(x, wanted, out, per=None):

@@ -9,8 +9,8 @@ __all__ = []
 import os, sys
 
 # %% ../../../nbs/62_board/30_command.ipynb #1b81c480
-def board_arguments(p): # p: an `ArgumentParser` that has the argument `--home` already
-    "Add the arguments of `torchember board` to a parser of command lines."
+def board_arguments(p): # p: an `ArgumentParser` that already has the argument `--home`
+    "Add the arguments of the command `torchember board` to an `ArgumentParser`."
     p.add_argument('runs', nargs='*', metavar='RUN', help='names or globs of runs; default all')
     p.add_argument('--port', type=int, default=8088, help='port, or the next free one; 0 for any; default 8088')
     p.add_argument('--host', default='127.0.0.1',
@@ -20,7 +20,7 @@ def board_arguments(p): # p: an `ArgumentParser` that has the argument `--home` 
     p.add_argument('--no-browser', action='store_true', help='print the address, open no browser')
 
 def board_command(args):
-    "Show runs in a browser while they are recorded, until Ctrl-C. Only files are read: the training is not affected"
+    "Show runs in a browser while they are recorded, until Ctrl-C. The board only reads log files and does not disturb the training"
     from torchember.show.board.server import board
     board(*args.runs, home=args.home, host=args.host, port=args.port, allow=args.allow,
         browser=not args.no_browser and has_screen())

@@ -20,7 +20,7 @@ from ...store.anywhere import is_url
 from ...store.base import folder
 
 # %% ../../../nbs/62_board/10_listing.ipynb #01b825e9
-silence_seconds = 300. # seconds without a new row after which a run on another machine is called silent
+silence_seconds = 300. # a run on another machine is called silent after this many seconds without a new row
 
 def run_state(about:dict, base:dict, written:float=0.) -> str:
     "Return the state of a run: 'running', 'ended', 'died' (did not record its end), or 'silent' (wrote nothing for 5 minutes)."
@@ -31,7 +31,7 @@ def run_state(about:dict, base:dict, written:float=0.) -> str:
 
 # %% ../../../nbs/62_board/10_listing.ipynb #de82b0ce
 def recover_rows(place):
-    "Recover rows from the black boxes (files of recent steps) of dead processes, in a new process, because the board imports no torch."
+    "Recover rows of dead processes from black boxes (files of recent steps). Use a new process, because the board imports no torch."
     if is_url(place) or not has_orphan_box(place/'box'): return
     program = 'import sys; from torchember.recorder.recovery import recover_all; recover_all(sys.argv[1])'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
@@ -54,7 +54,7 @@ class Listing:
             for n in (name, *([m[1]] if m else [])))
 
     def is_inside(self, name):
-        "Return True if a log is really inside the folder of logs. A link to a file elsewhere must not be shown, for safety."
+        "Return True if a log is inside the log folder. For security, the board does not show symbolic links to files outside."
         return (self.place/'log'/name).resolve().is_relative_to(self.place.resolve())
 
     def look(self) -> bool:
@@ -109,8 +109,8 @@ class Listing:
             loss=loss and [loss[0], last], spark=loss[1].values() if loss else [],
             errors=len(errors) or int(bool(bad)), warnings=len(warnings), finding=next(iter(sentences), None))
 
-    def source(self, row:dict, most:int): # most: approximate number of tensor rows to read
-        "Open a run for a page or picture. Return the run, and the list of steps to read; None (all steps) for a small run."
+    def source(self, row:dict, most:int): # most: approximate maximum number of tensor rows to read
+        "Open a run to draw it. Return the run, and the list of steps to read. For a small run, return None instead of the list: all steps."
         name,logs = row['name'],self.logs_of(row['name'])
         if row['rows']<=most: return open_run(name, self.place), None
         notable = {step for log in logs for step in log.notable_steps}

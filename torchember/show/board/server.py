@@ -18,8 +18,8 @@ from ..page.data import page_of
 from ..page.document import checksum, fill_page, read_page_files, read_web_file
 
 # %% ../../../nbs/62_board/20_server.ipynb #29294e07
-def render_board(wanted:str='') -> tuple: # wanted: requested names of runs, for the title
-    "Return the HTML page of the board, and its Content-Security-Policy. The page contains no data of runs: its script loads them."
+def render_board(wanted:str='') -> tuple: # wanted: run names given by the user, for the page title
+    "Return the HTML page of the board, and its Content-Security-Policy. The page contains no data: its script requests the data later."
     styles,scripts = read_page_files('board')
     policy = f"default-src 'none'; script-src {' '.join(map(checksum, scripts))}; style-src {' '.join(map(checksum, styles))}; " \
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"
@@ -37,7 +37,7 @@ class Pages:
     def __init__(self, listing): self.listing,self.made = listing,{} # made: name of a run -> its page (version, compressed JSON, time, seconds)
 
     def page_of(self, row):
-        "Return the data of a run's page. Of a large run, read only some steps while it is recorded, and more steps after its end."
+        "Return the data of a run as a web page shows it. For a large run, read few steps during recording, more after its end."
         first = row['state']=='running' or not self.made.get(row['name'], [False])[-1]
         run,steps = self.listing.source(row, self.most if first else self.most_later)
         page = page_of(run)
@@ -71,7 +71,7 @@ class Pages:
         return data, self.made[name][0]
 
 # %% ../../../nbs/62_board/20_server.ipynb #df4ad9d5
-# Example rows. At the start, the server makes a page of them, in order to import all Python modules
+# Example rows. When the server starts, it makes a page of these rows, because this imports all Python modules
 example_rows = {'step': [0, 1], 'path': ['a', 'a'], 'ttype': ['output']*2, 'tname': ['output_0']*2, 'call': [0, 0],
     'mean': [0., 1.]}
 local_names = 'localhost',
@@ -87,7 +87,7 @@ def host_of(header):
     return header.rpartition(':')[0] if re.search(r':\d+$', header) else header
 
 def is_ip_address(host):
-    "Return True if a host name is an IP address. An attacker's DNS name can point at this machine (DNS rebinding), an IP address cannot."
+    "Return True if a host name is an IP address. An IP address is safe from DNS rebinding, which needs a DNS name of the attacker."
     try: ip_address(host.strip('[]'))
     except ValueError: return False
     return True
@@ -117,19 +117,20 @@ class Guard:
         if scope['type']=='lifespan': return await self.app(scope, receive, send)
         if scope['type']!='http': return # websockets are ignored, because the board does not use them
         if why := self.refusal(scope): return await respond(why, 403, 'text/plain')(scope, receive, safely)
-        last = '/'+scope['path'].rpartition('/')[2] # a proxy may have added a prefix to the path, which is dropped
+        # drop a prefix of the path, which a proxy may have added
+        last = '/'+scope['path'].rpartition('/')[2]
         await self.app({**scope, 'path': last, 'raw_path': last.encode(), 'root_path': ''}, receive, safely)
 
 # %% ../../../nbs/62_board/20_server.ipynb #e106b13b
 class Board:
-    "ASGI application of the board: pages that show runs while they are recorded. It only reads files."
+    "ASGI application of the board: web pages that show runs while they are recorded. The application only reads files."
     every = 1. # shortest time between two readings of the log files, in seconds
 
     def __init__(self,
         names=(), # Names or globs of runs; default all
-        home=None, # Folder of the logs, if not `~/.torchember`
+        home=None, # Folder of the logs, if it is not the default `~/.torchember`
         token:str|None=None, # Secret token in the address; default a random one
-        hosts=() # Host names besides localhost and IP addresses, such as that of a proxy
+        hosts=() # More allowed host names, such as the name of a proxy. Localhost and IP addresses are always allowed
     ):
         self.listing,self.token,self.hosts = Listing(home, names),token or secrets.token_urlsafe(18),{*local_names, *hosts}
         self.pages,self.seen = Pages(self.listing),0. # seen: time when the log files were last read
@@ -143,7 +144,8 @@ class Board:
         "Read new rows from the log files, unless they were read less than a second ago."
         async with self.reading:
             if time.monotonic()-self.seen<self.every or self.one.locked() and self.listing.version:
-                return # answer at once from the last reading, because a page is being made
+                # do not read again: the last reading is less than a second old, or a page is being made
+                return
             await asyncio.to_thread(self.listing.look)
             self.seen = time.monotonic()
 
@@ -151,7 +153,7 @@ class Board:
         "Answer a request for the page of a run. The answer is empty if the browser has this version already."
         await self.look()
         name,have = (request.query_params.get(k, '') for k in ('name', 'have'))
-        # make only one page at a time, because this uses a whole CPU core
+        # make only one page at a time, because making a page uses a whole CPU core
         async with self.one: data,version = await asyncio.to_thread(self.pages.of, name)
         if data is None: return respond('{"problem": "There is no such run any more."}', 404)
         return respond(data, **{'Content-Encoding': 'gzip'}) if have!=str(version) else respond(b'', 204)
@@ -160,7 +162,7 @@ class Board:
         "Answer with a stream of server-sent events: the list of runs, whenever the list changes."
         from starlette.responses import StreamingResponse
         async def stream():
-            "Yield the list of runs as text of an event, whenever the list has changed."
+            "Yield the list of runs as the text of a server-sent event each time the list has changed."
             version,quiet = None,0
             yield 'retry: 2000\n\n'
             while not self.ends.is_set():
@@ -170,7 +172,7 @@ class Board:
                     yield f'event: runs\ndata: {json.dumps(self.listing.rows, allow_nan=False)}\n\n'
                 elif (quiet := quiet+1)%15==0: yield ': still here\n\n'
                 try: await asyncio.wait_for(self.ends.wait(), self.every)
-                except TimeoutError: pass # the server goes on running: read the files again
+                except TimeoutError: pass # the server was not stopped during this pause: continue the loop
         return StreamingResponse(stream(), headers={'Cache-Control': 'no-store', 'X-Accel-Buffering': 'no'},
             media_type='text/event-stream')
 
@@ -181,7 +183,7 @@ class Board:
         from starlette.routing import Route
         @asynccontextmanager
         async def life(app):
-            "Start the background work of the board, and end it when the server stops."
+            "Start making a small example page. When the server stops, end the event streams and close the log files."
             self.ends,self.one,self.reading = asyncio.Event(),asyncio.Lock(),asyncio.Lock()
             # make a small page in the background: this imports all Python modules, so that the first real page comes faster
             warm = asyncio.create_task(asyncio.to_thread(page_of, pd.DataFrame(example_rows)))
@@ -222,12 +224,12 @@ def bind_socket(host, port, tries=50):
 
 def board(
     *runs, # Names or globs of the runs to show; default all
-    home=None, # Folder of the logs, if not `~/.torchember`
-    host:str='127.0.0.1', # Address to listen at: '127.0.0.1' for this machine only, '0.0.0.0' for all who have the token
+    home=None, # Folder of the logs, if it is not the default `~/.torchember`
+    host:str='127.0.0.1', # Address to listen at: '127.0.0.1' for this machine only, '0.0.0.0' for all machines (browsers still need the token)
     port:int=8088, # Port to listen at, or the next free port; 0 for any free port
     token:str|None=None, # Secret in the address of the page; default `$TORCHEMBER_BOARD_TOKEN`, or a random token
     browser:bool=False, # True to open the page in a browser
-    allow=() # Host names besides localhost, such as that of a proxy; '*' for any
+    allow=() # More allowed host names besides localhost, such as the name of a proxy; '*' allows any name
 ):
     "Serve a web page that shows runs while they are recorded, until Ctrl-C. Needs starlette and uvicorn."
     needs('uvicorn', for_='The board', package='starlette uvicorn')
@@ -240,5 +242,5 @@ def board(
     print(f'{address}\nFollows {"runs of" if not runs else " ".join(map(printable, runs))+" in"} {printable(b.listing.place)}. End it with Ctrl-C.', flush=True)
     if browser: webbrowser.open(address)
     try: server.run(sockets=[s])
-    except KeyboardInterrupt: pass # Ctrl-C is the usual way to stop the board, so it is no error
+    except KeyboardInterrupt: pass # no error message, because Ctrl-C is the usual way to stop the board
     finally: s.close()

@@ -33,7 +33,7 @@ class Tail:
         self.removed = self.given = self.rows = 0
         self.earlier = None # iterator over the blocks of rows in Parquet parts; None before the first read
 
-    def more(self, most:int=1<<26): # most: approximate number of bytes to read
+    def more(self, most:int=1<<26): # most: approximate maximum number of bytes to read
         """Return the next rows of the log: lines as bytes, or a Parquet part.
 
         Return b'' if there are none. Raise FileNotFoundError if the log is gone."""
@@ -65,13 +65,13 @@ class Tail:
             data += next
         self.at += cut or (len(data) if len(data)>longest_line else 0) # skip a line that is too long
         if not was_replaced or cut: return data[:cut]
-        # this file was read to its end and then replaced: continue in the new log file
+        # the file was read to its end, and a new file has replaced it: continue in the new log file
         self.removed,self.given,self.at = self.removed+s.st_size,self.given+s.st_size,0
         self.close()
         return self.next_block(most)
 
     def skip(self, done, rows):
-        "Continue reading after the first `done` bytes and `rows` rows of the log. `rows`: None to count them."
+        "Continue reading after the first `done` bytes and the first `rows` rows of the log. If `rows` is None, count these rows."
         parts = None
         # open the file again if lines were moved to Parquet parts in the meantime
         while parts!=(parts := summarize_parts(self.path)):
@@ -104,7 +104,7 @@ class Tail:
 
     @property
     def is_behind(self):
-        "True if more than 1 MB of the log must still be read."
+        "True if there are unread rows in Parquet parts, or more than 1 MB of unread lines in the log file."
         return self.given<self.removed or self.file is None or self.size-self.at>1<<20
 
     @property
@@ -118,12 +118,12 @@ def count_lines_until(path, end):
 
 # %% ../../../nbs/60_show/91_following.ipynb #8f27a657
 scalar_or_finding = re.compile(rb'"ttype":\s?"(?:scalar|finding)"')
-# matches the lines of passes that do not train, such as evaluations
+# matches log lines of evaluations and other passes that do not train
 evaluation_line = re.compile(rb'"phase":\s?"(?:%s)"' % '|'.join(beside_training).encode())
 scalar_finding_or_not_finite = re.compile(scalar_or_finding.pattern+rb'|"(?:nan|posinf|neginf)":\s?[1-9]')
 
 def rows_of_interest(block, all_finite:bool=True) -> list:
-    "Return the rows of logged numbers and findings in a block of the log. If `all_finite`, also return the first non-finite row."
+    "Return the rows of logged numbers and findings in a block of the log. If `all_finite`, include the first non-finite tensor."
     if not isinstance(block, bytes): return part_rows(block, all_finite)
     out = []
     for line in lines_of_interest(block, all_finite):
@@ -133,7 +133,7 @@ def rows_of_interest(block, all_finite:bool=True) -> list:
     return out
 
 def lines_of_interest(data, all_finite):
-    "Yield the lines of logged numbers and findings. If no tensor was non-finite so far (`all_finite`), also yield the first non-finite line."
+    "Yield the lines of logged numbers and findings. If `all_finite`, include non-finite tensors up to the first in a training pass."
     at,end = 0,len(data)
     while at<end and (m := (scalar_finding_or_not_finite if all_finite else scalar_or_finding).search(data, at)):
         start,at = data.rfind(b'\n', 0, m.start())+1,data.find(b'\n', m.end())+1 or end
@@ -163,7 +163,7 @@ def part_rows_at(part, at):
 # %% ../../../nbs/60_show/91_following.ipynb #6d9e8e06
 class Spark:
     "Curve of at most 127 points for any number of values. Each point is the mean of equally many values."
-    most = 64 # at 128 points, merge neighbors, so that 64 points are left
+    most = 64 # at 128 points, neighboring points are merged in pairs, so that 64 points are left
     def __init__(self):
         # points: lists [sum, count]; each: number of values in a point; last: latest value
         self.points,self.each,self.last = [],1,None
@@ -196,18 +196,18 @@ def extreme_lines(lines, width:int): # lines: tuples (step, line, dict of number
     return [lines[i] for i in sorted({i for kept in found.values() for i in kept.values()})]
 
 class KeptLines:
-    "Keeps at most `most` lines of a log. Of too many logged numbers it keeps extreme values, of too many findings the latest."
+    "Keeps at most `most` lines of a log. If there are more lines, keep extreme values of logged numbers, and the latest findings."
     def __init__(self, most=20_000):
         self.numbers,self.findings,self.width,self.most = [],deque(maxlen=most//4),1,most-most//4
 
-    def add(self, step, line, numbers=None): # numbers: dict: name of a logged number -> value; None for a finding
+    def add(self, step, line, numbers=None): # numbers: dict of name -> value for a line of logged numbers; None for a finding
         "Add a line of the log. If there are too many lines, drop the least important ones."
         if numbers is None: return self.findings.append((step, line))
         self.numbers.append((step, line, numbers))
         if len(self.numbers)<=self.most: return
         last = max(step for step,_,_ in self.numbers)
         while len(kept := extreme_lines(self.numbers, self.width))>self.most*.6 and self.width<=last: self.width *= 2
-        # if thousands of names were logged, too many lines can be left: then keep only the latest
+        # with thousands of logged names, too many lines may be left. In this case, keep only the latest lines
         self.numbers = kept if len(kept)<=self.most*.6 else kept[-self.most//2:]
 
     @property
@@ -218,7 +218,7 @@ class KeptLines:
 
 # %% ../../../nbs/60_show/91_following.ipynb #d94feb09
 def may_have_grown(before, now): # before, now: (inode, size, modification time) of a file, or None without a file
-    "Return False if a file was replaced or shortened between two states, `before` and `now`. Return True if it has only grown, or not changed."
+    "Return False if a file was replaced or shortened between the states `before` and `now`. Return True if it has grown or is unchanged."
     return before==now or bool(before and now and before[0]==now[0] and before[1]<=now[1])
 
 class FollowedLog:
@@ -277,7 +277,7 @@ class FollowedLog:
 
     @property
     def notable_steps(self):
-        "Steps that a picture of the run must include: begin of the worst findings, first non-finite step, and the steps next to these."
+        "Steps that a picture of the run must include: first steps of the worst findings, first non-finite step, and neighboring steps."
         begins = [f['first_step'] for f in self.findings.causes[:8]]+([self.first_bad['step']] if self.first_bad
             else [])
         return sorted({step+d for step in begins for d in (-1, 0, 1)})
@@ -295,7 +295,7 @@ class FollowedLog:
 
     @property
     def loss(self):
-        "Loss curve of the run, as (name, `Spark`). If no name contains 'loss', it is the first logged number. None if no numbers were logged."
+        "Loss curve as (name, `Spark`): the first logged number with 'loss' in its name, else the first logged number. None without numbers."
         names = [k for k in self.numbers if not computed_in(k)]
         name = next((k for k in names if 'loss' in k.lower()), next(iter(names), None))
         return name and (name, self.numbers[name])

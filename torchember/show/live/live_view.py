@@ -61,7 +61,7 @@ class Viewer:
         from torchember.show import first_look # noqa: F401
         mpl.rcParams.update(look)
 
-    def answer(self, name:str, over:bool=False) -> dict: # over: True to draw the last picture
+    def answer(self, name:str, over:bool=False) -> dict: # over: True for the last picture, because the run or the view ends
         """Return the state of a run for a live view: a dict with `line` (text), `png` (picture) and `state`.
 
         While the log is still being read: `behind`, the fraction read so far. {} before the first row."""
@@ -84,7 +84,8 @@ class Viewer:
         from torchember.show.first_look import overview
         run,steps = self.listing.source(self.row, self.most)
         try: fig = overview(run).figure
-        except ValueError: return None # nothing to draw until the first step is complete
+        # `overview` raises ValueError until the first step is complete
+        except ValueError: return None
         finally: plt.close('all')
         notes = [] if over else [f"{self.row['steps']:,} until now{self.speed.text()}"]
         if steps is not None:
@@ -99,7 +100,7 @@ class Viewer:
 def answer_questions():
     "Main function of the process that draws live views: answer pickled questions from standard input until it is closed."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # lower the priority, because the training comes first. With more than 3, a busy machine would not draw for minutes
+    # lower the priority, because the training comes first. A value above 3 would delay pictures on a busy machine
     if hasattr(os, 'nice'): os.nice(3)
     questions,answers = sys.stdin.buffer,os.fdopen(os.dup(1), 'wb')
     nothing = os.open(os.devnull, os.O_WRONLY)
@@ -176,14 +177,15 @@ class Reader:
     def cpu_if_ended(self, wait=False):
         "Return the CPU seconds of the process after its end (0 if unknown). Return None while the process is running."
         try: pid,status,usage = os.wait4(self.p.pid, 0 if wait else os.WNOHANG)
-        except (AttributeError, ChildProcessError): return None if (self.p.wait() if wait else self.p.poll()) is None else 0 # Windows has no `wait4`
+        # Windows has no `os.wait4`: the CPU time is unknown
+        except (AttributeError, ChildProcessError): return None if (self.p.wait() if wait else self.p.poll()) is None else 0
         if not pid: return None
         self.p.returncode = os.waitstatus_to_exitcode(status)
         return usage.ru_utime+usage.ru_stime
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #4460ff0a
 class NotebookScreen:
-    "Shows a live view in a notebook: the output of a cell with a picture."
+    "Shows the picture or the text of a live view in the output of a notebook cell."
     picture = True
     def __init__(self, name):
         from IPython.display import display
@@ -202,7 +204,7 @@ class NotebookScreen:
         pass
 
 class TerminalScreen:
-    "A line in a terminal that each update overwrites. It works beside the progress bars of tqdm."
+    "Shows a live view as one line in a terminal. Each update overwrites the line. Progress bars of tqdm stay intact."
     picture = False
     def __init__(self, name):
         from tqdm import tqdm
@@ -220,7 +222,7 @@ class TerminalScreen:
         self.bar.close()
 
 class LogScreen:
-    "Lines of a live view in a file, if standard error is redirected to a file: at most one line per minute, and the last line."
+    "Writes a live view as lines of text, if standard error is a file: at most one line per minute, and the last line."
     picture,pause = False,60
     def __init__(self, name): self.line,self.next = None,0
     def show(self, line, png=None):
@@ -272,7 +274,8 @@ class Live:
             try:
                 if self.reader: self.process_seconds = self.reader.end() or self.process_seconds
                 self.screen.end()
-            except Exception: pass # ignore an error while showing: for example, the terminal was closed
+            # ignore errors of the display: for example, the terminal was closed
+            except Exception: pass
             self.thread_seconds = time.thread_time()
 
     def follow(self):
@@ -289,7 +292,7 @@ class Live:
             self.thread_seconds = time.thread_time()
             if 'behind' in got: continue
             if over: return
-            # the run has ended: ask once more, for the last picture
+            # the run has ended: request once more, to get the last picture
             if got.get('state') in ('ended', 'died'): self.closing = True
             else: self.pause(max(self.every, (drawing-self.credit)/self.share-(time.monotonic()-began)))
 
@@ -300,7 +303,7 @@ class Live:
         elif over: self.screen.show(f"{name}: nothing was recorded")
 
     def pause(self, seconds):
-        "Wait some seconds, or less if the view is closed."
+        "Wait for some seconds. Stop waiting as soon as `close` is called."
         try: self.calls.get(timeout=seconds)
         except Empty: pass
 
@@ -308,7 +311,8 @@ class Live:
         "Warn the user that the live view has stopped. The training continues."
         if self.dropped: return
         try: warn(f"torchember: {what}. Training and recording continue.")
-        except EmberWarning as e: print(e, file=sys.stderr) # warnings are errors: print instead
+        # the user has turned warnings into errors: print the text instead
+        except EmberWarning as e: print(e, file=sys.stderr)
 
     def close(self, last:bool=True, patience:float=60.): # last: True to draw the newest rows; patience: seconds to wait
         "End the live view. By default, show a last picture first."
@@ -325,7 +329,7 @@ class Live:
                 self.thread.join(5)
 
     def wait(self):
-        "Wait until the run has ended. Ctrl-C ends the live view before, and its last picture stays visible."
+        "Wait until the run has ended. Ctrl-C ends the waiting and the live view, and the last picture stays visible."
         try:
             while self.thread.is_alive(): self.thread.join(.2)
         except KeyboardInterrupt: self.close(last=False)
@@ -350,21 +354,21 @@ def close_shown():
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #ae049b8f
 def live(
-    run, # Run to show: a torchEmber, a tracker, or the name of a run, also of another process
+    run, # Run to show: a torchEmber, a tracker (`te.t`), or the name of a run. The run may belong to a different process
     every:float=2., # Shortest time between two pictures, in seconds
     wait:bool|None=None, # True to wait until the run ends. By default, wait only for runs of other processes
     home=None # Folder of logs, instead of `~/.torchember`
-): # A `Live`: `close()` ends it, `seconds` is the CPU time that it used
+): # A `Live` object: `close()` ends the live view, `seconds` is the CPU time of the view
     """Show a run while it is recorded: in a notebook the overview, which is redrawn; elsewhere a line with step, loss and speed.
 
     Args:
-        run: Run to show: a torchEmber, a tracker, or the name of a run, also of another process
+        run: Run to show: a torchEmber, a tracker (`te.t`), or the name of a run. The run may belong to a different process
         every: Shortest time between two pictures, in seconds
         wait: True to wait until the run ends. By default, wait only for runs of other processes
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
-        A `Live`: `close()` ends it, `seconds` is the CPU time that it used
+        A `Live` object: `close()` ends the live view, `seconds` is the CPU time of the view
     """
     if not isinstance(every, int|float) or isinstance(every, bool) or not every>0:
         raise ValueError(f"every must be a number of seconds above 0, got {every!r}.")
@@ -383,7 +387,7 @@ def live(
     for v in views or (): v.close(last=False)
     ref,file = weakref.ref(t if views is None else run),t.file
     is_recorded_here = t.source is not None and 'end' not in read_facts(t.fname, t.data)[0]
-    def name(): # returns the name of the run, without the rank. The name may change until the first row is written
+    def name(): # returns the run name without the rank. The name may change until the first row is written
         "Return the name of the run without the rank. The name may change until the first row is written."
         if several: return several.name
         return m[1] if is_recorded_here and (m := rank_pattern.fullmatch(file.path.name)) else file.path.name

@@ -33,8 +33,8 @@ from ...store.parameters import label_of, untrained
 from ..legend import alarm, meanings, palettes, scale, words, zero
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #693dbb4d
-def pack_array(values, exact:bool=False) -> dict: # exact: True to keep all 24 bits of precision, as counts need
-    """Compress an array for an HTML page: float32, all first bytes together, all second bytes, ...; gzip; base64.
+def pack_array(values, exact:bool=False) -> dict: # exact: True to keep all 24 bits of precision. Counts need this precision
+    """Compress an array for an HTML page: convert it to float32, group bytes by significance, then apply gzip and base64.
 
     Return a dict with `shape` and `zip`."""
     # suppress numpy's warning, because a float64 above 3.4e38 may become infinity on the page
@@ -62,7 +62,7 @@ def structure_of_paths(paths, root):
             nodes['.'.join(parts[:i])]['children'].append(nodes[p])
     return nodes['']
 
-def list_modules(structure, paths:list, root:str='model') -> list: # structure: `torchEmber.mod_tree`, or None
+def list_modules(structure, paths:list, root:str='model') -> list: # structure: module tree (`torchEmber.mod_tree`), or None
     "Return a list with [path, name, class name, depth] for each module, parents before children."
     out,todo = [],[(structure or structure_of_paths(paths, root), 0)]
     while todo:
@@ -89,11 +89,11 @@ def stats_of_page(rows, stats):
     return list(dict.fromkeys(first))[:4]
 
 def describe_heads(rows) -> dict|None:
-    "Return the labels of all layers with attention, and [layer, head] for each of the rows. None if the rows are not about attention."
+    "Return the labels of attention layers, and [layer, head] for each row. Return None if some rows are not about attention."
     if not has_ttype(rows, 'attention').all(): return None
     names,head = rows['path'].astype(str),rows['tname'].astype(str).str.removeprefix('head_').astype(int)
     call = rows['call'] if 'call' in rows else rows['step']*0
-    several = set(names[call>0]) # modules that are called several times in a pass
+    several = set(names[call>0]) # modules that are called several times in one forward pass
     labels = [f'{p} ({c})' if p in several else p for p,c in zip(names, call, strict=True)]
     layers = {l: i for i,l in enumerate(dict.fromkeys(labels))}
     return {'layers': list(layers), 'at': [[layers[l], int(h)] for l,h in zip(labels, head, strict=True)]}
@@ -135,7 +135,7 @@ def first_positions(code):
     return np.unique(code, return_index=True)[1]
 
 def tensor_keys(rows, code):
-    "Return a key for each tensor, used as its name in further tables of the run. `code`: for each row of the table, the number of its tensor."
+    "Return a key (path, name, call) for each tensor, to find it in different tables. `code`: number of the tensor for each row."
     one = rows[[c for c in ('path', 'tname', 'pname', 'call') if c in rows]].iloc[first_positions(code)]
     return list(zip(*(one[c].astype(str) for c in one), strict=True))
 
@@ -147,7 +147,7 @@ def pick_steps(steps, also=(), most=None):
     return sorted({*steps[at].tolist(), *(s for s in also if s in steps)})
 
 def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: key of a tensor -> its position; n: number of tensors
-    "Pack the exponent counts of log rows for a page. The first count is of smaller values, the last of larger values."
+    "Pack the exponent counts of log rows for a page. The first and last count are of values below and above the counted range."
     rows = rows[with_counts(rows)]
     if not len(rows): return None
     known = {k: i for i,k in keys.items()}
@@ -235,7 +235,8 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
     columns = int(np.clip(most_values//lines, 20, 1000))
     out,keys,ps = [],{},parameters_of_run(run)
     for k,rows in progress(list(of.items()), f'laying out {name_of_run(table)}'):
-        if not wanted[k]: continue # skip columns of only texts or booleans
+        # skip tensor types without any numbers: their columns contain only texts or booleans
+        if not wanted[k]: continue
         why = untrained_reasons(rows, k, ps, path)
         out.append({'ttype': k, 'name': words.get(k, k),
             **pack_tensor_type(rows, placed[k], wanted[k], columns, why, ps)})

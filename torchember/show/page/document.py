@@ -55,21 +55,21 @@ def render_page(page:dict) -> str:
 # %% ../../../nbs/60_show/98_page.ipynb #4df4c5a2
 @accept_earlier_arguments('file', 'stats', 'ttype', 'path', 'home')
 def report(
-    run, # Run to report: its name, a torchEmber, a tracker, or a table of rows
+    run, # Run to report: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
     file=None, # Path of the HTML file to write; default `<run>.html` in the current folder
-    path=None, # A path, a glob, a compiled regex, or a list; default all layers
-    ttype=None, # A tensor type, or a list; default all
-    stats=None, # A recorded statistic, or a list; default up to four informative statistics
+    path=None, # Layers to include: a path, a glob, a compiled regex, or a list; default all layers
+    ttype=None, # Tensor type to include, or a list; default all types
+    stats=None, # Statistic to include, or a list; default up to four informative statistics
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> Path: # Path of the written file
     """Write a run as one interactive HTML file. Raise ValueError for a run without rows, FileNotFoundError for a missing folder.
 
     Args:
-        run: Run to report: its name, a torchEmber, a tracker, or a table of rows
+        run: Run to report: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
         file: Path of the HTML file to write; default `<run>.html` in the current folder
-        path: A path, a glob, a compiled regex, or a list; default all layers
-        ttype: A tensor type, or a list; default all
-        stats: A recorded statistic, or a list; default up to four informative statistics
+        path: Layers to include: a path, a glob, a compiled regex, or a list; default all layers
+        ttype: Tensor type to include, or a list; default all types
+        stats: Statistic to include, or a list; default up to four informative statistics
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
@@ -85,10 +85,12 @@ def report(
     except PackageNotFoundError: pass # torchember runs from a source folder, without an installed version
     # if the user gave a link, replace the file that the link points to
     if target is not None and not target.is_dir(): target = target.resolve()
-    else: target = ((target or Path())/file_name(page['run']['name'])).absolute() # if this name is a link, replace the link
+    # if this name is a link, replace the link itself, not its target
+    else: target = ((target or Path())/file_name(page['run']['name'])).absolute()
     if os.path.lexists(target) and not (target.is_file() or target.is_symlink()):
         raise FileExistsError(f"{printable(target)} exists and is not a file, so that no report can replace it. Give another path.")
-    replace(target, render_page(page).encode()) # atomic, so that a browser never loads an incomplete file
+    # replace the file atomically, so that a browser never loads an incomplete file
+    replace(target, render_page(page).encode())
     return target
 
 def is_file(path):
