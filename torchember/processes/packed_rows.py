@@ -213,7 +213,7 @@ class StepMerger:
         return self.layouts[key]
 
     def find_rows(self, layout, columns):
-        "Return the `RankRows` of a step. Determine shards and module names anew. Called if the results of no earlier step can be used."
+        "Return the `RankRows` of a step. Determine shards and module names again. Called if the results of no earlier step can be used."
         df,metadata = layout.fixed.assign(**columns),{r: about for r,about in self.metadata.items() if about}
         rows = RankRows(df, metadata, self.paths)
         if rows.own: self.own = rows.own

@@ -10,7 +10,7 @@ import numpy as np
 from matplotlib.ticker import LogLocator, NullLocator
 
 from ..frames.choice import no_rows_message
-from ..ground.record import clipped_norm
+from ..ground.record import clipped_norm, of_passes
 from .attention_map import draw_maps, stats_of_maps
 from ..frames.words import accept_earlier_arguments, ttype_of, to_ttypes
 from .findings import open_findings, title_text, is_about_row
@@ -31,6 +31,10 @@ def drop_scalars(rows):
     one = {}
     small = np.array([isinstance(s, list|tuple|np.ndarray) and one.setdefault(tuple(s), np.prod(s)==1) for s in rows['shape']], bool)
     return rows if small.all() else rows[~small]
+
+def with_any_value(rows, col):
+    "Remove the rows of tensors without any value in a column, such as experts, which have no entropy."
+    return rows[rows.groupby(['path', 'tname'], observed=True)[col].transform('count')>0]
 
 def gradient_norms(table):
     "Return the total gradient norm of a run as (name, steps, values). None if the run did not log it."
@@ -175,6 +179,7 @@ def overview(
         rows = training(pick(tensors, drop_missing(rows_with_type(tensors, kind), path, ps), kind))
         if ttype_of(kind)[0]=='output': rows = drop_scalars(rows)
         col = pick_stat(rows, stat)
+        if kind in of_passes: rows = with_any_value(rows, col)
         parts.append((kind, col, rows, grid_with_missing(rows, col, kind, ps, path)))
     return draw_panels(parts, numbers, norms, tensors, name_of_run(table), ax,
         open_findings(findings, table['step'].max()))
