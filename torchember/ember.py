@@ -355,7 +355,7 @@ class ArmedModel(RecordedRun):
         if is_unarmed:
             if armed_by(inner) is not None:
                 raise RuntimeError("another torchEmber already records this model. "
-            "Change what it records by its plan(), or stop it first by its disarm().")
+            "Call plan() of that torchEmber, or stop its recording first with its disarm().")
             r.sources.armed(arm(self.tracks, r.events, self.watched(self.tracks)))
         try: return plan_of(inner, r, args, kwargs, self.model_name)
         finally:
@@ -609,4 +609,4 @@ class EmberCopy:
 
     def __getattr__(self, name):
         if name.startswith('__') or not hasattr(torchEmber, name): raise AttributeError(name)
-        raise AttributeError(f"{self!r} has no {name!r}, because it belongs to a copy of the model. To record the copy, call torchEmber(model).")
+        raise AttributeError(f"{self!r} cannot record, so it has no {name!r}. To record this copy of the model, call torchEmber(model).")

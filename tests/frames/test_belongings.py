@@ -66,7 +66,7 @@ def test_names_that_are_meant(tmp_path):
     with pytest.raises(FileNotFoundError, match="No run 'nett'.*Did you mean 'net'"): h.chosen('nett')
     with pytest.raises(FileNotFoundError, match='x'): h.chosen('x*')
     with pytest.raises(TypeError, match='a run must be a name, a pattern'): h.chosen(3)
-    with pytest.raises(ValueError, match='net is a run in .*Give the right home='): h.chosen(emberTracker('net', tmp_path/'other'))
+    with pytest.raises(ValueError, match='net is a run in .*Give the folder with the run as home='): h.chosen(emberTracker('net', tmp_path/'other'))
 
 
 # ---- how much it is
@@ -95,8 +95,8 @@ def test_how_much(tmp_path):
 # ---- what stays
 
 refused = {
-    'a link': (lambda p: p.symlink_to('good'), OSError, 'is a link, not a log of torchember'),
-    'a link that leads nowhere': (lambda p: p.symlink_to('nowhere'), OSError, 'is a link, not a log of torchember'),
+    'a link': (lambda p: p.symlink_to('good'), OSError, 'is a symbolic link, not a log file of torchember'),
+    'a link that leads nowhere': (lambda p: p.symlink_to('nowhere'), OSError, 'is a symbolic link, not a log file of torchember'),
     'a run of 0.2': (lambda p: older(p.parents[1], p.name), OSError, 'was written by torchember 0.2'),
     'a part that is a folder': (lambda p: (put(p.parents[1], p.name), (p.parent/f'{p.name}.parts'/'x').mkdir(parents=True)),
         OSError, 'does not belong to a run'),
@@ -134,7 +134,7 @@ def test_one_of_several_processes_is_still_written(tmp_path):
     drop_end(tmp_path)
     was = there(tmp_path)
     for act in (lambda: rm('a', tmp_path), lambda: mv('a', 'b', tmp_path)):
-        with pytest.raises(ValueError, match=r"a\.rank1'? is still being written, by this process"): act()
+        with pytest.raises(ValueError, match=r"a\.rank1'? is still being written by this process"): act()
     assert there(tmp_path)==was
 
 
@@ -153,7 +153,7 @@ def test_what_is_not_written_any_more(tmp_path, how, capsys):
 def test_just_under_ten_minutes(tmp_path):
     os.utime(put(tmp_path, 'w', base={'pid': 7, 'host': elsewhere, 'end': None}), (time.time()-590,)*2)
     drop_end(tmp_path)
-    with pytest.raises(ValueError, match='its last rows came 59. s ago'): rm('w', tmp_path)
+    with pytest.raises(ValueError, match='its last rows were written 59. s ago'): rm('w', tmp_path)
 
 
 # ---- away with it

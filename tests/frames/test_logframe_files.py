@@ -171,7 +171,7 @@ def test_attributes_that_unfold(tmp_path):
     path = tmp_path/'run.pkl'
     path.write_bytes(pickle.dumps(bad, protocol=4))
     assert path.stat().st_size<20_000
-    with pytest.raises(pickle.UnpicklingError, match='as no table does'): read_pickle(path)
+    with pytest.raises(pickle.UnpicklingError, match='which no real table does'): read_pickle(path)
 
 
 def test_texts_that_overlap():

@@ -65,10 +65,10 @@ def test_without_metadata(tmp_path):
     "Nobody says along which processes the axis is: all of them, and it is said. Replicas are not counted twice"
     write(tmp_path, *((r, rows(r), None) for r in range(2)))
     df,said = merged(tmp_path)
-    assert not off(df) and "which ranks stand along the axis 'dp': it is assumed that all 2 do" in said
+    assert not off(df) and "lists the ranks along the axis 'dp', so all 2 ranks are assumed to be one group" in said
     write(tmp_path, (2, rows(1), None), (3, rows(0), None))
     for r in range(2): (tmp_path/'data'/f'ranks_run.rank{r}.json').write_text(json.dumps({'rank': r, 'world': 4, 'axes': pieces['axes']}))
-    assert "rank 2, rank 3 left no metadata (data/ranks_*.json), and no other rank says who stands with it along the axis 'dp'" in merged(tmp_path)[1]
+    assert "rank 2, rank 3 left no metadata (data/ranks_*.json), so the groups of these ranks along the axis 'dp' are unknown" in merged(tmp_path)[1]
 
 
 def test_logs_of_older_versions(tmp_path):
@@ -94,7 +94,7 @@ def test_torn_lines(tmp_path, spoil):
 def test_empty_logs(tmp_path):
     write(tmp_path, (0, rows(0), about(0)), (1, '', about(1)))
     df,said = merged(tmp_path)
-    assert len(df)==9 and 'Of 2 ranks rank 1 left no rows' in said and 'same batch' not in said
+    assert len(df)==9 and 'Of 2 ranks, rank 1 left no rows' in said and 'same batch' not in said
     write(tmp_path, (0, '', about(0)))
     df,said = merged(tmp_path)
     assert len(df)==0 and 'rank 0, rank 1 left no rows' in said
@@ -102,10 +102,10 @@ def test_empty_logs(tmp_path):
 
 def test_of_different_lengths(tmp_path):
     write(tmp_path, (0, rows(0), about(0)), (1, rows(1)[3:], about(1)))
-    assert 'rank 1 has no rows before step 1, while others begin at step 0' in merged(tmp_path)[1]
+    assert 'rank 1 has no rows before step 1, while other ranks begin at step 0' in merged(tmp_path)[1]
     write(tmp_path, (1, rows(1)[:6], about(1)))
     df,said = merged(tmp_path)
-    assert 'rank 1 has no rows after step 1, while others go on to step 2' in said and set(off(df))=={(2, 'output'), (2, 'output_grad')}
+    assert 'rank 1 has no rows after step 1, while other ranks continue to step 2' in said and set(off(df))=={(2, 'output'), (2, 'output_grad')}
 
 
 def test_names(tmp_path):
@@ -228,10 +228,11 @@ def test_scan_says_who_is_missing(tmp_path):
     write(tmp_path, (0, rows(0), about(0)), (1, rows(1), about(1)))
     assert said()==''
     write(tmp_path, (1, rows(1)[3:6], about(1)))
-    assert said()=='run: rank 1 has no rows before step 1, while others begin at step 0. run: rank 1 has no rows after step 1, while others go on to step 2.'
+    assert said()==('run: rank 1 has no rows before step 1, while other ranks begin at step 0. '
+        'run: rank 1 has no rows after step 1, while other ranks continue to step 2.')
     assert said() in merged(tmp_path)[1] and said(per_rank=True)==''
     write(tmp_path, (1, '', about(1)))
-    assert said()=='run: Of 2 ranks rank 1 left no rows: their shards are missing.'
+    assert said()=='run: Of 2 ranks, rank 1 left no rows, so shards are missing.'
     write(tmp_path, (1, rows(1), {'rank': 1, 'world': 'two', 'axes': {}}))
     assert "The metadata of rank 1 is left out: 'world' is 'two'" in said()
     write(tmp_path, (1, [r|{'step': None} for r in rows(1)], about(1)))

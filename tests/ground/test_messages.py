@@ -318,7 +318,7 @@ def test_functions_report_a_run_with_scalars_only():
     te = torchEmber(Net())
     te.log(loss=1.)
     for f in (overview, summary, lambda te: te.show()):
-        assert told(ValueError, f, te)==f'{te.fname} has no rows of tensors yet: they come when the model is called in its training.'
+        assert told(ValueError, f, te)==f'{te.fname} has no rows of tensors yet. Rows are recorded when the model is called during the training.'
     assert 'got ttype=[]' in told(ValueError, lambda: te.show(tt=[]))
     te.close()
 

@@ -138,14 +138,14 @@ def test_layouts_over_processes_are_described(two):
 @pytest.mark.slow
 def test_a_drifted_replica_is_reported(two):
     _,said = merged(two, 'drifted_2')
-    assert 'drifted apart: rank 1 has another weight kernel of layer than rank 0 since step 1' in said
+    assert 'drifted apart: weight kernel of layer differs between rank 1 and rank 0 since step 1' in said
 
 
 @pytest.mark.slow
 def test_a_process_without_log_is_named(two):
     for f in [*(two/'log').glob('drifted_2.rank1*'), *(two/'data').glob('*drifted_2.rank1.json')]: f.unlink()
     _,said = merged(two, 'drifted_2')
-    assert 'Of 2 ranks rank 1 left no rows' in said
+    assert 'Of 2 ranks, rank 1 left no rows' in said
 
 
 @pytest.mark.slow

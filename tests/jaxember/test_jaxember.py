@@ -405,7 +405,7 @@ def test_bad_input_is_explained(tmp_path):
     with pytest.warns(EmberWarning, match='gradients was given to step and is not recorded'), new(p) as t:
         t.intercept(model.apply, p, x)
         t.step(p, gradients=p)
-    with pytest.raises(TypeError, match='needs a name first'): probe(x, 'x')
+    with pytest.raises(TypeError, match='needs a name as its first argument'): probe(x, 'x')
 
 
 def test_chosen_modules_hold_for_all_tensor_types(tmp_path):

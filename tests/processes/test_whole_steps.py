@@ -326,7 +326,7 @@ def test_a_drifted_replica_is_reported_once(pair):
     for n,off in enumerate([0., 1e-3, 1e-3, 0., 1e-13, 1e-3, 1e-3]): step(n, off)
     assert not pair.said
     for n in 7, 8, 9: step(n, 1e-3)
-    assert pair.said==['Replicas have drifted apart: rank 1 has another weight weight_0 of up than rank 0 since step 5. The first rank\'s are shown.']
+    assert pair.said==['Replicas have drifted apart: weight weight_0 of up differs between rank 1 and rank 0 since step 5. Rows show rank 0 only.']
 
 
 def test_a_drift_names_the_tensor_and_the_rank_that_began_it():
@@ -339,7 +339,7 @@ def test_a_drift_names_the_tensor_and_the_rank_that_began_it():
         rows = RankRows(df, {r: about(r, 3) for r in range(3)}, {})
         said.append(drift.note(rows, *rows.shards.replicas(rows.df['ttype'])))
     assert said[:2]==[None, None] and said[3:]==[None]
-    assert said[2]=="Replicas have drifted apart: rank 1 has another weight weight_0 of 1 than rank 0 since step 1. The first rank's are shown."
+    assert said[2]=="Replicas have drifted apart: weight weight_0 of 1 differs between rank 1 and rank 0 since step 1. Rows show rank 0 only."
 
 
 def test_several_batches_of_a_step_are_one_packet_and_late_numbers_follow(pair):

@@ -191,5 +191,6 @@ def test_five_tensors_without_values_give_five_warnings(recwarn):
     from torchember.recorder.notices import Notices
     notices = Notices()
     for _ in range(3):
-        for i in range(Notices.most_places): notices.failed('model', f'weight_{i}', Unmeasurable('it is a nested tensor'))
+        for i in range(Notices.most_places):
+            notices.failed('model', f'weight_{i}', Unmeasurable('the tensor is a nested tensor, which has rows of different lengths'))
     assert len(recwarn)==5 and not [w for w in recwarn if 'More' in str(w.message)] and notices.unmeasurable==15

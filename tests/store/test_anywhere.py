@@ -181,7 +181,7 @@ def test_all_bytes_of_a_store_that_gives_less():
     assert f.read(5000)==data[:5000] and len(ranges(store))==8
     store.files['home/run'] = data[:3000]
     f = RangedFile(Place(store), 5000)
-    with pytest.raises(OSError, match='had 5000 bytes, and now ends at 3000'): f.read(5000)
+    with pytest.raises(OSError, match='had 5000 bytes, but now has only 3000'): f.read(5000)
 
 def test_small_files_are_brought_at_once():
     "Where they are known to be small: one question, and of others none about how large they are"

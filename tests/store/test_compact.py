@@ -160,9 +160,9 @@ def test_a_part_of_another_run_is_refused(run, tmp_path):
     for ask in (lambda: read('a', home=tmp_path), run.lines, lambda: run.df):
         with pytest.raises(ValueError, match="part-00000.parquet is a part of another run, 'b', so it was not read"): ask()
     (folder/'part-00000.parquet').write_bytes(b'PAR1 and half of it')
-    with pytest.raises(ValueError, match='part-00000.parquet is no valid Parquet file as compact writes it'): read('a', home=tmp_path)
+    with pytest.raises(ValueError, match='part-00000.parquet is not a valid Parquet file of torchember.compact'): read('a', home=tmp_path)
     (folder/'part-00000.parquet').unlink()
-    with pytest.raises(FileNotFoundError, match='a file with rows of the run, was removed meanwhile'): read('a', home=tmp_path)
+    with pytest.raises(FileNotFoundError, match='a file with rows of the run, was removed while the run was read'): read('a', home=tmp_path)
 
 def test_lines_of_another_run_are_refused(run, tmp_path):
     run.log_path.write_bytes(b'{"step": 0}\n')

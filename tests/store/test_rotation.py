@@ -228,7 +228,7 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path, small):
     with pytest.warns(EmberWarning) as said:
         for i in range(60): t + row(i)
     [what] = [str(w.message) for w in said]
-    assert 'lines of the run could not be converted to Parquet: they remain JSON lines, and the conversion is' in what and 'FileExistsError' in what
+    assert 'lines of the run could not be converted to Parquet, so they remain JSON lines, and the conversion is' in what and 'FileExistsError' in what
     assert numbers(t)==[*range(60)] and t.log_path.stat().st_size==len(lines(map(row, range(60))))
     folder.unlink()
     t.file.disk.rotation.again = 0
@@ -508,7 +508,7 @@ def test_a_frame_that_is_asked_for_later(tmp_path):
     for i in range(20, 60): t + row(i)
     assert late[0].collect()['n'].to_list()==[*range(20)]
     compaction.compact_renamed(t.log_path)
-    with pytest.raises(Exception, match='was compacted or cut meanwhile. Call scan again'): late[1].collect()
+    with pytest.raises(Exception, match='was compacted or truncated while scan read it. Call scan again'): late[1].collect()
     assert scan('a', home=tmp_path).collect()['n'].to_list()==[*range(60)]
 
 @pytest.mark.release

@@ -221,9 +221,9 @@ def test_a_file_of_another_run_is_noticed(tmp_path):
     for ask in (lambda: read('a', home=tmp_path), lambda: read('a', home=tmp_path, per_rank=True), lambda: scan('a', 'arrow', home=tmp_path)):
         with pytest.raises(ValueError, match='part of another run'): ask()
     files[0].write_bytes(files[0].read_bytes()[:-100])
-    with pytest.raises(ValueError, match='no valid Parquet file as compact writes it'): read('a', home=tmp_path)
+    with pytest.raises(ValueError, match='not a valid Parquet file of torchember.compact'): read('a', home=tmp_path)
     files[0].unlink()
-    with pytest.raises(FileNotFoundError, match='was removed meanwhile'): read('a', home=tmp_path)
+    with pytest.raises(FileNotFoundError, match='was removed while the run was read'): read('a', home=tmp_path)
 
 def test_the_rows_of_a_log_that_is_gone_are_not_read(tmp_path):
     "though they stand in the files of others"

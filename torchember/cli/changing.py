@@ -30,7 +30,7 @@ def rm_command(args):
     rows = measure_sizes(args.run, home := find_home(args))
     if not args.yes:
         if not is_terminal(sys.stdin):
-            raise ValueError(f"{len(rows)} runs would be removed. There is no terminal to ask: pass --yes to remove them.")
+            raise ValueError(f"{len(rows)} runs would be removed, but there is no terminal to ask for confirmation. Pass --yes to remove the runs.")
         print_lines(*format_sizes(rows), file=sys.stderr)
         if not confirm(f"Remove {len(rows)} run{'s'*(len(rows)!=1)}, {format_size(sum(r['size'] for r in rows))}?"):
             print_lines('Nothing was removed.', file=sys.stderr)
@@ -109,7 +109,7 @@ def choose_form(file, form):
     if form is None:
         raise ValueError(f"export needs a file name that ends in {', '.join(suffixes)}, got {file!r:.80}. Or pass --as {' or '.join(forms)}.")
     if file=='-' and form not in ('csv', 'jsonl'):
-        raise ValueError(f"Standard output takes csv or jsonl, not {form}. Give a file name instead of -.")
+        raise ValueError(f"Standard output (-) supports only csv and jsonl, not {form}. Give a file name instead of -.")
     return form
 
 def export_arguments(p):
@@ -128,7 +128,7 @@ def export_command(args):
         write_run(args.run, sys.stdout, form, home)
         return 0
     if os.path.lexists(args.file) and not args.force:
-        raise FileExistsError(f"{args.file} exists already. Give another file, or pass --force.")
+        raise FileExistsError(f"{args.file} exists already. Give another file, or pass --force to overwrite it.")
     n,temp = 0,f'{args.file}.part'
     try:
         n = write_run(args.run, temp, form, home)

@@ -76,7 +76,7 @@ def command_named(name):
     if name in module_of_command: import_module(f'torchember.{module_of_command[name][0]}')
     else: load_plugin(find_plugins('commands')[name])
     if name not in commands:
-        raise ImportError(f"The plugin of the command {name!r} defines no {name}_command. Decorate a function of this name with "
+        raise ImportError(f"The plugin of the command {name!r} defines no function {name}_command. Define this function, and decorate it with "
             "torchember.cli.commands.command.")
     return commands[name]
 

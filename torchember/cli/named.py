@@ -17,7 +17,7 @@ def find_home(args):
     from torchember.store.anywhere import folder_exists
     from torchember.store.base import folder
     if not folder_exists(place := folder('torchember', args.home)):
-        raise FileNotFoundError(f"There is no folder {printable(place)}. --home is a folder with runs, such as ~/.torchember.")
+        raise FileNotFoundError(f"There is no folder {printable(place)}. Pass as --home an existing folder with runs, such as ~/.torchember.")
     return args.home
 
 # %% ../../nbs/95_cli/15_named.ipynb #6936d441
@@ -40,7 +40,7 @@ def expand_one_name(asked, home, command):
     "Return the name of the run that matches a name or pattern. Raise ValueError if several runs match."
     names = expand_names([asked], home)
     if len(names)==1: return names[0]
-    raise ValueError(f"{command} takes one run, and {asked!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Choose one.")
+    raise ValueError(f"{command} takes one run, but {asked!r:.80} matches {len(names)} runs: {printable(', '.join(names[:5]))}. Choose one.")
 
 def open_named_run(name, home):
     "Open the run named by an argument of a command. Return its `Run`."

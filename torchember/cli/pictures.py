@@ -57,7 +57,7 @@ def plot_command(args):
     "Draw a run into a file, or in the terminal with block characters"
     names = expand_names(args.run, home := find_home(args))
     if args.picture!='compare' and len(names)>1:
-        raise ValueError(f"{args.picture} draws one run, got {len(names)}. To draw several: --picture compare.")
+        raise ValueError(f"{args.picture} draws one run, got {len(names)} runs. To draw several runs, pass --picture compare.")
     file = choose_file(args, names)
     form = 'png' if file is None else os.path.splitext(file)[1][1:].lower() or 'png'
     data = render(draw_figure(args.picture, [open_named_run(n, home) for n in names], args), form)

@@ -130,7 +130,7 @@ def find_logs(name, home):
     run = open_run(name, home)
     found = [RunLog(s.name, s.path, s.path.parent.parent/'data') for s in run.logs.values()]
     if not os.path.isfile(found[0].path):
-        raise ValueError(f"tail needs the file of a log on this machine, and {printable(found[0].path)} is no local file. Use torchember show.")
+        raise ValueError(f"tail needs a log file on this machine, but {printable(found[0].path)} is not a local file. Use the command torchember show instead.")
     return found
 
 def format_finding(r, json_=False):
@@ -214,7 +214,7 @@ def tail_arguments(p):
 def tail_command(args):
     """Print a line for each step during a run: logged numbers, time, rows, non-finite values, and findings. Ends with the run.
     Exit code 1 if the process has ended without recording the end of the run"""
-    if args.lines<0: raise ValueError(f"-n is a number of lines and must be at least 0, got {args.lines}.")
+    if args.lines<0: raise ValueError(f"-n must be a number of lines of at least 0, got {args.lines}.")
     name = expand_one_name(args.run, home := find_home(args), 'tail')
     p = LinePrinter(find_logs(name, home), args.lines, args.json)
     running = [log.name for log in p.logs if log.is_running()]

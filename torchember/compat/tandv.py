@@ -84,7 +84,7 @@ class TorchTracker(Tracker):
         "Warn if `step` was never called, or if steps have no weight gradients."
         r = self.te.recorder
         if r.tally.steps and not self.calls:
-            r.notices.once('stalled', "tracker.step() was never called, so all rows are in one step. Call it after optimizer.step().", 'warning')
+            r.notices.once('stalled', "tracker.step() was never called, so all rows are in one step. Call tracker.step() after optimizer.step().", 'warning')
             self.te.t.barrier()
         elif trained and 'weight_grad' in r.ttypes and r.watch is None and (n := r.sources.parameters.hint.steps_without):
             warn(f"{n:,} of {r.tally.recorded:,} steps have no weight gradients, because zero_grad() was called before tracker.step(). "

@@ -71,7 +71,7 @@ class Home:
         if isinstance(t, tracker|Run):
             run,place = (t.name, t.home) if isinstance(t, Run) else (t.fname, t.dir)
             if place!=self.place:
-                raise ValueError(f"{printable(run)} is a run in {printable(place)}, not in {printable(self.place)}. Give the right home=.")
+                raise ValueError(f"{printable(run)} is a run in {printable(place)}, not in {printable(self.place)}. Give the folder with the run as home=.")
         if not isinstance(run, str):
             raise TypeError(f"a run must be a name, a pattern, a torchEmber, its tracker te.t, or a list of these, got {an(run)}.")
         if not (some := matching_runs(run, names := sorted(self.names))):
@@ -129,12 +129,12 @@ def refuse_foreign_files(h, name):
     # no check, because remote stores have no links
     if is_url(path): return
     if os.path.islink(path):
-        raise OSError(f"{printable(path)} is a link, not a log of torchember, so nothing was changed. Remove the link yourself.")
+        raise OSError(f"{printable(path)} is a symbolic link, not a log file of torchember, so nothing was changed. Remove the link yourself.")
     if name in h.older:
         raise OSError(f"The run {name!r} was written by torchember 0.2, whose format this version cannot change. "
             f"Nothing was changed. Move or remove its folder {printable(path)} yourself.")
     if os.path.lexists(path) and not path.is_file():
-        raise OSError(f"{printable(path)} is not a file, so it cannot be a log. Nothing was changed.")
+        raise OSError(f"{printable(path)} is not a file, so it cannot be a log. Nothing was changed. Give the name of a run.")
     if odd := [p for p in h.files(name)['parts'] if p.is_symlink() or not p.is_file()]:
         raise OSError(f"{printable(odd[0])} does not belong to a run, so nothing was changed. Remove this file from the folder first.")
 
@@ -142,14 +142,14 @@ def refuse_written(h, name):
     "Raise ValueError if a process is writing the log now, or may continue to write it."
     base,text = read_facts(name, h.data)[0],f'The run {printable(name)!r} is still being written'
     pid,host = base.get('pid'),printable(base.get('host', ''))
-    if is_running(base) and pid==os.getpid(): raise ValueError(f"{text}, by this process. End it first: te.close().")
+    if is_running(base) and pid==os.getpid(): raise ValueError(f"{text} by this process. End the recording first: te.close().")
     if is_running(base):
-        raise ValueError(f"{text}, by process {pid} on this machine. Wait for its end, or end it: kill {pid}.")
+        raise ValueError(f"{text} by process {pid} on this machine. Wait until this process ends, or end it: kill {pid}.")
     if 'end' in base or 'pid' not in base or not file_exists(h.log/name): return
     ago = time.time()-stat_file(h.log/name).st_mtime
     if ago<recent and base.get('host')!=gethostname():
-        raise ValueError(f"{text}, probably: it was started on {host}, its end was not recorded, and its last rows came {ago:.0f} s ago. "
-            f"End it there, or try again after {recent//60} minutes without new rows.")
+        raise ValueError(f"{text}, probably: it was started on {host}, its end was not recorded, and its last rows were written {ago:.0f} s ago. "
+            f"End the recording on {host}, or try again after {recent//60} minutes without new rows.")
 
 def refuse_shared(h, name, names):
     "Raise ValueError for the log of one rank with rows in files shared with other ranks: only the whole run can be changed."

@@ -88,7 +88,7 @@ class Segment:
 
 def shorter_message(path):
     "Return the error message for a log file that became shorter while it was read."
-    return f"{printable(path)} is shorter than before, because it was compacted or cut meanwhile. Call scan again."
+    return f"{printable(path)} is shorter than before, because it was compacted or truncated while scan read it. Call scan again."
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #6db2682e
 def common_kind(kinds):

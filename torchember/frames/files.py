@@ -63,12 +63,12 @@ def check_bounds(file, name):
         for op,arg,_ in pickletools.genops(Limited(file, start+size)):
             n += op.name in keeps or op.name=='MEMOIZE'
             if op.name=='FRAME' and arg>size:
-                raise OddPickle(f"the file announces {arg:,} bytes, which is more than the file contains")
+                raise OddPickle(f"the pickle declares a block of {arg:,} bytes, which is more than the file contains")
             if op.name in keeps and int(arg)>2*n+1000: raise OddPickle(
-                f"it stores an object at index {int(arg):,} of its memo, but contains only {n:,} objects before")
+                f"the pickle stores an object at memo index {int(arg):,}, but contains only {n:,} objects before this index")
     except (OddPickle, ValueError, OverflowError, MemoryError) as e:
         raise pickle.UnpicklingError(f"{name} is not a pickle file, is truncated, "
-            f"or announces more data than it contains: {printable(e, 200)}.") from None
+            f"or declares more data than it contains: {printable(e, 200)}. Create or copy the file again.") from None
     file.seek(start)
     return file
 
@@ -86,7 +86,7 @@ class Limited:
     def read(self, n=-1):
         "Read `n` bytes. Raise OddPickle if the file has fewer bytes before its end."
         if n>self.end-self.file.tell():
-            raise OddPickle(f"the file announces {n:,} bytes, which is more than the file contains")
+            raise OddPickle(f"the pickle declares an object of {n:,} bytes, which is more than the file contains")
         return self.file.read(n)
 
 # %% ../../nbs/50_frames/20_files.ipynb #5d4a2313
@@ -134,13 +134,13 @@ def read_parts(file, name): # file: binary file; name: name of the file for mess
         size = bytes_left(file)
         found = Reader(file).load()
         if (n := count_unfolded(found))>100*size+1_000_000:
-            raise pickle.UnpicklingError(f"{name} has {size:,} bytes, but unpacks to {n:,} values, as no table does.")
+            raise pickle.UnpicklingError(f"{name} has {size:,} bytes, but unpacks to {n:,} values, which no real table does. Do not open this file.")
         return found
     except pickle.UnpicklingError as e:
         if str(e).startswith(name): raise
-        raise pickle.UnpicklingError(f"{name} is not a pickle file, or is truncated: {printable(e, 200)}.") from None
+        raise pickle.UnpicklingError(f"{name} is not a pickle file, or is truncated: {printable(e, 200)}. Create or copy the file again.") from None
     except Exception as e:
-        raise pickle.UnpicklingError(f"{name} is broken, or not a pickle: {type(e).__name__}: {printable(e, 200)}.") from None
+        raise pickle.UnpicklingError(f"{name} is damaged, or not a pickle: {type(e).__name__}: {printable(e, 200)}. Copy the file again.") from None
 
 # %% ../../nbs/50_frames/20_files.ipynb #483f9863
 def stands_for(x, *kinds):
@@ -150,20 +150,20 @@ def stands_for(x, *kinds):
 def expect(x, *kinds):
     "Return `x`. Raise OddPickle unless `x` is a `PicklePart` (placeholder) for an object of one of the classes `kinds`."
     if not stands_for(x, *kinds):
-        raise OddPickle(f"found {x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} is expected")
+        raise OddPickle(f"the file contains {x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} is expected")
     return x
 
 def to_bytes(x):
     "Convert `x`, a pickled bytes object in any form, to bytes. Each pickle protocol stores bytes in a different form."
     if stands_for(x, 'py_buffer', 'bytearray'): return to_bytes(x.args[0]) if x.args else b''
     if stands_for(x, 'encode') and x.args[1:]==('latin1',): return x.args[0].encode('latin1')
-    if not isinstance(x, bytes|bytearray): raise OddPickle(f"found {an(x)} where bytes are expected")
+    if not isinstance(x, bytes|bytearray): raise OddPickle(f"the file contains {an(x)} where bytes are expected")
     return x
 
 def to_dtype(x):
     "Convert a `PicklePart` (placeholder for a pickled object) to a numpy dtype. Raise OddPickle unless it is a dtype for numbers or objects."
     code = expect(x, 'dtype').args[0]
-    if not isinstance(code, str) or not re.fullmatch(r'[iuf][1248]|b1|O8?', code): raise OddPickle(f"it has the dtype {code!r}")
+    if not isinstance(code, str) or not re.fullmatch(r'[iuf][1248]|b1|O8?', code): raise OddPickle(f"an array in the file has the unsupported dtype {code!r}")
     order = x.state[1] if isinstance(x.state, tuple) else '|'
     return np.dtype(object) if code[0]=='O' else np.dtype({'>': '>', '<': '<'}.get(order, '=')+code)
 
@@ -172,12 +172,12 @@ def to_scalar(x):
     if stands_for(x, 'scalar'): return np.frombuffer(to_bytes(x.args[1]), to_dtype(x.args[0]))[0].item()
     if x is None or isinstance(x, str|int|float|bool): return x
     if isinstance(x, type) and issubclass(x, PicklePart) and x.what=='NA': return None
-    raise OddPickle(f"its values include {x.what if isinstance(x, PicklePart) else an(x)}")
+    raise OddPickle(f"the values of the table include {x.what if isinstance(x, PicklePart) else an(x)}, but only numbers, strings and None are supported")
 
 def build_array(x):
     "Convert a `PicklePart` to a numpy array. Raise OddPickle for an array with a large shape but without elements."
     a = to_array(x)
-    if not a.size and max(a.shape)>1000: raise OddPickle("it contains an array with a large shape but without values")
+    if not a.size and max(a.shape)>1000: raise OddPickle("the file contains an array with a large shape but without values")
     return a
 
 def to_array(x):
@@ -196,7 +196,7 @@ def to_array(x):
 def to_number_dtype(x):
     "Convert a `PicklePart` (placeholder for a pickled object) to a numpy dtype of numbers. Raise OddPickle for a dtype of objects."
     dtype = to_dtype(x)
-    if dtype.kind=='O': raise OddPickle("found bytes where objects are expected")
+    if dtype.kind=='O': raise OddPickle("the file contains bytes where a list of objects is expected")
     return dtype
 
 # %% ../../nbs/50_frames/20_files.ipynb #0efacbfb
@@ -205,14 +205,14 @@ def arrow_texts(x):
     if stands_for(x, 'chunked_array'): return [t for chunk in x.args[0] for t in arrow_texts(chunk)]
     kind,n,_,offset,(valid,ends,text),children,_ = expect(x, '_restore_array').args[0]
     kind = expect(kind, 'type_for_alias').args[0]
-    if kind not in ('string', 'large_string') or children: raise OddPickle(f"it contains an Arrow array of {kind}")
+    if kind not in ('string', 'large_string') or children: raise OddPickle(f"the file contains an Arrow array of {kind}, but only strings are supported")
     ends = np.frombuffer(to_bytes(ends), np.int64 if kind=='large_string' else np.int32)[offset:offset+n+1].tolist() if n else [0]
     if len(ends)!=n+1 and n or any(a>b for a,b in zip(ends, ends[1:], strict=False)):
-        raise OddPickle("its strings have wrong offsets")
+        raise OddPickle("the strings of an Arrow array in the file have wrong offsets")
     text,there = b'' if text is None else bytes(to_bytes(text)),[1]*n
     if valid is not None:
         there = np.unpackbits(np.frombuffer(to_bytes(valid), np.uint8), bitorder='little')[offset:offset+n].tolist()
-    if len(ends)!=n+1 or len(there)!=n: raise OddPickle("it contains an incomplete array, perhaps because the file was cut off")
+    if len(ends)!=n+1 or len(there)!=n: raise OddPickle("the file contains an incomplete array, perhaps because the file was truncated")
     return [text[a:b].decode() if t else None for a,b,t in zip(ends, ends[1:], there, strict=False)]
 
 def object_array(values):
@@ -241,7 +241,7 @@ def build_index(x):
     "Convert a `PicklePart` to a pandas Index of rows or columns."
     kind,d = expect(x, '_new_Index').args
     if not (isinstance(kind, type) and issubclass(kind, PicklePart) and isinstance(d, dict)):
-        raise OddPickle("it contains an invalid index")
+        raise OddPickle("the index of the table is invalid")
     if kind.what=='RangeIndex': return pd.RangeIndex(d['start'], d['stop'], d['step'])
     if kind.what!='MultiIndex': return pd.Index(build_column(d['data']))
     levels,codes = [build_index(v).tolist() for v in d['levels']],[build_array(c).tolist() for c in d['codes']]
@@ -256,7 +256,7 @@ def to_attrs(x):
 def build_table(x, name): # x: result of `read_parts`; name: name of the file for messages
     "Build the DataFrame stored in a pickle. Raise SchemaException for another object, UnpicklingError for an unknown format."
     if not stands_for(x, 'DataFrame'):
-        raise SchemaException(f"{name} is {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame.")
+        raise SchemaException(f"{name} is {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame. Give a pickle file of a DataFrame.")
     try:
         blocks,(columns,rows) = expect(x.state['_mgr'], 'BlockManager').args[:2]
         columns,rows,found = build_index(columns),build_index(rows),{}

@@ -155,10 +155,10 @@ def open_log(run, home=None):
         if path.parent.name=='log': recover_boxes(path.parent.parent)
         flush_logs(path)
         if not (file_exists(path) or is_older(path)):
-            raise FileNotFoundError(f"There is no log {printable(path)}. Give the file or the name of a run.")
+            raise FileNotFoundError(f"There is no log {printable(path)}. Give the path of a log file, or the name of a run.")
         return LogReader(path)
     if not isinstance(t, tracker) and not isinstance(run, str):
-        raise TypeError(f"a run must be a name, a file, a torchEmber or its tracker te.t, got {an(run)}. Use a table directly, without reading it.")
+        raise TypeError(f"a run must be a name, a file, a torchEmber or its tracker te.t, got {an(run)}. A table of rows needs no read: use it directly.")
     if not isinstance(t, tracker): t = emberTracker(run, home)
     recover_boxes(t.dir)
     t.barrier() # write queued rows first (if this process records the run)

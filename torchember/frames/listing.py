@@ -248,7 +248,7 @@ def compact(
         for log in logs:
             t = log.t or emberTracker(log.name, log.path.parent.parent)
             if t.older():
-                raise ValueError(f"The run {log.name!r} was recorded by an older torchember and cannot be compacted. Its files were not changed.")
+                raise ValueError(f"The run {log.name!r} was recorded by an older torchember, so it cannot be compacted, only read. Its files were not changed.")
             continues = may_continue(read_facts(t.fname, t.data)[0])
             into_parts(log.path, last_step_of(log.path) if continues else None, keep, group_beside(len(logs)))
             is_over = is_over and not continues

@@ -160,7 +160,7 @@ def to_logframe(
     # omit rows of passes that the training loop discarded, because a LogFrame cannot mark such rows
     if 'phase' in df: df = df[(df['phase']!='refused').to_numpy()]
     if not len(df): raise ValueError(f"no row has a tensor type of a LogFrame ({', '.join(types)}). "
-        f"They have {printable(', '.join(map(str, there)), 200) or 'no tensor'}; keep= includes other types.")
+        f"Types in the rows: {printable(', '.join(map(str, there)), 200) or 'no tensor'}. To include other types, pass them as keep=.")
     tensor,tensors = tensors_in(df)
     names = named_tensors(tensors)
     # all rows of a tensor share one string object, to save memory

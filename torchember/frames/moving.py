@@ -152,7 +152,7 @@ class LogLines:
                     file.seek(start-a)
                     out.append(file.read(end-start))
         data = b''.join(out)
-        if len(data)!=max(stop-self.at, 0): raise FileNotFoundError('lines were removed meanwhile')
+        if len(data)!=max(stop-self.at, 0): raise FileNotFoundError('lines of the log were removed while sync copied the log')
         self.at = stop
         return data
 
@@ -426,8 +426,8 @@ def sync_runs(run, moving):
         with sync_lock(h, name, moving.target):
             try: out.append(moving.sync_log(h, name))
             except OSError as e:
-                raise type(e)(f"{printable(name)} could not be copied to {printable(moving.target.home)}: {printable(e)} "
-                    f"Files that were copied stay there, and the next call of sync continues. The local run was not changed.") from None
+                raise type(e)(f"{printable(name)} could not be copied to {printable(moving.target.home)}. The local run was not changed. "
+                    f"Copied files stay at the destination, and the next call of sync continues. Cause: {printable(e)}") from None
     return out
 
 def remove_moved(name, home, target):
@@ -436,7 +436,7 @@ def remove_moved(name, home, target):
     for m in h.members(name):
         refuse_written(h, m)
         if may_continue(read_facts(m, h.data)[0]):
-            raise ValueError(f"{printable(m)} is still running, so it was not moved. End it first: te.close().")
+            raise ValueError(f"{printable(m)} is still being recorded, so it was not moved. End the recording first: te.close().")
         files = as_dict(as_dict(target.read_json(f'data/sync_{m}.json')).get('files'))
         wrong = [rel for rel,f in files.items()
             if target.info(rel) is None or target.retry(lambda rel=rel: target.sha(rel))!=f['sha256']]
@@ -505,7 +505,7 @@ class Background:
         "Warn about an error, unless an error of this type was shown before."
         if type(e) in self.warned or self.over.is_set(): return
         self.warned.add(type(e))
-        warn(f"torchember: {e} Training continues, and the copy is tried again every {self.every} s (shown once).")
+        warn(f"torchember: copying the run failed, and is tried again every {self.every} s. Training continues. This warning is shown once. Cause: {e}")
 
     def stop(self,
         patience:float=60 # Seconds to retry while the store does not answer
@@ -523,4 +523,4 @@ class Background:
     def at_exit(self):
         "Copy all remaining rows and files when the Python interpreter exits."
         try: self.stop(patience=10)
-        except Exception as e: warn(f"torchember: {e}")
+        except Exception as e: warn(f"torchember: copying the run at exit failed. Call sync again. Cause: {e}")

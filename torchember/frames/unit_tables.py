@@ -70,7 +70,7 @@ def history(rows, label, stat):
 def not_recorded_message(stat, path):
     "Return the error message for a vector statistic that the run does not contain."
     one = path if isinstance(path, str) else 'features.*'
-    return f"There is no {stat!r} in this log. To have it in the next run: Monitor(model, {{{one!r}: [{stat!r}]}})."
+    return f"There is no statistic {stat!r} in this log. To record it in the next run: Monitor(model, {{{one!r}: [{stat!r}]}})."
 
 # %% ../../nbs/50_frames/40_unit_tables.ipynb #922644a6
 def dead_units(

@@ -130,7 +130,7 @@ def check_whole(f, name, n, least):
     "Raise an error unless the argument `n` of the function `f` is a whole number of at least `least`. `name`: name of the argument."
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"{f} needs a whole number for {name}, got {n!r}.")
-    if n<least: raise ValueError(f"{f} needs {name}>={least}, got {n}. To record nothing, use at() with no steps.")
+    if n<least: raise ValueError(f"{f} needs {name}>={least}, got {n}. To record nothing, use the schedule at() without steps.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #f202b7a1
 def is_every(n, start, step):
@@ -184,7 +184,7 @@ def schedule_of_text(when):
     m = time_form.fullmatch(when)
     if m and float(m[1])>0: return Schedule(TimeSchedule(float(m[1])*seconds_of[m[2]]), f'every {m[1]} {m[2]}')
     raise ValueError(f"cannot read the schedule {when!r}. Write 'linear(interval, start)', such as 'linear(5, 2)': every 5 steps from 2. "
-        "Or write a time, such as '60s', '5min' or '1h': at most one step in this time.")
+        "Or write a time, such as '60s', '5min' or '1h', to record at most one step in this time.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #3ee9a2db
 def schedule(when) -> Schedule:

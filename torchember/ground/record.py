@@ -115,7 +115,7 @@ def plain(value, where='', lost:dict|None=None):
         return None
     if type(value) in exact: return value
     if where.count('/')>=deepest:
-        raise ValueError(f"a value has more than {deepest} nested levels, which JSON readers reject.")
+        raise ValueError(f"a value has more than {deepest} nested levels, which JSON readers reject. Store a value with fewer nested levels.")
     if isinstance(value, dict):
         return {json_scalar(str(k)): plain(v, f'{where}/{json_pointer_part(k)}', lost) for k,v in value.items()}
     if isinstance(value, list|tuple|set|frozenset|range):
@@ -124,8 +124,8 @@ def plain(value, where='', lost:dict|None=None):
         got = value.tolist()
         # `tolist` of a numpy longdouble returns a longdouble, so the value is converted to float
         return plain(float(got) if type(got) is type(value) else got, where, lost)
-    raise TypeError(f"{value!r:.80} is {an(value)}, which JSON does not have. "
-        "Return numbers, strings, lists, dicts, tensors or numpy values.")
+    raise TypeError(f"{value!r:.80} is {an(value)}, which JSON cannot represent. "
+        "Use numbers, strings, lists, dicts, tensors or numpy values.")
 
 # %% ../../nbs/05_ground/20_record.ipynb #9658e841
 def values_of(numbers):

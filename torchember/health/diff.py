@@ -276,13 +276,13 @@ def check_common(pairs, d, logged):
     "Raise ValueError if two runs have no rows, steps, tensors or statistics in common."
     a,b = pairs.a,pairs.b
     for side in (a, b):
-        if not len(side.df)+len(side.logged): raise ValueError(f"{side.name} has no rows to compare.")
+        if not len(side.df)+len(side.logged): raise ValueError(f"{side.name} has no rows to compare. Record at least one step of this run first.")
     if not len(pairs.steps):
         spans = [describe_steps(s.steps.tolist()) for s in (a, b)]
-        raise ValueError(f"{a.name} and {b.name} have no step in common: {spans[0]} against {spans[1]}.")
+        raise ValueError(f"{a.name} and {b.name} have no step in common: {spans[0]} against {spans[1]}. Record both runs at the same steps.")
     if d.compared.any() or logged: return
     if len(pairs): raise ValueError(f"{a.name} and {b.name} have no statistic in common that diff compares: mean, std, rms, abs_mean, l1, l2, max, min, "
-        "abs_max, or a statistic of your own.")
+        "abs_max, or a statistic of your own. Record both runs with the same stats=.")
     first,second = ([f'{t} of {p}' for p,t,*_ in alone] for alone in pairs.alone)
     raise ValueError(f"{a.name} and {b.name} have no tensor in common: {list_few(first, 3)} against {list_few(second, 3)}. "
         "If layers have other names, map them: diff(a, b, paths={'layer1': 'Dense_0', ...}).")

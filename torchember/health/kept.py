@@ -47,9 +47,9 @@ def keep_run(
     needs('pyarrow', for_='keep_run')
     if path.suffix!='.parquet': raise ValueError(f"keep_run writes a Parquet file, got {printable(path)}. Use a name that ends in .parquet.")
     if path.exists() and not overwrite:
-        raise FileExistsError(f"{printable(path)} exists, and later trainings are compared with it. To replace it: keep_run(run, path, overwrite=True).")
+        raise FileExistsError(f"{printable(path)} exists already, as the reference for later trainings. To replace it: keep_run(run, path, overwrite=True).")
     df = run if isinstance(run, pd.DataFrame) else read(run, home=home)
-    if not len(df): raise ValueError("The run has no rows yet, so there is nothing to keep.")
+    if not len(df): raise ValueError("The run has no rows yet, so there is nothing to keep. Record at least one step first.")
     out = kept_columns(df)
     out.attrs = {'run': str(df.attrs.get('run') or getattr(getattr(run, 't', run), 'fname', path.stem if isinstance(run, pd.DataFrame) else run))}
     path.parent.mkdir(parents=True, exist_ok=True)

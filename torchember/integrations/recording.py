@@ -32,7 +32,7 @@ def check_options(callback, options): # callback: class name for messages; optio
     "Raise TypeError for an unknown argument of a callback, and for an argument provided by the trainer library."
     for k in options:
         if k in from_trainer:
-            raise TypeError(f"{callback} takes {k} from the trainer. Remove {k}=. Allowed: {', '.join(callback_arguments)}.")
+            raise TypeError(f"{callback} takes {k} from the trainer, so do not pass {k}=. Allowed arguments: {', '.join(callback_arguments)}.")
         if k not in callback_arguments: raise TypeError(unknown_argument(callback, k, callback_arguments))
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #9bf8b886

@@ -82,7 +82,7 @@ def probe(
     Returns:
         The value, unchanged
     """
-    if not isinstance(name, str) or not name: raise TypeError(f"probe('scores', x) needs a name first, got {an(name)}.")
+    if not isinstance(name, str) or not name: raise TypeError(f"probe needs a name as its first argument, such as probe('scores', x), got {an(name)}.")
     if asked.value is None: return x
     if name in of_losses: return tag_tree(Place('', 'model'), name, 'loss', x)
     return tag_tree(current_place() or Place('', 'model'), 'probe', name, x)
@@ -188,7 +188,7 @@ class JaxTracker(Tracker):
         self.recorder.finish()
         self.finish(kind is not None)
         if kind is None and not self.stepped and self.recorder.reporter.begun:
-            self.recorder.warn("tracker.step() was never called, so everything is recorded as one step. Call it at the end of each step.", 'warning')
+            self.recorder.warn("tracker.step() was never called, so all rows are in one step. Call tracker.step() at the end of each step.", 'warning')
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #f7b3cb3f
 def module_pattern(chosen, what):

@@ -46,7 +46,7 @@ def dense(x):
         raise Unmeasurable('the tensor has no memory: its storage was freed, or torch represents its zeros without memory')
     if type(x) in ordinary and x.layout is torch.strided and not (x.is_meta or x.is_nested or x.is_quantized or x.is_neg()): return x, 0
     if x.is_meta: raise Unmeasurable('the tensor is on the meta device, which has no values')
-    if x.is_nested: raise Unmeasurable('it is a nested tensor')
+    if x.is_nested: raise Unmeasurable('the tensor is a nested tensor, which has rows of different lengths')
     if type(x) not in ordinary:
         if any(c.__name__=='FakeTensor' for c in type(x).__mro__): raise Unmeasurable('the tensor is a fake tensor without values')
         if hasattr(x, 'to_local'): x = x.to_local()

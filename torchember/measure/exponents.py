@@ -62,7 +62,7 @@ def limits(dtype) -> dict:
     formats = needs('ml_dtypes', for_='headroom')
     dtype = str(dtype).removeprefix('torch.')
     try: f = formats.finfo(dtype)
-    except (TypeError, ValueError): raise ValueError(f"{dtype!r} is no float format of ml_dtypes. Give a name such as 'float16' or 'float8_e4m3fn'.") from None
+    except (TypeError, ValueError): raise ValueError(f"{dtype!r} is not a float format of ml_dtypes. Give a name like 'float16' or 'float8_e4m3fn'.") from None
     return {k: int(np.frexp(float(x))[1])-1 for k,x in (('max', f.max), ('normal', f.smallest_normal), ('subnormal', f.smallest_subnormal))}
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #e7d2f555

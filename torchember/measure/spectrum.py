@@ -28,7 +28,7 @@ def features_at(x, axis):
     `axis`: as in `samples`. Raises SpectrumError if the tensor has no such dimension."""
     if not isinstance(x, torch.Tensor): raise TypeError(f"a spectrum needs a tensor, got {an(x)}. torch.as_tensor converts an array.")
     if x.is_complex(): raise SpectrumError(f"a spectrum needs real numbers, got {x.dtype}. Give the real and the imaginary part as features.")
-    if x.dim()==0: raise SpectrumError("a spectrum needs a dimension of features, got a single number.")
+    if x.dim()==0: raise SpectrumError("a spectrum needs a tensor with a dimension of features, got a single number.")
     at = axis if axis is not None else 1 if x.dim()>=4 else -1
     if not -x.dim()<=at<x.dim(): raise SpectrumError(f"axis {axis} is not a dimension of a tensor of shape {tuple(x.shape)}. Give {-x.dim()} to {x.dim()-1}.")
     return at%x.dim()
@@ -143,7 +143,7 @@ class Spectrum:
 
         For a large spectrum that is not exact the result is within 25 percent. Raises SpectrumError if that is not possible."""
         if at is not None and not 0<=at<1:
-            raise ValueError(f"at= of condition is the fraction of larger eigenvalues: a number from 0 to below 1, got at={at}.")
+            raise ValueError(f"at= of condition (the share of eigenvalues above the divisor) must be at least 0 and below 1, got at={at}.")
         i = self.features-1 if at is None else math.floor(round(self.features*at, 9))
         if not self.largest>0: return math.nan
         # all other eigenvalues are 0, because n centred samples span at most n-1 dimensions
@@ -417,7 +417,7 @@ def singular_values(z, whole=None):
     y = to_float64_device(z)
     with torch.no_grad(), no_autocast(y.device.type):
         if y.is_complex(): raise SpectrumError(f"an effective rank needs real numbers, got {y.dtype}.")
-        if not y.numel(): raise SpectrumError(f"an effective rank needs numbers, got none in shape {tuple(z.shape)}.")
+        if not y.numel(): raise SpectrumError(f"an effective rank needs at least one number, got an empty tensor of shape {tuple(z.shape)}.")
         y = y.reshape(len(y), -1) if y.dim() else y.reshape(1, 1)
         refuse_infinite(y, 'an effective rank needs')
         scale = max(abs(y.max().item()), abs(y.min().item())) or 1.

@@ -20,11 +20,11 @@ def by_unit(x, axis=None):
 
     `axis`: dimension of the units. None: 1 for 4 dimensions or more, else the last."""
     if not isinstance(x, torch.Tensor): raise TypeError(f"units need a tensor, got {type(x).__name__}. torch.as_tensor converts an array.")
-    if x.is_complex(): raise TypeError(f"complex numbers ({x.dtype}) have no order, so none is above zero. Give x.real, x.imag or x.abs().")
+    if x.is_complex(): raise TypeError(f"complex numbers ({x.dtype}) have no order, so they cannot be compared with zero. Give x.real, x.imag or x.abs().")
     x = x.detach()
     if axis is None: axis = 1 if x.dim()>=4 else -1
     if x.dim()==0: x,axis = x[None],0
-    if not -x.dim()<=axis<x.dim(): raise ValueError(f"a tensor with {x.dim()} dimensions has no axis={axis}. Give one from {-x.dim()} to {x.dim()-1}.")
+    if not -x.dim()<=axis<x.dim(): raise ValueError(f"a tensor with {x.dim()} dimensions has no axis={axis}. Give an axis from {-x.dim()} to {x.dim()-1}.")
     axis %= x.dim()
     units,after = x.shape[axis],math.prod(x.shape[axis+1:])
     if after!=1:
@@ -192,7 +192,7 @@ class Sketch:
     def __call__(self, x):
         "Return the projection of a tensor with `numel` numbers, of any shape: a float64 vector for float64, else a float32 vector."
         if x.numel()!=self.numel:
-            raise ValueError(f"this Sketch (random projection) was made for tensors of {self.numel:,} elements, got a tensor of {x.numel():,}.")
+            raise ValueError(f"this Sketch (random projection) was made for tensors of {self.numel:,} elements, got {x.numel():,}. Create another Sketch.")
         x = x.detach().reshape(-1)
         to = torch.float64 if x.dtype==torch.float64 else torch.float32
         if self.exact: return x.to(to, copy=True)

@@ -55,7 +55,7 @@ def find_quantity(what) -> type:
     if isinstance(what, type) and issubclass(what, Quantity):
         for f in ('_compute', *(('_compute_ones',) if what.multi else ())):
             if getattr(what, f) in (getattr(Quantity, f, None), getattr(MultiStepQuantity, f, None)):
-                raise TypeError(f"{what.__name__} cannot be a quantity: it has no method {f}(global_step).")
+                raise TypeError(f"{what.__name__} cannot be a quantity, because this class has no method {f}(global_step). Define this method.")
         return what
     if inspect.isfunction(what) and what.__name__!='<lambda>': return quantity_of_function(what)
     hint = " A lambda has no name: write a function." if inspect.isfunction(what) else ""

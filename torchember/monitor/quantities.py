@@ -80,7 +80,7 @@ def read_parameter_tensor(view, ttype):
     "Return a parameter of a module, or its unscaled gradient. Raise `MissingTensor` with the reason if there is none. `view`: its `View`."
     name = ttype.removesuffix('_grad')
     p = read_parameter(view, name)
-    if p is None: raise MissingTensor(f"{view._name} has no {name}.")
+    if p is None: raise MissingTensor(f"the module {view._name} has no {name}. Choose another quantity or another module.")
     scale = None
     if ttype.endswith('_grad'):
         where = f"the {name} of {view._name}"
@@ -88,7 +88,7 @@ def read_parameter_tensor(view, ttype):
             raise MissingTensor(f"{where} is computed from other parameters, and has no gradient of its own.")
         if p.grad is None and p.requires_grad:
             raise MissingTensor(f"{where} has no gradient. Call track after backward, and before zero_grad.")
-        if p.grad is None: raise MissingTensor(f"{where} is frozen: it does not require a gradient.")
+        if p.grad is None: raise MissingTensor(f"{where} is frozen, so it has no gradient. Remove this quantity, or call requires_grad_() on the parameter.")
         p,scale = p.grad,getattr(view, '_scale', None)
     p = unscale(p.detach(), scale)
     # `full_tensor` of a DTensor collects the shards of all ranks
@@ -286,7 +286,7 @@ def read_arguments(f):
         if n not in argument_names:
             raise ValueError(f"The function {f.__name__} cannot be a quantity. {unknown('argument', n, argument_names)}")
     if not names:
-        raise ValueError(f"The function {f.__name__} takes no argument, so it describes no tensor. {unknown('argument', '', argument_names)}")
+        raise ValueError(f"The function {f.__name__} takes no arguments, so it measures no tensor. Add one of the arguments {', '.join(argument_names)}.")
     return names
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #3bef23eb
@@ -318,7 +318,7 @@ def reduction_by(f, names, ttype):
 def all_eigenvalues(spectrum, f):
     "Return all eigenvalues of a spectrum. Raise ValueError if only some eigenvalues were computed, because there are too many features."
     if spectrum.values is not None: return spectrum.values
-    raise ValueError(f"{f.__name__} needs all eigenvalues, but with {spectrum.features:,} features only some are computed.")
+    raise ValueError(f"{f.__name__} needs all eigenvalues, but only some are computed for {spectrum.features:,} features. Choose a smaller module.")
 
 def missing_parameter(cls, module):
     "Return the reason why a module lacks a parameter that the quantity `cls` needs. Return None if no parameter is missing."
@@ -375,6 +375,6 @@ def quantity(
     else:
         raise TypeError(f"a quantity must be a function with a name, or a subclass of SingleStepQuantity or MultiStepQuantity, got {an(f)}.")
     if c.__name__ in builtin and not is_builtin(c):
-        raise ValueError(f"{c.__name__!r} is the name of a quantity of torchember. Choose another name.")
+        raise ValueError(f"{c.__name__!r} is already the name of a built-in quantity of torchember. Choose another name.")
     classes[c.__name__] = c
     return f

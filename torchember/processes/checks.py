@@ -27,7 +27,7 @@ def steps_of_ranks(rows):
 def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last step), or None if unknown
     "Yield messages about ranks without rows, and about ranks with rows that begin later or end earlier than the rows of another rank."
     missing,known = [r for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
-    if missing: yield f"Of {world} ranks {join_ranks(missing)} left no rows: their shards are missing."
+    if missing: yield f"Of {world} ranks, {join_ranks(missing)} left no rows, so shards are missing."
     worlds = defaultdict(list)
     for r,about in metadata.items(): worlds[about['world']].append(r)
     if len(worlds)>1:
@@ -37,8 +37,8 @@ def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last st
     first,last = min(a for a,_ in known.values()),max(z for _,z in known.values())
     late = [f'rank {r} has no rows before step {a}' for r,(a,_) in known.items() if a>first]
     early = [f'rank {r} has no rows after step {z}' for r,(_,z) in known.items() if z<last]
-    if late: yield f"{join_names(late)}, while others begin at step {first}."
-    if early: yield f"{join_names(early)}, while others go on to step {last}."
+    if late: yield f"{join_names(late)}, while other ranks begin at step {first}."
+    if early: yield f"{join_names(early)}, while other ranks continue to step {last}."
 
 # %% ../../nbs/42_processes/09_checks.ipynb #30fdeb95
 def unknown_axes(rows):
@@ -51,10 +51,10 @@ def unknown_axes(rows):
     for a in sorted(set(seen)-{'world'}):
         lost,name = sorted(r for r in seen[a] if not any(r in line for line in lines.get(a, ()))),printable(repr(a), 40)
         if a not in lines:
-            yield f"No metadata (data/ranks_*.json) says which ranks stand along the axis {name}: it is assumed that all {rows.axes.world} do."
+            yield f"No metadata (data/ranks_*.json) lists the ranks along the axis {name}, so all {rows.axes.world} ranks are assumed to be one group."
         elif lost:
-            yield (f"{join_ranks(lost)} left no metadata (data/ranks_*.json), and no other rank says who stands with it along the axis {name}: its "
-                "tensors are treated as shards of its own.")
+            yield (f"{join_ranks(lost)} left no metadata (data/ranks_*.json), so the groups of these ranks along the axis {name} are "
+                "unknown. Their tensors are treated as separate shards.")
 
 # %% ../../nbs/42_processes/09_checks.ipynb #19895bea
 def drift_message(row, rank, first, step, n):
@@ -64,7 +64,7 @@ def drift_message(row, rank, first, step, n):
     first: the first rank with a replica of the tensor
     n: number of tensors that differ"""
     more = f", and {n-1} more tensors follow" if n>1 else ''
-    return f"Replicas have drifted apart: rank {rank} has another {describe(row)} than rank {first} since step {step}{more}. The first rank's are shown."
+    return f"Replicas have drifted apart: {describe(row)} differs between rank {rank} and rank {first} since step {step}{more}. Rows show rank {first} only."
 
 class DriftWatch:
     "Reports differences between replicas of a tensor during training. Replicas must be equal."

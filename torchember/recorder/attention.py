@@ -33,7 +33,7 @@ def statistics_of_head(numbers, i) -> dict:
 def with_four_dimensions(q, k, mask, heads:int|None) -> tuple:
     "Reshape queries, keys and mask to four dimensions, of which the first two are sequences and heads. `heads`: number of heads, or None."
     if mask is not None:
-        if type(mask) is not torch.Tensor: raise NotImplementedError(f'a mask of the type {type(mask).__name__} cannot be read; only tensors can')
+        if type(mask) is not torch.Tensor: raise NotImplementedError(f'an attention mask must be a tensor, got a mask of the type {type(mask).__name__}')
         mask = mask.expand(*mask.shape[:-1], k.shape[-2])
     if q.dim()==4: return q, k.expand(len(q), *k.shape[1:]), mask if mask is None else mask[(None,)*(4-mask.dim())]
     own,others = split_heads(q, heads),split_heads(k.expand(*q.shape[:-2], *k.shape[-2:]), heads)

@@ -94,7 +94,7 @@ class BoxFile:
     least = 1<<21 # minimum number of bytes by which the file grows
 
     def __init__(self, folder, name:str): # folder: folder for the black boxes of all runs; name: file name without its suffix
-        if fcntl is None: raise BoxUnavailable("it needs file locks that end with the process, but this operating system has no such locks")
+        if fcntl is None: raise BoxUnavailable("a black box needs file locks that end with the process, but this operating system has no such locks")
         if (kind := filesystem_of(folder)) in network_filesystems:
             raise BoxUnavailable(f"the logs are on a network file system ({kind}), where file locks are unreliable. Use a local folder (home=)")
         os.makedirs(folder, exist_ok=True)

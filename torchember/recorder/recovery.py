@@ -43,7 +43,7 @@ class BoxContent:
         with open(f'{path}.told', 'rb') as f: lines = [json.loads(line) for line in f.read().split(b'\n')[:-1]]
         self.w = w = np.frombuffer(self.data, np.int64, len(self.data)//8)
         if len(self.data)<NOTES+2*most_text or w[MAGIC]!=magic or not lines:
-            raise BoxError("the file is incomplete because the disk was full, or is not a black box")
+            raise BoxError("the file is not a black box, or is incomplete because the disk was full")
         self.about = lines[0] # metadata of the run, and of the process that wrote the black box
         safe_name(self.about['run'], 'run') # a forged file must not cause writes in other folders
         if w[VERSION]!=version or (self.about['sums'], self.about['width'], self.about['head'])!=(sum_names, width, head_width):

@@ -66,7 +66,7 @@ def compare(
     parted = first_differences(found, rtol)
     if not parted:
         one,other = (printable(', '.join(f.labels[:3])) for f in found[:2])
-        raise ValueError(f"The runs have no layer in common: {one}, ... against {other}, ...")
+        raise ValueError(f"The runs have no layer in common: the first has {one}, ..., the second {other}, ... Compare runs with equal layer names.")
     order = sorted(parted, key=lambda l: (parted[l] is None, parted[l] or 0))
     shown = [l for l in parted if l in set(order[:most])]
     axes = axes_for(len(shown), ax, 'layers', 3, sharex=True)

@@ -256,7 +256,7 @@ def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', 
     rows = tensors_to_draw(run, path, ttype, [stat])
     if inc>1:
         rows = rows[(rows['step']%inc==0).to_numpy()]
-        if not len(rows): raise ValueError(f"No recorded step is a multiple of inc={inc}.")
+        if not len(rows): raise ValueError(f"No recorded step is a multiple of inc={inc}. Give a smaller inc=; inc=1 draws every step.")
     col = find_stat(rows, stat)
     x = axis_roles(x, None)[0]
     if x not in rows or rows[x].dtype.kind not in 'iufM':

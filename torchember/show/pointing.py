@@ -205,8 +205,8 @@ class Picture:
         f,own,fig = arguments.f,values.get('figsize'),self.surface.figure
         tall = (lambda size: self.surface.stretch(own[1])) if own else (lambda size: self.surface.stretch(min(max(size[1], 3.6), 12.)))
         with mpl.rc_context(self.style), drawing_on(fig, tall): out = f(arguments.table, **values)
-        if fig not in figures_of(out): raise TypeError(f"{f.__name__} returned {an(out)} outside the given figure. "
-            "interactive takes pictures of torchember: scalar_line, exp_hist, scalar_global_heatmap, overview, tree, ...")
+        if fig not in figures_of(out): raise TypeError(f"{f.__name__} drew outside the given figure, and returned {an(out)}. "
+            "interactive needs a picture function of torchember: scalar_line, exp_hist, scalar_global_heatmap, overview, tree, ...")
         with mpl.rc_context(self.style): self.lines = [vertical_line(ax) for ax in axes_with_steps(fig)]
         self.surface.set_moving(*self.lines)
         self.good = arguments,values

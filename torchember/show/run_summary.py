@@ -43,7 +43,7 @@ default_ttypes = ('output', 'weight_grad')
 
 def no_tensors(table):
     "Return the error message for a run without rows of tensors."
-    return f"{printable(name_of_run(table) or 'The table')} has no rows of tensors yet: they come when the model is called in its training."
+    return f"{printable(name_of_run(table) or 'The table')} has no rows of tensors yet. Rows are recorded when the model is called during the training."
 
 def types_to_draw(tensors, ttype):
     "Return the tensor types to draw: the user's choice, or by default outputs and gradients of weights."
@@ -75,7 +75,7 @@ def loss_curve(table, loss):
             next((n for n in names if not computed_in(n)), None))
     if loss is None: return None
     if loss not in names:
-        raise ValueError(f"{unknown('number that was logged', loss, names)} To have it in the next run: te.log({loss}=...).")
+        raise ValueError(f"{unknown('number that was logged', loss, names)} To log this number in the next run: te.log({loss}=...).")
     col = loss
     got = rows[rows[col].notna().to_numpy() | trouble(rows) & may_have_number(rows, col)]
     order = np.argsort(got['step'].to_numpy(), kind='stable')

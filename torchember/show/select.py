@@ -108,8 +108,8 @@ def check_columns(df, what='This table'):
     if not missing and ('path' in df or 'module' in df): return
     how = " Rows of a log that some other program wrote may be counted: df = read(run); df['step'] = df.groupby(['path', 'ttype', 'tname']).cumcount()." \
         if missing==['step'] else ''
-    raise ValueError(f"{printable(what)} has no column {' or '.join(missing or ['path'])}, so that its rows cannot be assigned to tensors. "
-        f"Give a table as te.t.df, read(run) or a logframe has it.{how} Its columns: {printable(', '.join(map(str, list(df.columns)[:12])))}.")
+    raise ValueError(f"{printable(what)} has no column {' or '.join(missing or ['path'])}, so its rows cannot be assigned to tensors. "
+        f"Give a table such as te.t.df, read(run) or a LogFrame.{how} Its columns: {printable(', '.join(map(str, list(df.columns)[:12])))}.")
 
 def check_one_run(df):
     "Return the table with the name of its run in `attrs`. Raise ValueError if the table has rows of several runs."

@@ -175,7 +175,7 @@ def Surface3d(
     for s,n in sizes.items():
         if n!=sizes[first]:
             raise ValueError(f"The vectors have {sizes[first]} numbers at step {first} and {n} at step {s}. "
-                "They must have one number for each unit, so the same number of numbers in each step.")
+                "All vectors must have the same length, with one number for each unit.")
     steps = sorted(vectors)
     fig = Figure(figsize=(7, 5), layout='constrained')
     FigureCanvasAgg(fig)

@@ -45,7 +45,7 @@ class Function(Sink):
 def hidden_plugin_message(plugin):
     "Return a warning that a sink of a plugin package cannot be used, because a built-in sink has the same name."
     return (f"The package {plugin.dist.name!r} has a sink {plugin.name!r}, but torchember uses its own sink of this name. "
-        f"To use that of the package, pass the object itself: sinks={plugin.value.partition(':')[2]}, from {plugin.value.partition(':')[0]}.")
+        f"To use the sink of the package, pass the object itself: sinks={plugin.value.partition(':')[2]}, from {plugin.value.partition(':')[0]}.")
 
 def find_sink(name):
     "Return the sink with this name, from torchember or another package. If no sink has this name, raise ValueError with a list of all names."

@@ -116,7 +116,7 @@ def find_mismatch(a, b):
                 return f"{k!r} is in {has} and not in {lacks}. Give both the same layers, for example with filter(pattern)."
     for k,x in a.items():
         s,t = (tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in (x, b[k]))
-        if s!=t and s and t: return f"{k!r} has shape {s} in {names[0]} and {t} in {names[1]}."
+        if s!=t and s and t: return f"{k!r} has shape {s} in {names[0]} and {t} in {names[1]}. Select layers of equal shapes, such as with filter(pattern)."
 
 # %% ../../nbs/70_state/06_algebra.ipynb #fee60c57
 def results_tensor(d):

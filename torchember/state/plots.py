@@ -46,7 +46,7 @@ def sample_values(layers:dict, n:int=max_values) -> tuple: # n: largest number o
 def make_axes(names:list, ax=None, size=(4, 2.6), title=''): # names: titles of the panels; size: width and height of a panel in inches
     "Return the Axes of all panels, and a note about layers without a panel. Without `ax`, create a figure with a grid of Axes."
     from torchember.show.style import Panels, panels
-    if not names: raise ValueError('there is nothing to plot, because no layer matches.')
+    if not names: raise ValueError('there is nothing to plot, because no layer matches. Choose other layers.')
     note = f'the first {max_panels} of {len(names)} layers' if ax is None and len(names)>max_panels else ''
     n = len(names) if ax is not None else min(len(names), max_panels)
     if ax is None:

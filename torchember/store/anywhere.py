@@ -151,7 +151,7 @@ class RangedFile(io.RawIOBase):
         self.data = call_store(self.path, lambda: self.path.fs.cat_file(self.path.path, start=self.at, end=end))
         self.start = self.at
         if not self.data:
-            raise OSError(f"{printable(self.path)} had {self.size} bytes, and now ends at {self.at}: it was replaced meanwhile. Read it again.")
+            raise OSError(f"{printable(self.path)} had {self.size} bytes, but now has only {self.at}, so it was replaced during the read. Read it again.")
 
 def open_file(path, buffering=-1, size=None):
     "Open a local or remote file to read its bytes. Load a remote file of up to 1 MB completely. `size`: size of the file in bytes, if known."

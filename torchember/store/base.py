@@ -166,9 +166,9 @@ def read_meta(path):
         with open_file(path) as f: data = f.read(most_meta+1)
     except FileNotFoundError:
         raise KeyError(f"There is no metadata {path.stem!r}: the file {printable(path)} does not exist. Write it with t[{path.stem!r}] = {{...}}") from None
-    if len(data)>most_meta: raise ValueError(f"{printable(path)} is too large: a metadata file may have at most {most_meta>>20} MB.")
+    if len(data)>most_meta: raise ValueError(f"{printable(path)} is too large to be read: a metadata file may have at most {most_meta>>20} MB.")
     try: return json.loads(data)
-    except RecursionError: raise ValueError(f"{printable(path)} cannot be read: it is nested too deeply.") from None
+    except RecursionError: raise ValueError(f"{printable(path)} cannot be read, because its JSON has too many nested levels.") from None
     except ValueError as e: raise ValueError(f"{printable(path)} is not valid JSON: {printable(e, 200)}") from None
 
 most_meta = 1<<26 # maximum size of a metadata file in bytes

@@ -237,7 +237,7 @@ class AppendedRun(StoredRun):
             The run itself, so that calls can be chained
         """
         line = line.removesuffix('\n')
-        if '\n' in line: raise ValueError("logging() takes one line, but this text has several. Log them one by one.")
+        if '\n' in line: raise ValueError("logging() takes one line, but this text has several lines. Log each line with its own call.")
         if self.folder: raise FileExistsError(cannot_append_message(self.fname))
         json.loads(line, parse_constant=refuse_constant)
         load_row(line) # raises ValueError if the line is not a row
@@ -296,7 +296,7 @@ def cannot_append_message(name):
 
 def refuse_constant(word):
     "Raise ValueError for a constant that is not valid JSON, such as NaN. The message gives advice."
-    raise ValueError(f"{word} is not valid JSON. An ember t can log it: t({{'name': float('nan')}}) writes valid JSON.")
+    raise ValueError(f"{word} is not valid JSON, so logging() cannot write this line. Pass a dict to the run t instead: t({{'name': float('nan')}}).")
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #c942d217
 class tracker(AppendedRun):

@@ -246,7 +246,7 @@ class Listeners:
                 try:
                     if piece is None: l.end_step()
                     elif l not in piece[2]: l.put(*piece)
-                except Exception as e: self.note("rows are lost for a listener", e)
+                except Exception as e: self.note("a listener (function that receives rows) did not get some rows", e)
 
     def remarks(self):
         "Return the sentences of all listeners about lost rows, for the report at the end of the run."

@@ -77,7 +77,7 @@ class Writer:
         "Write the queued rows of `log` without raising an error. Keep a warning that a filter turns into an error for the next flush."
         try: log.drain()
         except EmberWarning as e: log.messages.notes.append(str(e).removeprefix('torchember: '))
-        except Exception as e: log.note("trouble while writing", e)
+        except Exception as e: log.note("rows could not be written to the log", e)
 
 # %% ../../nbs/30_store/13_log.ipynb #80fd246a
 writer,live = Writer(),weakref.WeakSet()
@@ -168,7 +168,7 @@ class Batches:
         try: return by(some)
         except Exception as e:
             if len(some)>1: return [rows for one in some for rows in self.rows_of([one], by)]
-            self.note("a batch of rows is lost", e)
+            self.note("a batch of rows is lost, because its rows could not be computed", e)
             return [[]]
 
     def with_lines(self, rows):
@@ -183,7 +183,7 @@ class Batches:
         try: line = row if isinstance(row, bytes) else line_of(row)
         except Exception as e: return self.note("a row of the log is lost, because it cannot be written as JSON", e)
         if len(line)<=longest_line: return line
-        self.note(f"a row of more than {longest_line>>20} MB is lost. Store such large values in a file of your own")
+        self.note(f"a row of more than {longest_line>>20} MB is lost. Store such large values in a file of your own.")
 
 # %% ../../nbs/30_store/13_log.ipynb #8c2274c7
 class LogFiles:
@@ -255,7 +255,7 @@ class LogFiles:
         except OSError:
             self.first = first
             raise
-        except Exception as e: self.note("the run has no metadata", e)
+        except Exception as e: self.note("the run has no metadata, because they could not be written", e)
 
 # %% ../../nbs/30_store/13_log.ipynb #eb735ff7
 class Log:

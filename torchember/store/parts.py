@@ -150,10 +150,10 @@ def readable_errors(path):
     "Context manager for reading the Parquet part `path`: replace each error by an error with a clear message."
     try: yield
     except FileNotFoundError:
-        raise FileNotFoundError(f"{printable(path)}, a file with rows of the run, was removed meanwhile. Read the run again.") from None
+        raise FileNotFoundError(f"{printable(path)}, a file with rows of the run, was removed while the run was read. Read the run again.") from None
     except StoreError: raise
     except Exception as e:
-        raise ValueError(f"{printable(path)} is no valid Parquet file as compact writes it: {printable(e, 200)}") from None
+        raise ValueError(f"{printable(path)} is not a valid Parquet file of torchember.compact: {printable(e, 200)}") from None
 
 def another_run_message(path, run):
     "Return the error message for a Parquet part that belongs to another run."

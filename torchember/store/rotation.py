@@ -123,7 +123,7 @@ class Rotation:
         # no warning: another process is already converting the log
         if isinstance(e, BlockingIOError): return
         self.wait *= 2
-        self.note(f"lines of the run could not be converted to Parquet: they remain JSON lines, and {then}", e)
+        self.note(f"lines of the run could not be converted to Parquet, so they remain JSON lines, and {then}", e)
 
     def finish(self, disk):
         "Convert the remaining JSON lines to Parquet parts at the end of a run, in this process."

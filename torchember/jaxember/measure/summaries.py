@@ -319,7 +319,7 @@ def summary_row(
     "Compute the summary row of an array (number of elements, mean, minimum and so on) on the device of the array."
     x = jnp.asarray(x)
     if not (jnp.issubdtype(x.dtype, np.number) or x.dtype==bool):
-        raise TypeError(f"summary_row needs an array of numbers, got {x.dtype}.")
+        raise TypeError(f"summary_row needs an array of numbers, got an array of dtype {x.dtype}.")
     return measure_p.bind(lax.stop_gradient(x), wanted=ordered_groups(wanted), by_parts=bool(by_parts))
 
 def merged_row(rows, wanted=scalars, axis:int=0): # rows: array of uint32, shape (..., k, ..., words)

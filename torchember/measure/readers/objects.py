@@ -195,7 +195,7 @@ def exchange_function():
     find.restype,find.argtypes = ctypes.c_void_p,[ctypes.py_object, ctypes.c_char_p]
     table = find(torch.Tensor.__dlpack_c_exchange_api__, b'dlpack_exchange_api')
     version = (ctypes.c_uint32*2).from_address(table)
-    if version[0]!=1: raise RuntimeError(f'unknown version {tuple(version)} of the DLPack interface')
+    if version[0]!=1: raise RuntimeError(f'torch uses version {tuple(version)} of the DLPack interface, but torchember supports only version 1')
     return (ctypes.c_uint64*8).from_address(table)[5]
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #e9dff353

@@ -519,7 +519,7 @@ def has_no_gaps(x) -> bool:
 def without_gaps(x):
     "Return `x` if its elements fill memory without gaps, else a contiguous copy. Raises TypeError for a dtype that no kernel reads."
     known = ', '.join(str(d)[6:] for d in blocks)
-    if x.dtype not in blocks: raise TypeError(f"the GPU kernels read {known}, got {x.dtype}. kernels.read measures every dtype.")
+    if x.dtype not in blocks: raise TypeError(f"the GPU kernels read {known}, got {x.dtype}. To measure a tensor of any dtype, call kernels.read.")
     return x if x.is_contiguous() or has_no_gaps(x) else x.contiguous()
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #56bcf4c0

@@ -219,7 +219,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
     scalar = has_ttype(table, 'scalar')
     tensors = table[~scalar]
     if not len(tensors) and not scalar.any():
-        raise ValueError(f"{name_of_run(table) or 'The table'} has no rows of tensors yet: they come when the model is called.")
+        raise ValueError(f"{name_of_run(table) or 'The table'} has no rows of tensors yet. Rows are recorded when the model is called.")
     for name,asked in (('path', path), ('ttype', ttype), ('stats', stats)):
         if isinstance(asked, list|tuple|set) and not asked:
             raise ValueError(f"{name}= is an empty list. Leave it out to select all.")

@@ -88,7 +88,7 @@ def report(
     # if this name is a link, replace the link itself, not its target
     else: target = ((target or Path())/file_name(page['run']['name'])).absolute()
     if os.path.lexists(target) and not (target.is_file() or target.is_symlink()):
-        raise FileExistsError(f"{printable(target)} exists and is not a file, so that no report can replace it. Give another path.")
+        raise FileExistsError(f"{printable(target)} exists but is not a file, so a report cannot replace it. Give another path.")
     # replace the file atomically, so that a browser never loads an incomplete file
     replace(target, render_page(page).encode())
     return target
