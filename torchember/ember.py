@@ -14,10 +14,10 @@ from torch import nn
 
 from .recorder.arguments import (check_marks, check_numbers, check_optimizers, check_arguments,
     disabled, not_a_model, nothing_to_record, scaler_of)
-from .recorder.black_box import held_steps
+from .recorder.black_box import steps_in_black_box
 from .recorder.budget import Budget, Report, check_share
 from .capture import compiled
-from .capture.forward import arm, armed_by, disarm, states_of
+from .capture.forward import arm, find_exclusive_listener, disarm, states_of
 from .capture.tree import tracks, tree_dict, unwrap
 from .ground.choose import chosen, schedule
 from .measure.columns import stat_names
@@ -33,16 +33,16 @@ from .recorder.process import release_run, open_recorders, rank_and_size, shared
 from .recorder.parameters import every_parameter
 from .recorder.recorder import Recorder, Settings, numbers_of_passes, recorded
 from .recorder.recovery import recover_all
-from .recorder.row import watch_first_bad
+from .recorder.row import warn_of_first_nonfinite
 from .health.diagnose import choose_rules
-from .health.locate import Located, locate
+from .health.locate import LocateResult, locate
 from .health.diff import assert_same_run
 from .health.first_step import check_step, no_step
 from .health.watch import RuleWatch, check_on_finding
 from .sinks.feed import Feed, sinks_of
 from .store.base import folder, now, user
 from .store.jsonl import emberTracker, new_run
-from .store.log import note_soon
+from .store.log import show_message_soon
 from .store.parameters import read_parameters
 from .store.table import tree_table
 
@@ -222,9 +222,9 @@ class RecordedRun:
         assert_same_run(self, golden, rtol)
 
 # %% ../nbs/57_ember.ipynb #0938e173
-def disarm_earlier(model):
+def stop_earlier_recording(model):
     "Stop the earlier recording of a model, or of one of its modules, by another `torchEmber`. Show a warning."
-    earlier = getattr(armed_by(model), 'recorder', None)
+    earlier = getattr(find_exclusive_listener(model), 'recorder', None)
     if earlier is None: return
     what = 'The model' if any(st.listener is earlier.events for st in states_of(model)) else 'A part of the model'
     warn(f"{what} is already recorded as the run {earlier.t.fname}. This recording ends now, because only one torchEmber can record a model at a time.")
@@ -283,7 +283,7 @@ class ArmedModel(RecordedRun):
         """
         if self.armed or disabled(): return self
         warn_missing()
-        disarm_earlier(unwrap(self.model))
+        stop_earlier_recording(unwrap(self.model))
         self.tracks,self.armed = tracks(unwrap(self.model)),True
         try:
             self.recorder.arm(self.tracks, self.watched(self.tracks), lambda: self,
@@ -353,7 +353,7 @@ class ArmedModel(RecordedRun):
         """
         r,inner,is_unarmed = self.recorder,self.tracks[0].module,not self.armed
         if is_unarmed:
-            if armed_by(inner) is not None:
+            if find_exclusive_listener(inner) is not None:
                 raise RuntimeError("another torchEmber already records this model. "
             "Call plan() of that torchEmber, or stop its recording first with its disarm().")
             r.sources.armed(arm(self.tracks, r.events, self.watched(self.tracks)))
@@ -385,7 +385,7 @@ class ArmedModel(RecordedRun):
 
     def locate(self,
         step_fn # Function that runs one step. The model must be in the state before this step. See `torchember.locate`
-    ) -> Located:
+    ) -> LocateResult:
         """Run a step again, and find the operation that creates its first NaN or infinity. This neither records nor restores the model.
 
         Args:
@@ -394,7 +394,7 @@ class ArmedModel(RecordedRun):
         return locate(step_fn, self.model)
 
 # %% ../nbs/57_ember.ipynb #b57e800d
-def run_of_rank(kind, name, resume, home, store='jsonl'):
+def create_or_resume_run(kind, name, resume, home, store='jsonl'):
     "Create or resume a run. Return the run, the rank of this process (None if it is the only one), and the number of processes."
     rank,world = rank_and_size()
     if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
@@ -404,7 +404,7 @@ def run_of_rank(kind, name, resume, home, store='jsonl'):
         recover_all(folder('torchember', home))
     return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
 
-def number_of_first(t, resume, first_step):
+def first_step_number(t, resume, first_step):
     "Return the number of the first step to record. Raise a ValueError if a resumed run contains this step already."
     if not resume: return first_step or 0
     last = t.last_step()
@@ -427,10 +427,10 @@ def merge_ranks(t, rank, world, tree):
         return None if (t := run()) is None else {'about': t.about.get('ranks'), 'paths': paths}
     def note(what):
         "Show a message to the user, unless the run was deleted."
-        if (t := run()) is not None: note_soon(t.file, what)
+        if (t := run()) is not None: show_message_soon(t.file, what)
     return WholeSteps(part, rank, world, about, note, store)
 
-def report_of(recorder, views=(), rules=None, feeds=()) -> Report: # views: live views; rules: a `RuleWatch`; feeds: a `Feed` for each sink
+def make_run_report(recorder, views=(), rules=None, feeds=()) -> Report: # views: live views; rules: a `RuleWatch`; feeds: a `Feed` for each sink
     "Return the report of an ended run. Also write the time spent on recording into the metadata of the run."
     r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
     def spent():
@@ -522,13 +522,13 @@ class torchEmber(ArmedModel):
         scaler = scaler_of(optimizers) if scaler is None else scaler
         when,stats = schedule(every),stats if callable(stats) else stat_names(stats)
         if overhead is not None: check_share(overhead)
-        held_steps(blackbox)
+        steps_in_black_box(blackbox)
         rules,on_finding,sinks = choose_rules(rules or ()),check_on_finding(on_finding),sinks_of(sinks)
         ts = tracks(inner)
         watched_modules(ts, include, exclude) # raises an error for an invalid `include` or `exclude`, before the run is created
         if isinstance(stream, list|tuple|set): watched_modules(ts, stream, None)
-        t,rank,world = run_of_rank(type(inner).__name__, name, resume, home, store)
-        first = number_of_first(t, resume, first_step)
+        t,rank,world = create_or_resume_run(type(inner).__name__, name, resume, home, store)
+        first = first_step_number(t, resume, first_step)
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
         # 'numel' (number of elements) is recorded, too, because it is needed to merge the shards of several ranks
         if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel')
@@ -539,12 +539,12 @@ class torchEmber(ArmedModel):
         known,is_on = self.recorder.sources.parameters.known,not disabled()
         if resume: known.resume_from(read_parameters(t))
         t.source = weak_source(self.recorder)
-        watch_first_bad(t.file)
+        warn_of_first_nonfinite(t.file)
         if reduce and ranks and is_on and (whole := merge_ranks(t, rank, world, self.mod_tree())):
             t.whole = whole
             t.file.listeners.add(whole)
         is_first,r = not rank and is_on,self.recorder
-        self.rules = RuleWatch(t, rules, on_finding, r.stop, recording=r.seconds, alarm=r.keep_last) if rules and is_first else None
+        self.rules = RuleWatch(t, rules, on_finding, r.stop, recording=r.seconds, alarm=r.write_black_box_steps) if rules and is_first else None
         self.feeds = [Feed(t, s) for s in sinks] if is_first else []
         self.arm()
         t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model_name},
@@ -566,7 +566,7 @@ class torchEmber(ArmedModel):
         # the recorder has written all its rows, so nothing remains to do at the end of the process
         open_recorders.discard(self.recorder)
         for v in self.views: v.close() # the live view draws its last picture
-        return report_of(self.recorder, self.views, self.rules, self.feeds)
+        return make_run_report(self.recorder, self.views, self.rules, self.feeds)
 
     def __enter__(self): return self.arm()
 

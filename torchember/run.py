@@ -18,7 +18,7 @@ def comma_list(text):
     "Split a text at commas. Return the parts that are not empty."
     return [n for n in text.split(',') if n]
 
-def every_in(text):
+def parse_every(text):
     "Return the argument of the option `--every` as an int if it is a number, else as text."
     return int(text) if text.isdigit() else text
 
@@ -34,7 +34,7 @@ def options_parser(prog, usage):
 
 def add_options(p):
     "Add the options of `torchember run` to a parser."
-    p.add_argument('--every', type=every_in, help="steps to record: 10, a time such as 60s, or 'linear(5, 2)'")
+    p.add_argument('--every', type=parse_every, help="steps to record: 10, a time such as 60s, or 'linear(5, 2)'")
     p.add_argument('--overhead', type=float, help='fraction of the training time that recording may take, such as .02')
     p.add_argument('--rules', type=comma_list,
         help='rules that check the run during training: default, or names of rules')
@@ -113,7 +113,7 @@ def as_module(name):
     return Program(source, spec.origin, names, os.getcwd())
 
 # %% ../nbs/92_run.ipynb #af61adb3
-def own_part(tb, file):
+def user_part_of_traceback(tb, file):
     "Return the part of a traceback that begins in the user's program, without the frames of torchember before the program."
     while tb is not None and tb.tb_frame.f_code.co_filename!=file: tb = tb.tb_next
     return tb
@@ -123,12 +123,12 @@ def hide_frames(file):
     show = sys.excepthook
     def hook(kind, error, tb):
         "Show the exception with a traceback that begins at the program."
-        tb = own_part(tb, file)
+        tb = user_part_of_traceback(tb, file)
         show(kind, error.with_traceback(tb), tb)
     sys.excepthook = hook
 
 # %% ../nbs/92_run.ipynb #58e77f32
-class WhenImported:
+class ImportNotifier:
     "Import finder that calls the function `then` as soon as the library `name` has been imported."
     def __init__(self, name, then): self.name,self.then = name,then
 
@@ -159,7 +159,7 @@ class Recording:
     def begin(self):
         "Start recording now, or as soon as the program imports torch."
         if sys.modules.get('torch') is not None: self.start()
-        else: sys.meta_path.insert(0, WhenImported('torch', self.start))
+        else: sys.meta_path.insert(0, ImportNotifier('torch', self.start))
 
     def start(self):
         "Start to find and record the models."

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from .capture.forward import armed_by, states_of
-from .capture.optimizer import live_objects, parameters_of, trained_by, innermost_optimizers
+from .capture.forward import find_exclusive_listener, states_of
+from .capture.optimizer import live_objects, parameters_of, trained_parameters, innermost_optimizers
 from .capture.private_torch import is_unscaled, lists_parameters_as_torch
 from .capture.tree import unwrap, wrappers
 
@@ -211,7 +211,7 @@ class PendingOptimizers:
         self.refs = [r for r in self.refs if (o := r()) is not None and not any(o is p for p in optimizers)]
 
 # %% ../nbs/91_trained.ipynb #5f3a9c10
-class ModelArmer:
+class ModelRecorder:
     "Finds the models that optimizers train, records each model as a separate run, and ends these runs."
     def __init__(self, say, models, options, on_armed=lambda training: None):
         # say: function that shows a message; models: modules to record when they are called; on_armed: function called with each new `Training`
@@ -221,20 +221,20 @@ class ModelArmer:
 
     def arm(self, optimizers, called=None, is_late=False):
         "Start to record (arm) the models that these optimizers train. `is_late`: True if the forward pass of the first step is over."
-        models = models_of(trained_by(optimizers), called)
+        models = models_of(trained_parameters(optimizers), called)
         for model in models:
             mine = self.pending.with_parameters(parameters_in(model))
             mine += [o for o in optimizers if not any(o is p for p in mine)
                 and ids_of(parameters_of(o)) & parameters_in(model)]
             used = optimizers_in_use(mine)
             self.pending.drop(mine)
-            self.arm_model(model, used, is_late)
+            self.start_recording_model(model, used, is_late)
             self.pending.settle([*used, *(w for o in used for w in innermost_optimizers(o))])
         if not models:
             self.refuse(f"{names_of(optimizers)} trains parameters that belong to no module, but only modules can be recorded.")
             self.pending.settle(optimizers)
 
-    def arm_model(self, model, optimizers, is_late=False):
+    def start_recording_model(self, model, optimizers, is_late=False):
         "Start to record one model, unless the program itself records it."
         # import `torchEmber` late, because this takes seconds, and not every program trains a model
         from torchember.ember import torchEmber
@@ -244,7 +244,7 @@ class ModelArmer:
             inner = unwrap(model)
             kind = type(inner).__name__
             optimizers = self.end_overlapping(inner, optimizers)
-            other = armed_by(inner)
+            other = find_exclusive_listener(inner)
             if other is not None:
                 return self.refuse(f"{kind} is not recorded again, because the program itself records it as the run {other.recorder.t.fname}.")
             te = torchEmber(model, optimizers or None, **{**self.options, 'name': self.next_name()})
@@ -259,7 +259,7 @@ class ModelArmer:
     def end_overlapping(self, model, optimizers):
         "End earlier trainings that record a part of `model`. Return `optimizers`, and optimizers of these trainings with other parameters."
         for t in [t for t in self.trainings if t.overlaps(model)]:
-            others,ids = t.live_optimizers(),ids_of(trained_by(optimizers))
+            others,ids = t.live_optimizers(),ids_of(trained_parameters(optimizers))
             self.end(t)
             optimizers = [*(o for o in others if not ids & ids_of(parameters_of(o))), *optimizers]
         return optimizers
@@ -286,7 +286,7 @@ class ModelArmer:
         if report is not None: self.reports.append(report)
 
 # %% ../nbs/91_trained.ipynb #7be2c91d
-def never_raises(f):
+def catch_own_errors(f):
     "Decorator for methods of `Trainings`: catches errors of torchember, so that the user's training continues."
     @functools.wraps(f)
     def guarded(self, *args, **kwargs):
@@ -327,7 +327,7 @@ class Patches:
         self.handle.remove()
 
 # %% ../nbs/91_trained.ipynb #d9adbfac
-def why_nothing(has_optimizer):
+def explain_no_recording(has_optimizer):
     "Return a message that explains why no model of the program was recorded."
     if has_optimizer:
         return "nothing was recorded: no optimizer stepped, and no module with the optimizer's parameters was called with gradients enabled."
@@ -344,7 +344,7 @@ class Trainings:
         on_armed=lambda training: None, # Function that gets each new `Training`
         **options # Arguments of `torchEmber`, except model, optimizer, scaler, first_step and resume
     ):
-        self.armer,self.pid,self.lock = ModelArmer(say, models, options, on_armed),os.getpid(),threading.Lock()
+        self.armer,self.pid,self.lock = ModelRecorder(say, models, options, on_armed),os.getpid(),threading.Lock()
         self.is_on,self.has_failed = False,False
         self.patches = Patches(self.on_created, self.on_step, self.on_call, self.on_scale)
         # created: number of optimizers created since `start`; stepped: ids of the optimizers that have stepped
@@ -373,7 +373,7 @@ class Trainings:
         "Return True if this process still looks for models. Return False after `stop`, after an error, and in a forked process."
         return self.is_on and not self.has_failed and os.getpid()==self.pid
 
-    @never_raises
+    @catch_own_errors
     def on_created(self, optimizer, *args, **kwargs):
         "Add a new optimizer to the pending optimizers. Called after an optimizer was created."
         if not self.is_active(): return
@@ -382,7 +382,7 @@ class Trainings:
         self.pending.add(optimizer)
         self.update_patches()
 
-    @never_raises
+    @catch_own_errors
     def on_call(self, module, *args, **kwargs):
         "Start to record the model at the first call of its root module. Called before each module call."
         has_grad = torch.is_grad_enabled()
@@ -394,12 +394,12 @@ class Trainings:
             found = self.pending.with_parameters(ids)
             models = [m for m in self.armer.models if ids & ids_of(p for p in m.parameters() if p.requires_grad)]
             if found and (has_grad or models): self.armer.arm(found, module)
-            elif models: self.armer.arm_model(models[0], [])
+            elif models: self.armer.start_recording_model(models[0], [])
             elif has_grad: self.pending.other_modules.add(id(module))
             if found or models: self.update_patches()
         finally: self.lock.release()
 
-    @never_raises
+    @catch_own_errors
     def on_step(self, optimizer, args, kwargs):
         "Start to record the model of an optimizer, if it is not recorded yet. Called when an optimizer step begins."
         if not self.is_active(): return
@@ -417,13 +417,13 @@ class Trainings:
             if scaler is not None or t.scaler is not None and not is_unscaled(t.scaler, optimizer): t.set_scaler(scaler)
         self.update_patches()
 
-    @never_raises
+    @catch_own_errors
     def on_scale(self, scaler, outputs, *args, **kwargs):
         "Assign a gradient scaler to the training that has the parameters of the scaled loss. Called when a scaler scales a loss."
         if not self.is_active(): return
         found = [t for t in self.trainings if t.may_get_scaler and t.te() is not None]
         if len(found)>1:
-            found = [t for t in found if backward_reaches(outputs, ids_of(trained_by(t.live_optimizers())))] or found
+            found = [t for t in found if backward_reaches(outputs, ids_of(trained_parameters(t.live_optimizers())))] or found
         for t in found: t.set_scaler(scaler)
 
     def give_up(self, e):
@@ -446,4 +446,4 @@ class Trainings:
             te = t.te()
             if te is None or te.armed: self.armer.end(t, error)
         if not self.trainings and not self.armer.reasons:
-            self.armer.say(why_nothing(bool(self.stepped or self.created)))
+            self.armer.say(explain_no_recording(bool(self.stepped or self.created)))

@@ -23,7 +23,7 @@ from torchember.frames.handle import open_run
 from torchember.show.board.listing import Listing, run_state
 from torchember.show.board.server import Board, Pages, board, render_board, bind_socket
 from torchember.show.board.some_steps import run_of_steps
-from torchember.show.live.following import FollowedLog, KeptLines, Spark, may_have_grown, rows_of_interest
+from torchember.show.live.following import FollowedLog, KeptLines, Sparkline, may_have_grown, rows_of_interest
 from torchember.show.page.data import page_of
 from torchember.store.jsonl import emberTracker
 
@@ -217,7 +217,7 @@ def test_the_first_trouble_is_that_of_the_training():
 
 
 def test_a_curve_has_few_points_and_all_values():
-    s = Spark()
+    s = Sparkline()
     for i in range(1000): s.add(float(i))
     assert 64<=len(s.points)<128 and sum(n for _,n in s.points)==1000 and sum(v for v,_ in s.points)==sum(range(1000)) and s.last==999
     assert {n for _,n in s.points[:-1]}=={s.each}

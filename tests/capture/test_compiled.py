@@ -256,13 +256,13 @@ def test_lowering_where_torch_has_changed(which, monkeypatch):
 @needs_hooks
 def test_operators_where_torch_has_no_effects(monkeypatch):
     "An operator stays in the graph, and is called"
-    from torchember.capture.compiled import define_operator, new_key
+    from torchember.capture.compiled import define_operator, make_key_tensor
     import torch._higher_order_ops.effects as effects
     monkeypatch.delattr(torch.library, '_register_effectful_op', raising=False)
     monkeypatch.delattr(effects, '_register_effectful_op')
     heard = []
     op = define_operator('without_effects', ', str what', lambda holder, xs, what: heard.append((what, xs[0].sum().item())))
-    key = new_key(holder := type('Holder', (), {'memory_reused': lambda self: None})())
+    key = make_key_tensor(holder := type('Holder', (), {'memory_reused': lambda self: None})())
     def f(x):
         op([x.detach()], key, 'in')
         y = x.relu()*2

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchember import BackwardInputExtension, Monitor, SingleStepQuantity, from_activation, from_activation_grad, torchEmber
 from torchember.capture import private_torch
-from torchember.capture.events import Listener, Wants
+from torchember.capture.events import Listener, WantedTypes
 from torchember.capture.forward import KEY, arm, disarm, notify_only, states_of
 from torchember.capture.tree import tracks
 
@@ -80,7 +80,7 @@ class Ear(Listener):
     "A listener that notes all events with their values. Its `wants` may be limited."
     exclusive = False
     def __init__(self, m, *paths, **wants):
-        self.heard,self.depth,self.wants = [],0,Wants(**wants)
+        self.heard,self.depth,self.wants = [],0,WantedTypes(**wants)
         self.tracks = tracks(m)
         self.states = arm(self.tracks, self, {t.id for t in self.tracks if t.path in paths} if paths else None)
     def say(self, st, *what): self.heard.append((st.track.path, *what))

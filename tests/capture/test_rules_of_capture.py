@@ -8,10 +8,11 @@ from torch.utils.checkpoint import checkpoint
 
 from torchember.capture.backward import hook_gradients
 from torchember.capture.events import Listener, always
-from torchember.capture.forward import arm, armed_by, disarm
+from torchember.capture.forward import arm, find_exclusive_listener, disarm
 from torchember.capture.hidden_attributes import ArmedDict, install, uninstall
-from torchember.capture.module_state import KEY, ModuleState, PendingCalls, own_parts
-from torchember.capture.optimizer import OptimizerWatch, evenly_spaced, is_optimizer, parameters_of, gradient_scale, state_tensors, trained_by, count_writes
+from torchember.capture.module_state import KEY, ModuleState, PendingCalls, parameters_and_children
+from torchember.capture.optimizer import (OptimizerWatch, evenly_spaced, gradient_scale, is_optimizer, parameters_of, state_tensors,
+    sum_version_counters, trained_parameters)
 from torchember.capture.optimizer import wrap_closure, innermost_optimizers
 from torchember.capture.patch import with_gradient
 from torchember.capture.tree import moduleTrack, tracks, tree_dict, unwrap
@@ -102,11 +103,12 @@ def test_an_attribute_of_the_root_is_not_replaced():
     spy,ts = Spy(),tracks(model)
     arm(ts, spy, None, {'mine': 2, 'new': 3})
     assert (model.mine, model.new, hasattr(model.a, 'new'))==(1, 3, False)
-    assert armed_by(model) is spy and armed_by(model.b) is spy and armed_by(nn.Sequential(nn.Identity(), model.b)) is spy and armed_by(nn.Identity()) is None
+    for m in (model, model.b, nn.Sequential(nn.Identity(), model.b)): assert find_exclusive_listener(m) is spy
+    assert find_exclusive_listener(nn.Identity()) is None
     disarm(ts, Spy()) # another listener
-    assert armed_by(model) is spy
+    assert find_exclusive_listener(model) is spy
     disarm(ts, spy)
-    assert armed_by(model) is None and model.mine==1 and not hasattr(model, 'new') and all(KEY not in m.__dict__ for m in model.modules())
+    assert find_exclusive_listener(model) is None and model.mine==1 and not hasattr(model, 'new') and all(KEY not in m.__dict__ for m in model.modules())
 
 
 def test_arming_that_fails_leaves_nothing():
@@ -237,10 +239,10 @@ def test_installed_attributes_that_cover_each_other():
 def test_parts_of_a_module():
     m = nn.Linear(1, 1)
     m.add_module('c', nn.Tanh())
-    was = own_parts(m)
-    assert was==('weight', 'bias', id(m.c)) and own_parts(m)==was
+    was = parameters_and_children(m)
+    assert was==('weight', 'bias', id(m.c)) and parameters_and_children(m)==was
     m.c = nn.Tanh()
-    assert own_parts(m)!=was
+    assert parameters_and_children(m)!=was
 
 
 def test_hooks_are_registered_on_tensors_with_a_gradient():
@@ -491,15 +493,15 @@ def test_parameters_and_states_of_an_optimizer():
     p = torch.optim.Adam([n.weight, n.bias])
     n(one).backward(); p.step()
     assert [id(x) for x in parameters_of(o)]==[id(x) for x in (m.weight, m.bias, n.weight)]
-    assert [id(x) for x in trained_by([o, p])]==[id(x) for x in (m.weight, m.bias, n.weight, n.bias)]
+    assert [id(x) for x in trained_parameters([o, p])]==[id(x) for x in (m.weight, m.bias, n.weight, n.bias)]
     assert state_tensors(o, m.weight).keys()=={'momentum_buffer'} and state_tensors(p, n.weight).keys()=={'exp_avg', 'exp_avg_sq'}
     assert state_tensors(o, n.bias)=={}
     assert is_optimizer(o) and is_optimizer(Plain([])) and not is_optimizer(m) and not is_optimizer(Some(param_groups=[], state={}, step=1))
     assert [evenly_spaced(list(range(k))) for k in (3, 16, 17, 33)]==[list(range(3)), list(range(16)), list(range(16)), list(range(0, 32, 2))]
-    before = count_writes(m.parameters())
+    before = sum_version_counters(m.parameters())
     with torch.no_grad(): m.bias.add_(1)
     with torch.inference_mode(): z = torch.ones(1)
-    assert count_writes([m.weight, m.bias, z])==before+1
+    assert sum_version_counters([m.weight, m.bias, z])==before+1
 
 
 def test_the_closure_is_found_among_the_arguments():

@@ -21,7 +21,7 @@ from torch import nn
 
 import torchember
 from torchember import read, runs, torchEmber
-from torchember.cli.commands import command_named, main, make_parser, module_of_command
+from torchember.cli.commands import find_command, main, make_parser, module_of_command
 from torchember.cli.steps import OpenSteps, RunLog, StepReport
 from torchember.cli.terminal import text_width, format_table
 from torchember.health.rules import table as rules
@@ -80,7 +80,7 @@ def run_here(runs_there, tmp_path, monkeypatch, capsys):
 
 def test_every_command_has_help_and_an_example():
     for name in typed:
-        c = command_named(name)
+        c = find_command(name)
         assert shlex.split(c.example)[:2]==['torchember', name] and len(c.function.__doc__)>30
         make_parser().parse_args(shlex.split(c.example)[1:])
 
@@ -129,10 +129,10 @@ def test_without_torch(tmp_path):
     (tmp_path/'train.py').write_text('')
     code = '''import shlex, sys
 sys.modules['torch'] = None
-from torchember.cli.commands import command_named, main, module_of_command
+from torchember.cli.commands import find_command, main, module_of_command
 for name in [n for n,(_,what) in module_of_command.items() if what and n not in ('mv', 'board')]+['mv']: # a board ends with Ctrl-C
     # the program of `check` trains nothing
-    assert main(shlex.split(command_named(name).example)[1:])==2*(name=='check'), name
+    assert main(shlex.split(find_command(name).example)[1:])==2*(name=='check'), name
 '''
     got = subprocess.run([sys.executable, '-c', code], capture_output=True, text=True, cwd=tmp_path, env=environment(TORCHEMBER_HOME=str(tmp_path/'home')))
     assert got.returncode==0, got.stderr

@@ -497,7 +497,7 @@ def test_compared_with_track_and_visualize(tmp_path, monkeypatch):
             opt.step()
             a.step(); b.step()
     a,b = read_pickle(a.out_path),read_pickle(b.out_path)
-    assert [*a.exponent_counts]==[-math.inf, *range(-17, 16), math.inf] # correct the shift: see `unshifted`
+    assert [*a.exponent_counts]==[-math.inf, *range(-17, 16), math.inf] # correct the shift: see `lower_exponents_by_one`
     compared = 0
     for _,row in b.iterrows():
         name,kind,step = (row['metadata', k] for k in ('name', 'tensor_type', 'step'))

@@ -992,7 +992,7 @@ def test_what_no_launch_reads_goes_the_long_way(gpu, monkeypatch):
     assert gpu.at_once==2
     with torch.cuda.device(cuda(1)): observe(late(x.value+1, cuda(1)), a)
     assert gpu.at_once==3
-    monkeypatch.setattr(room, 'not_in_loops', lambda wanted: ('logs',))
+    monkeypatch.setattr(room, 'sums_not_in_loops', lambda wanted: ('logs',))
     observe(x+2, arena.tap('d'))
     assert gpu.at_once==3
     v = x.value.double()
@@ -1088,7 +1088,7 @@ def test_a_step_with_tensors_here_and_there_was_on_a_device(gpu):
         for i,x in enumerate((torch.ones(3), late(torch.ones(3)))):
             if where in ('both', x.device.type): observe(x, buffer.rows.arena.tap(str(i)))
         buffer.take(True)
-        buffer.step_over()
+        buffer.handle_step_end()
         assert buffer.on_device is on_device
 
 
@@ -1202,7 +1202,7 @@ def test_lists_have_the_rows_that_each_tensor_has_by_itself(gpu, seed):
             if what=='flow': observe(late(torch.ones(2)*step), flow, 0)
             if what=='begin': micro += 1; arena.begin(micro)
             if what=='read': arena.read_pending()
-            if what=='back': arena.take_back(micro, [])
+            if what=='back': arena.drop_failed_pass(micro, [])
             if what=='renumber': arena.renumber(micro+3)
             if what=='forget': arena.forget(taps['b']); arena.forget(taps['d grad'])
             if what=='take':

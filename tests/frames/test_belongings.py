@@ -9,7 +9,7 @@ import pytest
 
 from torchember import compact, du, emberTracker, mv, read, rm, runs
 from torchember.frames import belongings
-from torchember.frames.belongings import Home, owner_of
+from torchember.frames.belongings import Home, run_of_metadata
 from torchember.store.jsonl import new_run
 
 elsewhere = 'not-'+gethostname()
@@ -43,8 +43,9 @@ def older(home, name='of_02'):
 
 def test_whose_metadata_it_is(tmp_path):
     "The kinds that we write say it; of another kind, and of another name, it is the longest that there is"
-    assert [owner_of(s, {'net', 'my_net'}) for s in ('base_my_net', 'mine_my_net', 'mine_a_net', 'net', 'mine_')]==['my_net', 'my_net', 'net', None, None]
-    assert [owner_of(f'{k}_my_net', {'net'}) for k in ('base', 'structure', 'parameters', 'ranks', 'vis', 'mine')]==['my_net']*5+['net']
+    files = 'base_my_net', 'mine_my_net', 'mine_a_net', 'net', 'mine_'
+    assert [run_of_metadata(s, {'net', 'my_net'}) for s in files]==['my_net', 'my_net', 'net', None, None]
+    assert [run_of_metadata(f'{k}_my_net', {'net'}) for k in ('base', 'structure', 'parameters', 'ranks', 'vis', 'mine')]==['my_net']*5+['net']
     put(tmp_path, 'net', mine={'a': 1}, structure={})
     (tmp_path/'data'/'base_my_net.json').write_text('{"start": 1}') # of no run, and not as we write it
     (tmp_path/'data'/'base_gone.json').write_text('{"schema": 1}') # of a run whose log is gone

@@ -15,7 +15,7 @@ from torchember import compact, query, read, scan
 from torchember.frames import chunks, dataset
 from torchember.frames.chunks import Chunk, Segment, chunk_table, make_chunks, inspect_log, output_columns, index_lines
 from torchember.frames.handle import open_log
-from torchember.frames.scan import conjuncts, may_hold
+from torchember.frames.scan import conjuncts, may_have_matching_rows
 from torchember.store.columns import Expected
 
 
@@ -296,8 +296,8 @@ def test_lines_that_a_disk_has_not_taken(tmp_path):
 def test_a_log_elsewhere_that_became_shorter():
     "Is no log of which some rows are gone"
     pytest.importorskip('upath')
-    from torchember.store.anywhere import located
-    home = located('memory://of-chunks')
+    from torchember.store.anywhere import to_path
+    home = to_path('memory://of-chunks')
     (home/'log').fs.pipe_file((home/'log'/'a').path, lines([row(s) for s in range(9)]))
     rows = scan('a', home=home)
     assert rows.collect()['step'].to_list()==[*range(9)]
@@ -400,7 +400,7 @@ def test_conditions_of_polars():
     a,b,c,d = pl.col('step')>3,pl.col('run')=='a',pl.col('mean')>0,pl.col('step')<5
     assert [len(conjuncts(x)) for x in (a, a & b, a & b & c, a & (b & (c & d)), a | b, (a & b) | c, a & (b | c), a==b)]==[1, 2, 3, 4, 1, 1, 2, 1]
     one = Chunk('a', (('a', None, (Segment('x', 0, 9, 9, 3, 6),)),), labelled=True)
-    def may(*conditions, of=one, **how): return may_hold(pl, conditions, of, **how)
+    def may(*conditions, of=one, **how): return may_have_matching_rows(pl, conditions, of, **how)
     assert [may(pl.col('step')==s) for s in (2, 3, 6, 7)]==[False, True, True, False]
     assert may() and may(a, b) and not may(a, pl.col('run')=='b') and not may(a, pl.col('step')<4)
     assert may(pl.col('step')==99, most=3) and not may(pl.col('step')==99, most=4)

@@ -97,7 +97,7 @@ def test_empty_logs(tmp_path):
     assert len(df)==9 and 'Of 2 ranks, rank 1 left no rows' in said and 'same batch' not in said
     write(tmp_path, (0, '', about(0)))
     df,said = merged(tmp_path)
-    assert len(df)==0 and 'rank 0, rank 1 left no rows' in said
+    assert len(df)==0 and 'rank 0, rank 1 recorded no rows' in said
 
 
 def test_of_different_lengths(tmp_path):
@@ -202,7 +202,7 @@ def test_what_each_process_has_whole(tmp_path):
     out,grad = (got[got.ttype==t] for t in ('output', 'output_grad'))
     assert not off(df[df['path']=='fc']) and out['shape'].tolist()==[(1, 5)]*3 and np.allclose(out['l1'], np.abs(one).sum())
     assert np.allclose(grad['mean'], (grads.sum(0)/2).mean((1, 2))) and grad[['std', 'l1', 'max']].isna().all(axis=None)
-    assert '3 rows are of tensors that are a sum' in said and 'output_grad output_0 of pos' in said
+    assert '3 rows describe sums over ranks' in said and 'tensor output_0 (output_grad) of pos' in said
     assert df[df['path']=='zero']['shape'].tolist()==[(8, 5)]*2
 
 
@@ -215,7 +215,7 @@ def test_a_sum_that_is_not_added_up_yet(tmp_path, halves, role, mean):
     df,said = merged(tmp_path)
     want = np.nan if mean is None else mean([terms(r).mean()/2 for r in range(4)])
     np.testing.assert_allclose(df['mean'], [want], rtol=1e-12)
-    assert df[['std', 'l1', 'min', 'max']].isna().all().all() and '1 rows are of tensors that are a sum of what several ranks hold' in said, said
+    assert df[['std', 'l1', 'min', 'max']].isna().all().all() and '1 rows describe sums over ranks' in said, said
 
 
 def test_scan_says_who_is_missing(tmp_path):

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchember import emberTracker, read, summary, tree, wide
-from torchember.show.run_summary import first_trouble
+from torchember.show.run_summary import first_nonfinite_tensor
 from torchember.show.heatmaps import column_edges
 from torchember.show.histograms import rows_at_step, total_counts
 from torchember.show.live.following import KeptLines, extreme_lines
@@ -187,7 +187,7 @@ def test_the_first_trouble_is_of_the_earliest_step(df):
     "Wherever that stands in the log; of one step the first in the log's order"
     rows = df.to_dict('records')
     bad = [i for i,r in enumerate(rows) if r['nan']]
-    got = first_trouble(df)
+    got = first_nonfinite_tensor(df)
     assert (got is None)==(not bad)
     if bad: assert got.name==min(bad, key=lambda i: (rows[i]['step'], i))
 

@@ -9,9 +9,9 @@ import ranked
 from torch import distributed as dist
 
 from torchember import torchEmber
-from torchember.processes.whole_steps import Assembly
+from torchember.processes.whole_steps import StepCollector
 
-Assembly.patience = 20. # on a busy machine, a rank may be slower than the 2 s of a usual run
+StepCollector.patience = 20. # on a busy machine, a rank may be slower than the 2 s of a usual run
 
 
 class Heard(torchEmber):

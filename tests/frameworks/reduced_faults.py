@@ -14,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 
 from torchember import torchEmber
-from torchember.processes.whole_steps import Assembly
+from torchember.processes.whole_steps import StepCollector
 
 folder,what = Path(sys.argv[1]),sys.argv[2]
 rank = int(os.environ['RANK'])
@@ -55,7 +55,7 @@ def child():
 happens = {('sleeps', 1, 3): lambda: time.sleep(2), ('killed', 2, 3): dies, ('first_dies', 0, 3): dies, ('forks', 0, 2): child, ('forks', 1, 2): child,
     ('destroys', 0, 3): dist.destroy_process_group}
 # On a busy machine, a rank may need more than the 2 s of a usual run. Tests of a missing rank wait less
-Assembly.patience = {'sleeps': .5, 'killed': 2., 'first_dies': 2., 'skips': 5.}.get(what, 20.)
+StepCollector.patience = {'sleeps': .5, 'killed': 2., 'first_dies': 2., 'skips': 5.}.get(what, 20.)
 torch.manual_seed(rank)
 if what!='no_group': dist.init_process_group('gloo')
 heard = (folder/f'{what}.{rank}.heard').open('w')

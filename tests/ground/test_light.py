@@ -142,12 +142,12 @@ def test_modules_for_jax_work_without_torch(tmp_path):
         from torchember.compat.tracker import Stash, Tracker, check_arguments, builtin_statistics, scalars
         from torchember.measure.columns import as_dicts, stat_names
         from torchember.measure.summary import Summary
-        from torchember.recorder.row import one_row, watch_first_bad
+        from torchember.recorder.row import one_row, warn_of_first_nonfinite
         names = stat_names(('shape', *scalars))
         check_arguments('.parquet', 1, None, None, None, {str(tmp_path)!r})
         run = torchember.emberTracker('seen', {str(tmp_path)!r})
         tracker = Tracker(run)
-        watch_first_bad(run.file)
+        warn_of_first_nonfinite(run.file)
         for tracker.current_step in range(3):
             [stats] = as_dicts(Summary.of([1, tracker.current_step]).vector[None], names, [(2,)])
             row = one_row(('m(Net).a(Dense)', 'output', 'output_0', None, None, 0), 0, None, 'float32', stats, tracker.current_step, 'now', {{}}, {{}})

@@ -20,7 +20,7 @@ from torchember import locate, torchEmber
 from torchember.capture.events import Listener
 from torchember.capture.forward import arm, disarm
 from torchember.capture.tree import tracks
-from torchember.health.locate import Located
+from torchember.health.locate import LocateResult
 
 inf,nan = math.inf,math.nan
 
@@ -67,10 +67,11 @@ def test_log_of_zero_in_a_module_is_named():
     zeros = int((model[1].scores(model[0](x)).relu()==0).sum())
     assert (name, v['shape'], v['dtype'], v['low'], v['nan'], v['inf'])==('self', (6, 5), 'float32', 0, 0, 0) and v['high']>0
     assert got.count==got.output['minus']==zeros>0 and got.output['n']==30
-    assert got.then.startswith('aten.mul turned it into NaN, in the forward of `1` (Entropy), at test_locate.py:')
+    assert got.then.startswith('aten.mul turned this value into NaN, in the forward pass of `1` (Entropy), at test_locate.py:')
     assert got.reached[0]=='the loss' and 'the gradient of `0.weight`' in got.reached
     said = str(got)
-    assert said.startswith(f'aten.log made {zeros} of 30 values -inf, in the forward of `1` (Entropy), at test_locate.py:{got.line}.\n    plogp = p*p.log()\n')
+    assert said.startswith(f'aten.log made {zeros} of 30 values -inf, '
+        f'in the forward pass of `1` (Entropy), at test_locate.py:{got.line}.\n    plogp = p*p.log()\n')
     assert 'self: [6, 5] float32, 0 to ' in said
 
 
@@ -104,7 +105,7 @@ def test_a_loss_module_has_no_path():
     def step(): loss(model(x)).backward()
     got = locate(step)
     assert got.op=='aten.div' and got.made in ('-inf', 'inf') and (got.path, got.kind)==('', 'Ratio')
-    assert 'in the forward of a Ratio' in str(got)
+    assert 'in the forward pass of a Ratio' in str(got)
 
 
 def test_zero_divided_by_zero_is_named():
@@ -127,7 +128,7 @@ def test_an_exp_that_overflows_is_named():
     model,(x,y) = mlp(),batch()
     def step(): (softmax_by_hand(model(x)*1000)*F.one_hot(y, 3)).sum().backward()
     got = locate(step)
-    assert told(got)==('aten.exp', 'inf', 'forward', None, None) and at(got, softmax_by_hand, 'x.exp()') and 'aten.div turned it into NaN' in got.then
+    assert told(got)==('aten.exp', 'inf', 'forward', None, None) and at(got, softmax_by_hand, 'x.exp()') and 'aten.div turned this value into NaN' in got.then
 
 
 def test_an_overflow_of_float16_is_named():
@@ -136,7 +137,7 @@ def test_an_overflow_of_float16_is_named():
     model,(x,_) = nn.Sequential(nn.Linear(4, 4), Square(), nn.LayerNorm(4)).half(),batch()
     def step(): model(x.half()*3000).float().square().sum().backward()
     got = locate(step)
-    assert told(got)==('aten.mul', 'inf', 'forward', '1', 'Square') and got.output['dtype']=='float16' and 'layer_norm turned it into NaN' in got.then
+    assert told(got)==('aten.mul', 'inf', 'forward', '1', 'Square') and got.output['dtype']=='float16' and 'layer_norm turned this value into NaN' in got.then
     assert 256<=got.inputs[0][1]['high']<65504
 
 
@@ -187,8 +188,8 @@ def test_the_derivative_of_a_root_at_zero_is_named():
     def step(): model(x).sum().backward()
     got = locate(step)
     assert told(got)==('aten.div', 'inf', 'backward', '1', 'Norm') and got.node=='SqrtBackward0' and at(got, Norm, '.sqrt()')
-    assert got.count==6 and 'in the backward (SqrtBackward0) of test_locate.py:' in str(got)
-    assert 'aten.mul turned it into NaN, in the backward (PowBackward0)' in got.then
+    assert got.count==6 and 'in the backward pass (SqrtBackward0) of test_locate.py:' in str(got)
+    assert 'aten.mul turned this value into NaN, in the backward pass (PowBackward0)' in got.then
     assert {'the gradient of `0.bias`', 'the gradient of `0.weight`'}=={*got.reached}
 
 
@@ -311,7 +312,7 @@ def test_an_update_that_overflows_is_named(foreach):
         opt.step()
     got = locate(step)
     assert (got.made in ('inf', '-inf'), got.phase)==(True, 'optimizer') and got.tensor=='`0.weight`' and at(got, step, 'opt.step()')
-    assert got.op==('aten._foreach_add_' if foreach else 'aten.add_') and 'in a step of SGD' in str(got) and '`0.weight`' in got.reached
+    assert got.op==('aten._foreach_add_' if foreach else 'aten.add_') and 'in the optimizer step of SGD' in str(got) and '`0.weight`' in got.reached
 
 
 @pytest.mark.parametrize('foreach', [False, True])
@@ -338,7 +339,8 @@ def test_weights_that_were_bad_before_the_step_are_named(layer):
     assert (got.phase, got.made, got.count, got.tensor, got.op)==('before', 'inf', 1, f'`{layer}.weight`', 'aten.addmm')
     assert (got.path, got.kind)==(str(layer), 'Linear')
     n = model[layer].weight.numel()
-    assert str(got).startswith(f'1 of {n} values of `{layer}.weight` are inf, and no operation of this step made them so. aten.addmm reads them first')
+    assert str(got).startswith(f'1 of {n} values of `{layer}.weight` are inf, but no operation of this step caused this. '
+        'The first operation that reads this tensor is aten.addmm')
 
 
 def test_an_optimizer_state_that_was_bad_before_the_step_is_named():
@@ -475,7 +477,7 @@ def test_masked_logits_are_no_fault():
 def test_an_infinity_that_disappears_is_no_fault():
     w = nn.Parameter(torch.tensor([200., 1.]))
     got = locate(lambda: (1/(1+w.detach().exp())+w).sum().backward())
-    assert not got and 'inf occurred and did not last: aten.exp made 1 of 2 values inf, outside of any module' in got.notes[0]
+    assert not got and 'inf occurred, but is in no result of the step: aten.exp made 1 of 2 values inf, outside of any module' in got.notes[0]
 
 
 def test_a_learning_rate_of_nan_is_named():
@@ -629,7 +631,7 @@ def test_the_first_of_two_origins_in_one_storage_is_named():
         out[2:] = (x+1)/x
         return out.sum()
     got = locate(step)
-    assert (got.op, got.made)==('aten.log', '-inf') and 'aten.sum turned it into NaN' in got.then
+    assert (got.op, got.made)==('aten.log', '-inf') and 'aten.sum turned this value into NaN' in got.then
 
 
 def test_in_place_operations_are_named():
@@ -835,4 +837,4 @@ def test_the_path_begins_at_the_given_model():
 
 
 def test_the_result_is_true_only_if_something_was_found():
-    assert isinstance(locate(lambda: None), Located) and not locate(lambda: None)
+    assert isinstance(locate(lambda: None), LocateResult) and not locate(lambda: None)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from torchember import diagnose, read, torchEmber
-from torchember.capture.optimizer import in_live_optimizers as in_live
+from torchember.capture.optimizer import find_ids_in_optimizers as in_live
 from torchember.health.diagnose import load_history
 from torchember.health.watch import Pace
 
@@ -106,7 +106,7 @@ def test_a_second_optimizer_that_has_not_stepped_yet_is_an_info():
 
 def test_other_optimizers_are_searched_for_only_if_a_parameter_is_in_none(monkeypatch):
     searches = []
-    monkeypatch.setattr(in_live.__module__.replace('capture.optimizer', 'recorder.parameters')+'.in_live_optimizers',
+    monkeypatch.setattr(in_live.__module__.replace('capture.optimizer', 'recorder.parameters')+'.find_ids_in_optimizers',
         lambda wanted: searches.append(len(wanted)) or in_live(wanted))
     fit(m := split(), [adam(m)], n=20)
     assert searches==[]
@@ -184,19 +184,19 @@ def test_an_average_of_weights_is_not_called_frozen():
 def backbone_is_frozen(found, step=20):
     assert facts(found)==[('info', 'not_trained', 'backbone', step)] and found.healthy
     text = found.text[0]
-    assert text.startswith(f"`backbone` (4 parameters, 112 values) was trained at first and is frozen from step {step} on (requires_grad is False).")
+    assert text.startswith(f"`backbone` (4 parameters, 112 values) was trained at first, but is frozen from step {step} on (requires_grad is False).")
     assert 'schedule' not in text+found.advice[0]
     return text
 
 
 def test_a_part_that_is_frozen_during_the_run_is_named():
     found,_ = fit(m := split(), [adam(m)], before=at(20, lambda: m.backbone.requires_grad_(False)))
-    assert backbone_is_frozen(found).endswith('Its values stay the same. The optimizer still has it.')
+    assert backbone_is_frozen(found).endswith('Its values stay the same. The optimizer still has its parameters.')
 
 
 def test_a_frozen_part_that_momentum_moves_is_named():
     found,_ = fit(m := split(), [adam(m)], before=at(20, lambda: m.backbone.requires_grad_(False)), set_to_none=False)
-    assert 'It still changes: momentum' in backbone_is_frozen(found)
+    assert 'It still changes through momentum' in backbone_is_frozen(found)
 
 
 def test_a_frozen_part_is_named_when_only_weights_are_recorded():

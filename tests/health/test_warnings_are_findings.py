@@ -9,7 +9,7 @@ from torch import nn
 
 from torchember import EmberWarning, diagnose, read, torchEmber
 from torchember.health.diagnose import load_history
-from torchember.health.watch import KeptSteps, Pace, history_of_lines
+from torchember.health.watch import StepsForRules, Pace, history_of_lines
 from torchember.store.jsonl import emberTracker
 
 
@@ -323,7 +323,7 @@ def test_the_first_step_that_is_not_finite_is_kept_and_blamed(first):
         te.log(loss=loss)
         loss.backward(); o.step(); o.zero_grad()
     te.close()
-    kept = KeptSteps()
+    kept = StepsForRules()
     kept.most_bytes = 60_000
     for s,piece in lines_of_run('nan').items(): kept.add(s, piece)
     assert len(kept.lines)<150 and kept.size<200_000

@@ -138,7 +138,7 @@ def test_layouts_over_processes_are_described(two):
 @pytest.mark.slow
 def test_a_drifted_replica_is_reported(two):
     _,said = merged(two, 'drifted_2')
-    assert 'drifted apart: weight kernel of layer differs between rank 1 and rank 0 since step 1' in said
+    assert 'drifted apart: tensor kernel (weight) of layer differs between rank 1 and rank 0 since step 1' in said
 
 
 @pytest.mark.slow

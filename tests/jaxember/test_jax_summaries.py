@@ -9,7 +9,7 @@ from hypothesis import Phase, example, given, settings, strategies as st
 
 from torchember import EmberWarning, summarize
 from torchember.measure import kernels
-from torchember.measure.summary import derive, index, merge, no_elements, read_array, width
+from torchember.measure.summary import derive, index, merge, empty_summary, read_array, width
 
 jax = pytest.importorskip('jax')
 import jax.numpy as jnp  # noqa: E402
@@ -112,7 +112,7 @@ def test_rows_inside_of_transformations_equal_those_outside(by_parts):
     def same(rows, want): np.testing.assert_allclose(summaries.row_vectors(np.asarray(rows)), want, rtol=1e-6)
     same(jax.jit(lambda x: jax.lax.scan(lambda c, y: (c, read(y)), 0, x)[1])(x), want)
     same(jax.jit(jax.vmap(read))(x), want)
-    same(jax.jit(lambda x: jax.lax.cond(x[0]>9, lambda: read(x), summaries.empty_rows))(x[0]), no_elements())
+    same(jax.jit(lambda x: jax.lax.cond(x[0]>9, lambda: read(x), summaries.empty_rows))(x[0]), empty_summary())
     def turn(s): return s[0]+1, summaries.merged_row(jnp.stack([s[1], read(x[s[0]])]))
     x = jnp.asarray(x)
     same(jax.jit(lambda: jax.lax.while_loop(lambda s: s[0]<4, turn, (0, summaries.empty_rows()))[1])(), merge(want))

@@ -18,7 +18,7 @@ from torchember.measure import arena, devices, kernels
 from torchember.measure.graph_rows import GraphRows
 from torchember.measure.readers import torch as plain
 from torchember.measure.readers import triton as gpu
-from torchember.measure.self_check import first_wrong, trials
+from torchember.measure.self_check import find_reader_mistake, trials
 from torchember.measure.summary import groups, index, length, read_array
 
 cpu = torch.device('cpu')
@@ -76,9 +76,9 @@ def test_nan_in_place_of_a_number_is_wrong():
             v[i] = value
             return v
         return read
-    for p in ('count', 'mean', 'm2', 'min', 'max', 'l1'): assert first_wrong(reads(index[p], np.nan), torch.float32, full), p
-    assert first_wrong(reads(index['s8'], 0.), torch.float32, ('basic',))
-    assert not first_wrong(lambda x, wanted: read_array(numbers(x), wanted), torch.float32, full)
+    for p in ('count', 'mean', 'm2', 'min', 'max', 'l1'): assert find_reader_mistake(reads(index[p], np.nan), torch.float32, full), p
+    assert find_reader_mistake(reads(index['s8'], 0.), torch.float32, ('basic',))
+    assert not find_reader_mistake(lambda x, wanted: read_array(numbers(x), wanted), torch.float32, full)
 
 
 def test_operations_measure_values_that_float32_cannot_hold():
@@ -154,7 +154,7 @@ def test_tensors_are_copied_to_the_cpu_if_torch_operations_are_wrong(monkeypatch
 
 def test_operations_of_torch_are_right_here():
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        assert first_wrong(lambda x, wanted: plain.read_device(x.reshape(-1), wanted), dtype, full) is None
+        assert find_reader_mistake(lambda x, wanted: plain.read_device(x.reshape(-1), wanted), dtype, full) is None
 
 
 loops = '''
@@ -336,7 +336,7 @@ def test_trials_have_one_block_less_and_more(block):
     def read(x, wanted):
         sizes.append(x.numel())
         return kernels.read(x, wanted)
-    assert first_wrong(read, torch.float32, ('basic',), block) is None
+    assert find_reader_mistake(read, torch.float32, ('basic',), block) is None
     assert {0, 1, block-1, block, block+1, 2*block+3}<={*sizes}
 
 

@@ -29,7 +29,7 @@ def found(ran, name):
 
 @pytest.mark.parametrize('name,first,words', [
     ('lost', 5, 'All gradients of rank 1 are zero in steps 5, 9'), ('second', 1, 'differ in every second step'),
-    ('late', 8, 'since then, nothing averages them'),
+    ('late', 8, 'From this step on, the gradients are not averaged'),
     ('rates', 1, 'so the optimizers differ'), ('start', 0, 'the weights differ from the first step on'),
     ('by_hand', 8, 'so the optimizers differ')])
 def test_copies_that_drift_apart_are_an_error_with_its_reason(ran, name, first, words):

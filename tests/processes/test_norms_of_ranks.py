@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from torchember.frames.tables import tidy
+from torchember.frames.tables import prepare_table
 from torchember.processes.packed_rows import Packet, StepMerger
 from torchember.processes.ranks import merge_and_check
 
@@ -30,7 +30,7 @@ def about(axis, world=2): return {r: {'rank': r, 'world': world, 'axes': {axis: 
 
 
 def merged(rows, axis, world=2):
-    df = tidy(pd.DataFrame(rows))
+    df = prepare_table(pd.DataFrame(rows))
     out,_ = merge_and_check(df, about(axis, world))
     return out[out.ttype=='scalar']
 

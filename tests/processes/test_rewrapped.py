@@ -41,7 +41,7 @@ def test_modules_keep_their_names_when_a_wrapper_comes_and_goes(ran, name):
 def test_replicas_that_drift_between_the_wrapped_steps_are_reported(ran, name):
     _,said = merged(ran, name)
     [drift] = [s for s in said if 'drifted apart' in s]
-    assert drift.startswith('Replicas have drifted apart: weight weight of body.0 differs between rank 1 and rank 0 since step 1, and ')
+    assert drift.startswith('Replicas have drifted apart: tensor weight (weight) of body.0 differs between rank 1 and rank 0 since step 1 (')
 
 
 def test_inputs_of_wrapped_and_unwrapped_steps_are_parts_of_one_batch(ran):

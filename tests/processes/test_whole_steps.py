@@ -17,7 +17,7 @@ from torchember.processes import packed_rows, whole_steps
 from torchember.processes.checks import DriftWatch
 from torchember.processes.packed_rows import Packer, Packet, StepMerger, Unpacker, split_row
 from torchember.processes.shards import RankRows
-from torchember.processes.whole_steps import Assembly, Inbox, Outbox, Receiver, Sharing, WholeSteps, run_job
+from torchember.processes.whole_steps import StepCollector, Inbox, Outbox, Receiver, Sharing, WholeSteps, run_job
 from torchember.ground.record import line_of
 from torchember.measure.summary import Summary
 
@@ -274,7 +274,7 @@ def test_after_a_stop_own_rows_are_reported_with_the_lines_of_the_log(monkeypatc
 class Pair:
     "Two ranks in threads of this process, with the reported steps and messages of the first."
     def __init__(self, monkeypatch, patience=.3, store=None, world=2):
-        monkeypatch.setattr(Assembly, 'patience', patience)
+        monkeypatch.setattr(StepCollector, 'patience', patience)
         self.store,self.told,self.said = store or HashStore(),[],[]
         def process(r): return WholeSteps(self.store, r, world, lambda: {'about': about(r, world), 'paths': ['', 'up']}, self.said.append)
         self.first,self.second = process(0),process(1)
@@ -326,7 +326,7 @@ def test_a_drifted_replica_is_reported_once(pair):
     for n,off in enumerate([0., 1e-3, 1e-3, 0., 1e-13, 1e-3, 1e-3]): step(n, off)
     assert not pair.said
     for n in 7, 8, 9: step(n, 1e-3)
-    assert pair.said==['Replicas have drifted apart: weight weight_0 of up differs between rank 1 and rank 0 since step 5. Rows show rank 0 only.']
+    assert pair.said==['Replicas have drifted apart: tensor weight_0 (weight) of up differs between rank 1 and rank 0 since step 5. Rows show rank 0 only.']
 
 
 def test_a_drift_names_the_tensor_and_the_rank_that_began_it():
@@ -339,7 +339,7 @@ def test_a_drift_names_the_tensor_and_the_rank_that_began_it():
         rows = RankRows(df, {r: about(r, 3) for r in range(3)}, {})
         said.append(drift.note(rows, *rows.shards.replicas(rows.df['ttype'])))
     assert said[:2]==[None, None] and said[3:]==[None]
-    assert said[2]=="Replicas have drifted apart: weight weight_0 of 1 differs between rank 1 and rank 0 since step 1. Rows show rank 0 only."
+    assert said[2]=="Replicas have drifted apart: tensor weight_0 (weight) of 1 differs between rank 1 and rank 0 since step 1. Rows show rank 0 only."
 
 
 def test_several_batches_of_a_step_are_one_packet_and_late_numbers_follow(pair):

@@ -243,7 +243,7 @@ def test_a_resumed_run_is_not_shown_as_dead():
     for _ in range(3): model(torch.ones(2, 8)).sum().backward(); te.step()
     te.close()
     found = diagnose('again')
-    assert found[found.rule=='died'].iloc[0].severity=='info' and 'The run went on, to step 10' in found[found.rule=='died'].iloc[0].text
+    assert found[found.rule=='died'].iloc[0].severity=='info' and 'The run went on to step 10' in found[found.rule=='died'].iloc[0].text
     assert not any('died' in t for t in texts_of(overview('again')))
 
 
@@ -345,7 +345,7 @@ def test_rows_that_the_box_cannot_hold_harm_no_training(monkeypatch):
     with torchEmber(model, name='lines') as te:
         model[0](torch.ones(1, 3))
         with monkeypatch.context() as m:
-            m.setattr(black_box.BoxFile, 'append_line', full)
+            m.setattr(black_box.BlackBoxFiles, 'append_line', full)
             for _ in range(3): model(torch.ones(1, 3)).sum().backward(); te.step()
         assert te.recorder.box.box.header.words[black_box.MAGIC]==0 # nobody could read it
     def breaks(self, *args, **kwargs): raise ValueError('odd')
@@ -467,7 +467,7 @@ def test_the_cause_of_death_is_a_sentence(monkeypatch):
     from torchember.recorder import recovery
     here = dict(host=recovery.socket.gethostname(), boot=recovery.boot_id(), killed=3)
     monkeypatch.setattr(recovery, 'count_memory_kills', lambda: 3)
-    said = lambda fault='', **about: recovery.cause_of_death(Some(fault=fault, about=here|about))
+    said = lambda fault='', **about: recovery.cause_of_process_end(Some(fault=fault, about=here|about))
     assert said('Fatal Python error: Bus error\n\nmore')=='Bus error' and said().startswith('killed without a message (by SIGKILL')
     assert 'probably by the kernel' in said(killed=2) and said(boot='another')=='the machine was restarted since then'
     assert said(host='elsewhere', boot='another', killed=2)==said() # of another machine nobody knows

@@ -27,7 +27,7 @@ class Residuals:
         if x is not None and named and named[0][1].shape==x.shape:
             self.buffer.measure(state, 'residual', named[0][0], named[0][1].detach()-x, None, call, phase)
 
-    def step_over(self): self.given.clear()
+    def handle_step_end(self): self.given.clear()
 
 import torchember.recorder
 room = sys.modules['torchember.recorder.residuals'] = types.ModuleType('residuals')

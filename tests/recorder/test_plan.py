@@ -14,7 +14,7 @@ from torch import nn
 
 from torchember import torchEmber
 from torchember.recorder import plan
-from torchember.recorder.plan import PlannedTensor, Plan, ReadingTime, Rehearsal, expected_states
+from torchember.recorder.plan import PlannedTensor, Plan, ReadingTime, ExamplePass, expected_states
 from torchember.recorder.process import open_recorders
 
 ALL = ('input', 'output', 'weight', 'weight_grad', 'input_grad', 'output_grad')
@@ -209,7 +209,7 @@ def test_a_rehearsal_notes_calls_inside_of_calls_and_what_is_read_anew():
     class At:
         def __init__(self, track): self.track = track
     root,a,b = map(At, ('root', 'a', 'b'))
-    h = Rehearsal(('input', 'output', 'input_grad'), [root])
+    h = ExamplePass(('input', 'output', 'input_grad'), [root])
     x,y = torch.ones(2),torch.ones(3, requires_grad=True)
     h.probe_here('p', x)
     h.call_begins(a, [('x', x), ('y', y)])

@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from torchember import torchEmber
 from torchember.capture.module_state import KEY
-from torchember.measure.planning import SameDicts, loaded_objects
+from torchember.measure.planning import WatchedDicts, loaded_objects
 from torchember.recorder import call_plans
 from torchember.state.factories import from_activation
 
@@ -411,7 +411,7 @@ def test_gradients_of_a_removed_parameter_are_not_read(monkeypatch):
     loss(model).backward()
     parameters = te.recorder.sources.parameters
     plan,gathered = parameters.plan,parameters.gathered.places['weight_grad']
-    parameters.buffer.rows.forget_seen()
+    parameters.buffer.rows.forget_cached_summaries()
     gathered.clear()
     del model[2].bias
     plan.measure_gradients(parameters)
@@ -424,7 +424,7 @@ def test_freed_value_is_a_change(monkeypatch):
     monkeypatch.setenv('TORCHEMBER_PLAN', '1')
     d = {'a': nn.ReLU()}
     for _ in range(100):
-        same,was = SameDicts([d]),id(d['a'])
+        same,was = WatchedDicts([d]),id(d['a'])
         assert same.unchanged()
         del d['a']
         d['a'] = nn.ReLU()

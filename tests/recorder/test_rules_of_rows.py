@@ -23,7 +23,7 @@ from torchember.recorder.row_writer import RowWriter
 from torchember.recorder.notices import ChangingMarks, Notices
 from torchember.recorder.step_buffer import StepBuffer
 from torchember.recorder.parameters import ZeroGradHint
-from torchember.recorder.row import FirstBad, describe_trouble
+from torchember.recorder.row import FirstNonfinite, describe_nonfinite
 from torchember.recorder.steps import Decision, Phases, Steps
 
 
@@ -154,7 +154,7 @@ def test_what_the_journal_says_of_each_step():
     j.skipped,t.marked = True,{'epoch': 1}
     steps.begin('')
     j.write(buffer, steps, True)
-    j.step_over(5, True)
+    j.handle_step_end(5, True)
     assert j.ts is None and not j.skipped and j.log.was_on and buffer.rows.size==0
     t.marked = {'epoch': 2}
     steps.close()
@@ -180,7 +180,7 @@ def test_where_the_journal_puts_rows_that_come_late():
         assert (buffer.rows.size, len(t.got))==((1, 0) if was_on else (0, 1))
         buffer.rows.custom.rows.clear(); t.got.clear()
         steps.close()
-        j.step_over(3, was_on)
+        j.handle_step_end(3, was_on)
         j.extra.note({'loss': 2.}, buffer, steps, on)
         j.extra.add(3, [(('m', 'quantity', 'q', None, None, 0), 0, None, {'q': 1.})], buffer, steps, on)
         assert buffer.rows.size==0 and [kwargs['joins'] for _,kwargs in t.got]==[joins, joins]
@@ -200,9 +200,9 @@ def test_rows_of_functions_that_are_read_several_times_in_a_step():
     for i in range(3): assert give('weight', i)==[{'mean': i, **({'supersedes': True} if i else {})}]
     for i in range(2): assert give(None, i)==[{'mean': i}]
     assert give('bias', 0)==[{'mean': 0}]
-    buffer.step_over()
+    buffer.handle_step_end()
     assert give('weight', 7)==[{'mean': 7}]
-    buffer.rows.clear_taken()
+    buffer.rows.forget_logged_rows()
     assert give('weight', 8)==[{'mean': 8}]
 
 
@@ -279,15 +279,15 @@ def test_what_could_not_be_measured_is_counted_apart_and_said_once_for_each_plac
 
 def test_the_first_value_that_is_not_finite_is_found_once():
     t = Spy()
-    bad = FirstBad(t)
+    bad = FirstNonfinite(t)
     def row(path, **more): return {'step': 2, 'module': f'model(N).{path}(L)', 'ttype': 'output', 'tname': 'output_0', **more}
     rows = [b'a line', row('a', neginf=3), row('b', nan=2, posinf=1), row('c', nan=9)]
     bad.add(rows)
     bad.add([row('d', nan=1)])
     assert bad.found=='step 2, output_0 of b (L) has 2 NaN and 1 inf' and len(t.got)==1 and t.got[0].startswith(bad.found)
-    assert describe_trouble({**row('a', neginf=3), 'ttype': 'weight', 'tname': 'weight_0', 'pname': 'w'})=='step 2, weight_0 (w) of a (L) has 3 -inf'
-    assert describe_trouble(row('a', nan=3, skipped=True)) is None
-    assert describe_trouble({'step': 1, 'ttype': 'scalar', 'rate': .1, 'loss': math.inf, 'norm': math.nan})=='step 1, loss is inf'
+    assert describe_nonfinite({**row('a', neginf=3), 'ttype': 'weight', 'tname': 'weight_0', 'pname': 'w'})=='step 2, weight_0 (w) of a (L) has 3 -inf'
+    assert describe_nonfinite(row('a', nan=3, skipped=True)) is None
+    assert describe_nonfinite({'step': 1, 'ttype': 'scalar', 'rate': .1, 'loss': math.inf, 'norm': math.nan})=='step 1, loss is inf'
 
 
 def test_evaluation_is_what_the_root_or_a_part_that_was_trained_does_in_eval_mode():
@@ -342,7 +342,7 @@ def test_steps_without_gradients_are_counted_when_they_trained():
     h = ZeroGradHint()
     for trained,there in ((True, False), (True, True), (True, False), (False, False)):
         h.in_step = there
-        h.step_over(trained, [], True, ('weight_grad',))
+        h.handle_step_end(trained, [], True, ('weight_grad',))
     assert h.steps_without==2 and not h.in_step
 
 

@@ -19,7 +19,7 @@ from torchember.recorder.row_writer import RowWriter
 from torchember.recorder.notices import Notices
 from torchember.recorder.optimizer import Updates
 from torchember.recorder.step_buffer import Generators, StepBuffer
-from torchember.recorder.parameters import ParameterFacts, Parameters, ZeroGradHint, below, is_new, with_other_children
+from torchember.recorder.parameters import ParameterFacts, Parameters, ZeroGradHint, below, is_new, with_changed_children
 from torchember.recorder.process import release_run, open_recorders
 from torchember.recorder.row import one_row
 from torchember.recorder.steps import Decision, SteppedOptimizers, StepState, Steps, stall_reason
@@ -156,7 +156,7 @@ def test_passes_that_were_taken_for_steps_are_counted_in_the_open_one():
         s = Steps(number)
         s.closed = closed
         s.begin('', None, 1)
-        s.absorb_previous(n)
+        s.merge_previous_steps(n)
         assert (s.number, s.closed, s.micro, s.passes)==(*want, n, {None: n+1})
 
 
@@ -270,14 +270,14 @@ def test_what_is_replaced_is_the_same_tensor_of_the_same_module_alone():
     for st in (a, b):
         for n,w in zip('wv', ws, strict=True): buffer.measure(st, 'weight', n, w, n, once=True)
     ws[0].data.fill_(7.)
-    buffer.rows.forget_seen()
+    buffer.rows.forget_cached_summaries()
     buffer.measure(a, 'weight', 'w', ws[0], 'w', once=True, replace=True)
     def of(rows): return [(k[0], k[2], s['mean'], 'supersedes' in s) for k,_,s in rows]
     assert sorted(of(vectors(buffer, False)))==[('a', 'v', 5, False), ('a', 'w', 7, False), ('b', 'v', 5, False), ('b', 'w', 1, False)]
     buffer.measure(a, 'weight', 'w', ws[1], 'w', once=True, replace=True)
     buffer.measure(a, 'weight', 'w', ws[1]+1, 'w', once=True, replace=True)
     assert buffer.rows.is_partly_logged and of(vectors(buffer))==[('a', 'w', 6, True)]
-    buffer.step_over()
+    buffer.handle_step_end()
     buffer.measure(a, 'weight', 'w', ws[1]+2, 'w', once=True, replace=True)
     assert of(vectors(buffer))==[('a', 'w', 7, False)]
 
@@ -292,11 +292,11 @@ def test_a_page_whose_step_is_over():
         buffer.take(over)
         assert buffer.rows.custom.taken
     assert len(buffer.rows.snapshots.taken)==1
-    buffer.step_over()
+    buffer.handle_step_end()
     assert (buffer.rows.snapshots.taken, buffer.rows.custom.taken, buffer.rows.custom.discarded)==([], set(), set())
     assert (buffer.micro, buffer.rows.is_partly_logged, buffer.on_device, buffer.rows.size)==(0, False, False, 0)
     buffer.rows.arena.blocks.append(Some(device=Some(type='cuda')))
-    buffer.step_over()
+    buffer.handle_step_end()
     assert buffer.on_device
     buffer.rows.snapshots.taken,buffer.rows.custom.taken,buffer.rows.custom.discarded = [1],{1},{1}
     arena = buffer.rows.arena
@@ -311,12 +311,12 @@ def test_functions_rows_of_a_pass_that_raised():
         buffer.micro = micro
         for n in names: buffer.add(('m', 'output', n, 'p' if n=='w' else None, None, 0), 0, micro, 'float32', {'at': micro})
     give(0, 'x'); give(1, 'x', 'w')
-    buffer.take_back(1)
+    buffer.drop_failed_pass(1)
     assert [(r[1][2], r[3]) for r in buffer.rows.custom.rows]==[('x', 0), ('w', 1)]
     buffer.take(False)
     give(1, 'x')
     buffer.take(False)
-    buffer.take_back(1)
+    buffer.drop_failed_pass(1)
     give(1, 'x', 'y')
     assert [(r[1][2], r[5]) for r in buffer.take(True)[1]]==[('x', {'at': 1, 'supersedes': True}), ('y', {'at': 1})]
 
@@ -381,9 +381,9 @@ class Spy:
     "Replacement of a `StepBuffer`: keeps the arguments of each measurement."
     def __init__(self):
         self.got,self.stats,self.forgotten,self.shards,self.uses,self.is_simple = [],{'weight': ('mean',)},0,Some(columns={}),0,False
-        self.rows = Some(is_partly_logged=False, forget_seen=self.forget_seen)
+        self.rows = Some(is_partly_logged=False, forget_cached_summaries=self.forget_cached_summaries)
 
-    def forget_seen(self): self.forgotten += 1
+    def forget_cached_summaries(self): self.forgotten += 1
     def measure(self, state, ttype, tname, x, pname=None, **more): self.got.append((state.track.path, ttype, tname, pname, x, more))
 
     def measure_together(self, some, scale=None, replace=False):
@@ -409,7 +409,7 @@ def test_a_parameter_is_new_once_a_step_by_itself_and_by_its_place():
         def new(*parameter): return is_new(ps.seen, *parameter)
         assert new(a, 'w', p) and not new(a, 'w', p) and not new(a, 'w', q) and not new(b, 'w', p)
         assert new(a, 'v', q) and new(b, 'w', torch.ones(1))
-        ps.step_over()
+        ps.handle_step_end()
 
 
 def test_each_parameter_is_measured_once_at_the_first_that_returns_and_then_again_when_it_is_asked():
@@ -434,7 +434,7 @@ def test_each_parameter_is_measured_once_at_the_first_that_returns_and_then_agai
     assert [(*g[:3], g[5]) for g in ps.buffer.got]==[(p, 'weight_grad', 'grad_0', dict(scale=4., once=True, replace=True)) for p in ('a.0', 'c')]
     assert ps.buffer.forgotten==1
     ps.buffer.got.clear()
-    ps.step_over()
+    ps.handle_step_end()
     ps.measure_complete({id(m.c.bias)})
     assert ps.buffer.places()==[('c', 'weight', 'weight_0', 'weight'), ('c', 'weight', 'weight_1', 'bias')]
     ps.measure_again(('weight',))
@@ -459,7 +459,7 @@ def test_when_a_lack_of_gradients_is_said():
         with heard('gradients') as got:
             for _ in range(steps):
                 if move: lin.weight.data = lin.weight.data; lin.weight.detach().add_(1)
-                h.step_over(True, states, manual, ttypes, boundary)
+                h.handle_step_end(True, states, manual, ttypes, boundary)
         assert h.given==(len(got)==1 or bool(more.get('given'))) # once is enough
         return len(got), h.steps_without
     assert said()==(1, 3) and said(1)==(0, 1) and said(2)==(1, 2) and said(1, True)==(1, 1) and said(9, True, True)==(1, 9)
@@ -478,7 +478,7 @@ def test_zeros_are_looked_for_once_where_te_step_ends_the_steps():
             for g in grads:
                 for p,v in zip(lin.parameters(), g, strict=True): p.grad = None if v is None else torch.full_like(p, v); p.detach().add_(1)
                 if any(v is not None for v in g): h.found = h.in_step = True
-                h.step_over(True, states, manual, BOTH, boundary)
+                h.handle_step_end(True, states, manual, BOTH, boundary)
         return len(got)
     assert said((0, 0))==said((0, None))==said((None, None), (0, 0))==1
     assert said((0, 1))==said((1, 1), (0, 0))==said((0, 0), boundary=False)==0
@@ -492,7 +492,7 @@ def test_modules_with_other_children_are_found_once():
         m = Model()
         states = of(m).states
         change(m)
-        return [[st.track.path for st in with_other_children(states)] for _ in range(2)]
+        return [[st.track.path for st in with_changed_children(states)] for _ in range(2)]
     assert found(lambda m: None)==[[], []]
     assert found(lambda m: m.c.register_parameter('new', nn.Parameter(torch.ones(1))))==[[], []]
     assert found(lambda m: setattr(m, 'c', nn.Linear(1, 1)))==[[''], []]
@@ -520,7 +520,7 @@ def test_the_gradient_of_a_leaf_is_that_of_the_pass_that_it_was_given_in():
     came.clear()
     y.sum().backward() # of a graph that outlives its pass: no leaf, so it is told again
     assert [c[:6] for c in came if c[2]=='y']==[(2, 'output_grad', 'y', 4, 'eval', 2)]
-    g.step_over()
+    g.handle_step_end()
     came.clear()
     (x*5+z).sum().backward()
     assert came==[] and g.handles==[] and not x._backward_hooks and not z._backward_hooks
@@ -572,13 +572,13 @@ def test_updates_are_of_the_step_that_was_taken():
     u.after(two)
     assert rows()==[('1', 'update', 'update_0', 'weight', -1, again)] and not u.copies
     u.before(two)
-    u.step_over()
+    u.handle_step_end()
     two.step()
     u.after(two)
     assert rows()==[]
     def befores(ttypes=('weight', 'update'), seen=True, stats=('mean',), is_partly_logged=False):
         v = Updates(ps.buffer, ps, ttypes)
-        if not seen: ps.step_over()
+        if not seen: ps.handle_step_end()
         ps.buffer.stats,ps.buffer.rows.is_partly_logged,old = {'weight': stats},is_partly_logged,m[1].weight.item()
         v.before(two); two.step(); v.after(two)
         got = rows()
@@ -635,7 +635,7 @@ def test_steps_that_wait_go_to_the_log_before_what_comes_next():
         steps.begin('')
         measured(buffer, s)
         j.write(buffer, steps, True, wait=s<2)
-        steps.close(); j.step_over(s, True)
+        steps.close(); j.handle_step_end(s, True)
         assert len(t.got)==(0 if s<2 else 3) and len(j.waiting)==(s+1 if s<2 else 0)
     assert [(m.step, [r[5]['mean'] for r in m.custom], over) for m,(over,*_),_ in t.got]==[(s, [s], True) for s in range(3)] and j.last.step==2
     j.write(buffer, steps, False)
@@ -655,14 +655,14 @@ def test_functions_rows_of_the_open_step_and_of_the_one_before_are_kept():
             measured(buffer, 10*s+i)
             j.write(buffer, steps, i==1)
         assert [r[5]['mean'] for r in j.custom]==[10*s, 10*s+1]
-        steps.close(); j.step_over(s, True)
+        steps.close(); j.handle_step_end(s, True)
         assert j.custom==[] and [r[5]['mean'] for r in j.ended]==[10*s, 10*s+1]
 
 
 @pytest.mark.parametrize('open_,on,was_on', [(a, b, c) for a in (False, True) for b in (False, True) for c in (False, True)])
 def test_rows_of_somebody_else_go_into_the_open_step_or_beside_it(open_, on, was_on):
     t,j,buffer,steps = journal()
-    steps.begin(''); steps.close(); j.step_over(0, was_on)
+    steps.begin(''); steps.close(); j.handle_step_end(0, was_on)
     if open_: steps.begin('')
     t.marked = {'epoch': 4}
     rows = [(('m', 'quantity', n, None, None, 0), c, 'float64', {'v': c}) for c,n in enumerate('qr')]
@@ -684,7 +684,7 @@ def test_numbers_of_an_evaluation_and_of_two_steps():
     note(0); note(1)
     assert [(r[1], r[2], r[5]) for r in buffer.rows.custom.rows]==[(('model(Net)', 'scalar', 'log', None, None, 0), c, {'v': c}) for c in (0, 1)]
     j.write(buffer, steps, True)
-    steps.close(); j.step_over(0, True)
+    steps.close(); j.handle_step_end(0, True)
     note(2)
     steps.begin('', 'eval')
     note(3)
@@ -693,7 +693,7 @@ def test_numbers_of_an_evaluation_and_of_two_steps():
     rows = [r for f,_,_ in t.got[1:] for r in f()]
     assert [(r['step'], r['call'], r.get('phase'), r['v']) for r in rows]==[(0, 2, None, 2), (0, 3, 'eval', 3)] and [m['joins'] for *_,m in t.got[1:]]==[True]*2
     assert [(r[1][4], r[2], r[5]) for r in buffer.rows.custom.rows]==[(None, 0, {'v': 4})] and j.extra.noted=={0: 4, 1: 1}
-    j.step_over(1, False)
+    j.handle_step_end(1, False)
     assert j.extra.noted=={1: 1} and not j.log.was_on
     buffer,steps = StepBuffer({}),Steps(0)
     steps.begin('', 'eval')
@@ -705,7 +705,7 @@ def test_an_evaluation_joins_the_step_before_and_a_later_one_supersedes():
     t,j,buffer,steps = journal()
     steps.begin('')
     measured(buffer); j.write(buffer, steps, True)
-    steps.close(); j.step_over(0, True)
+    steps.close(); j.handle_step_end(0, True)
     for _ in range(2):
         steps.begin('', 'eval'); steps.begin('', 'eval')
         measured(buffer); j.write(buffer, steps, True)

@@ -10,8 +10,8 @@ from torch import nn
 
 import torchember
 from torchember import emberTracker, runs
-from torchember.capture.forward import armed_by
-from torchember.magics import models_of_cell, named_in
+from torchember.capture.forward import find_exclusive_listener
+from torchember.magics import models_of_cell, variables_of_cell
 
 setup = '''
 import torch
@@ -52,7 +52,7 @@ def shell():
 
 
 def steps(name): return sorted({r['step'] for r in emberTracker(name).lines()})
-def given_back(model): return armed_by(model) is None and not hasattr(model, 'disarm') and type(model.__dict__) is dict
+def given_back(model): return find_exclusive_listener(model) is None and not hasattr(model, 'disarm') and type(model.__dict__) is dict
 
 
 def test_cell_that_trains_is_recorded(shell):
@@ -137,4 +137,4 @@ def test_which_models():
     assert models_of_cell([a, outer, frozen, nn.MSELoss(), 3, outer])==[outer] and models_of_cell([a])==[a] and models_of_cell([])==[]
     names = {}
     exec('def f(): return g()\ndef g(): return [m for _ in range(2)] or f()\nm = 1\nn = 2', names)
-    assert {*named_in(ast.parse('f(); unknown'), names)}=={'f', 'g', 'm'} and named_in(ast.parse('n'), names)=={'n': 2}
+    assert {*variables_of_cell(ast.parse('f(); unknown'), names)}=={'f', 'g', 'm'} and variables_of_cell(ast.parse('n'), names)=={'n': 2}

@@ -14,7 +14,7 @@ import torch
 from looped import batches, by_hand, heard, momentum, same, seeded, steps, table
 
 from torchember import emberTracker, read, runs, torchEmber
-from torchember.run import options_in, own_part, run_command, split_arguments
+from torchember.run import options_in, user_part_of_traceback, run_command, split_arguments
 
 root = Path(__file__).parents[2]
 libraries = 'import torch._dynamo, torchember.ember, torchember.trained\nfrom torchember.measure import loading\nloading.loops()'
@@ -266,7 +266,7 @@ def test_own_part_of_a_traceback():
     def f(): raise ValueError
     try: f()
     except ValueError as e: tb = e.__traceback__
-    assert own_part(tb, __file__) is tb and own_part(tb, 'other') is None
+    assert user_part_of_traceback(tb, __file__) is tb and user_part_of_traceback(tb, 'other') is None
 
 
 @pytest.mark.slow

@@ -477,7 +477,7 @@ def test_model_that_cannot_be_armed_trains(monkeypatch):
     assert all(torch.equal(v, weights(plain)[k]) for k,v in weights(model).items())
 
 
-@pytest.mark.parametrize('where', ['models_of', 'trained_by', 'running_scaler', 'ids_of'])
+@pytest.mark.parametrize('where', ['models_of', 'trained_parameters', 'running_scaler', 'ids_of'])
 def test_failed_search_is_reported_once_and_training_continues(monkeypatch, where):
     def broken(*args): raise RuntimeError('no')
     def train(model, also):

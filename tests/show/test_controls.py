@@ -338,7 +338,7 @@ def test_tensors_of_a_heat_map_have_labels():
     "Rows of evaluations have none; two tensors of one module have two"
     def row(path, tname, **more): return dict(path=path, ttype='output', tname=tname, call=0, step=0, std=1., nan=0, **more)
     cells = HeatmapCells(None, pd.DataFrame([row('z', 'x', phase='eval'), row('a', 'x'), row('b', 'x'), row('a', 'y')]))
-    cells.drawn_with({})
+    cells.store_arguments({})
     assert cells.labels()==['a x', 'b', 'a y'] and cells.row_of('a y', 0)[['path', 'tname', 'label']].tolist()==['a', 'y', 'a y']
     assert cells.row_of('no such', 0)['label']=='a x' and cells.row_of('b', 3) is None and cells.at(0, 1.5)['label']=='b'
 

@@ -15,7 +15,7 @@ import pytest
 from torchember import EmberWarning, emberTracker
 from torchember.show.live import live_view
 from torchember.show.live.following import FollowedLog, Tail
-from torchember.show.live.live_view import Live, LogScreen, NotebookScreen, Speed, TerminalScreen, Viewer, close_shown, line_about, live
+from torchember.show.live.live_view import Live, LogScreen, NotebookScreen, Speed, TerminalScreen, Viewer, finish_live_views, line_about, live
 from torchember.store import compaction
 
 
@@ -120,7 +120,7 @@ def test_compaction_loses_no_row_of_a_followed_log(home, monkeypatch):
         write(home, 'r', *(number(s, loss=float(s)) for s in range(first, first+10)))
         while 'line' not in (got := v.answer('r')): pass
         assert got['line'].startswith(f'r: step {first+9}, loss {first+9}')
-        if first<30: compaction.into_parts(path)
+        if first<30: compaction.convert_to_parts(path)
     log, = v.listing.logs_of('r')
     assert log.loss[1].values()==[float(s) for s in range(40)] and log.tail.rows==40
     late = Viewer(home, False, {})
@@ -283,7 +283,7 @@ def test_the_end_of_the_interpreter_closes_all_views(monkeypatch):
     monkeypatch.setattr(live_view, 'shown', [V(1), V(2), V(3)])
     monkeypatch.setattr(live_view, 'flush_logs', write_rows)
     monkeypatch.setattr(sys, 'stderr', err := io.StringIO())
-    close_shown()
+    finish_live_views()
     log = Path('home')/'log'
     assert done==[log, (1, 10.), log, log, (3, 10.)] and 'division' in err.getvalue()
 
@@ -312,7 +312,7 @@ def test_an_ember_has_one_view(tmp_path, monkeypatch):
     t(row(0))
     t.barrier()
     base = {'pid': os.getpid(), 'host': gethostname()}
-    monkeypatch.setattr(live_view, 'read_facts', lambda name, data: (base, None))
+    monkeypatch.setattr(live_view, 'read_base_metadata', lambda name, data: (base, None))
     own,other = live(t),live('r', home=tmp_path, wait=True)
     assert (own.done, own.is_wanted(), own.name(), other.done)==(['begin'], True, 'r', ['begin', 'wait'])
     base = {'pid': os.getppid(), 'host': gethostname()}

@@ -380,7 +380,7 @@ def test_a_healthy_run_lists_what_was_not_checked(chromium, tmp_path):
     te.close()
     with opened(chromium, report(te, tmp_path/'a.html')) as page:
         assert page.locator('#health > p').count()==1 and page.locator('#health h2').count()==0
-        looked,unseen = r"\d+ rules checked 60 steps .* and 'loss'\.",r"Not checked: single dead units \(stats='full'\)\."
+        looked,unseen = r"\d+ rules checked 60 steps .* and 'loss'\.",r"Not checked: the fraction of dead units \(to record: stats='full'\)\."
         expect(page.locator('#health > p')).to_have_text(re.compile(f"^No problem found\\. {looked} {unseen}$"))
 
 

@@ -28,7 +28,7 @@ from torchember import (
     updates,
 )
 from torchember.show.comparison import first_differences
-from torchember.show.select import TensorSeries, grid, series, thin_indices
+from torchember.show.select import TensorSeries, grid, series, reduce_indices
 
 root = Path(__file__).parents[2]
 
@@ -126,7 +126,7 @@ def test_pictures_work_without_torch(run):
 def test_thinning_keeps_extremes(values, n):
     y = np.array(values)
     bad = ~np.isfinite(y)
-    keep = thin_indices(np.arange(len(y)), y, bad, n)
+    keep = reduce_indices(np.arange(len(y)), y, bad, n)
     assert (np.diff(keep)>0).all() and keep[0]==0 and keep[-1]==len(y)-1
     ok = y[~bad]
     if len(ok): assert {ok.min(), ok.max()}<=set(y[keep])

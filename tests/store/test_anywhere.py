@@ -10,7 +10,7 @@ import pytest
 
 from torchember.store import anywhere
 from torchember.store.anywhere import (RangedFile, StoreError, call_store, file_exists, file_size, folder_exists, is_url, list_folder,
-    located, open_file, open_regular, path_exists, remove_remote, write_whole)
+    to_path, open_file, open_regular, path_exists, remove_remote, write_remote)
 
 pytest.importorskip('upath')
 
@@ -46,23 +46,23 @@ class Place:
 
 def test_what_is_a_url():
     "A text with a protocol, whatever that is made of, and what has a store; not a path of this machine in another form"
-    for where in 's3://b/x','s3+x://b','simplecache::s3://b/x','a.b-c://d',located('memory://x'),Place(Store()): assert is_url(where), where
+    for where in 's3://b/x','s3+x://b','simplecache::s3://b/x','a.b-c://d',to_path('memory://x'),Place(Store()): assert is_url(where), where
     of_machine = type('Local', (os.PathLike,), dict(fs=1, storage_options={}, __fspath__=lambda self: '/x'))()
     for where in 'x','/a/b','a/s3://b','://x','file:///x','local:///x',Path('/x'),of_machine,SimpleNamespace(fs=1),SimpleNamespace(storage_options={}),None,3:
         assert not is_url(where), where
 
 def test_where_it_is():
     "Slashes at the end are no part of it, unless there is nothing else; who reads is never told what the store has kept"
-    for where in 'file:///x/y','file://localhost/x/y','local:///x/y','/x/y',Path('/x/y'): assert located(where)==Path('/x/y')
-    assert located('file://localhosts/x')==Path('localhosts/x')
-    assert [str(located(w)) for w in ('memory://b/x', 'memory://b/x//')]==['memory://b/x']*2 and located('memory://').protocol=='memory'
-    assert [located(w).name for w in ('http://b/x/', 'http://b/x')]==['x', 'x']
-    with pytest.raises(ValueError, match='null character'): located('memory://b/\0')
+    for where in 'file:///x/y','file://localhost/x/y','local:///x/y','/x/y',Path('/x/y'): assert to_path(where)==Path('/x/y')
+    assert to_path('file://localhosts/x')==Path('localhosts/x')
+    assert [str(to_path(w)) for w in ('memory://b/x', 'memory://b/x//')]==['memory://b/x']*2 and to_path('memory://').protocol=='memory'
+    assert [to_path(w).name for w in ('http://b/x/', 'http://b/x')]==['x', 'x']
+    with pytest.raises(ValueError, match='null character'): to_path('memory://b/\0')
     from upath import UPath
-    assert located('memory://b').storage_options==dict(use_listings_cache=False)
+    assert to_path('memory://b').storage_options==dict(use_listings_cache=False)
     kept = UPath('memory://b', use_listings_cache=True)
-    assert located(kept) is kept
-    at = located(UPath('memory://b/x', of='mine'))
+    assert to_path(kept) is kept
+    at = to_path(UPath('memory://b/x', of='mine'))
     assert (str(at), at.protocol, at.storage_options)==('memory://b/x', 'memory', dict(of='mine', use_listings_cache=False))
 
 def test_what_a_store_says():
@@ -84,7 +84,7 @@ def test_what_a_store_says():
 # ---- what is there
 
 def test_what_is_there(tmp_path):
-    at = located('memory://of-anywhere')
+    at = to_path('memory://of-anywhere')
     at.fs.pipe({'/of-anywhere/log/a': b'12345', '/of-anywhere/log/a.parts/x': b'1'})
     (tmp_path/'log').mkdir()
     (tmp_path/'log'/'a').write_bytes(b'12345')
@@ -202,14 +202,14 @@ def test_written_whole(monkeypatch):
     "An object is put in one go; a file is written under another name beside it, and moved"
     store = Store()
     for protocol in 's3','memory':
-        write_whole(Place(store, 'b/log/a', protocol), b'new')
+        write_remote(Place(store, 'b/log/a', protocol), b'new')
         assert store.asked==[('pipe', 'b/log/a')] and store.files['b/log/a']==b'new'
         store.asked.clear()
-    write_whole(Place(store, 'b/log/a'), b'newer')
+    write_remote(Place(store, 'b/log/a'), b'newer')
     (made,parents,fine),(_,temp),moved = store.asked
     assert (made, parents, fine)==('makedirs', 'b/log', True) and moved==('mv', temp, 'b/log/a') and store.files=={'b/log/a': b'newer'}
     assert temp.startswith('b/log/.torchember-')
-    write_whole(Place(store, 'b/log/a'), b'')
+    write_remote(Place(store, 'b/log/a'), b'')
     assert store.asked[4][1]!=temp and store.files=={'b/log/a': b''}
     assert {'s3', 'gs', 'memory'}<=anywhere.objects and not {'sftp', 'file', 'smb'}&anywhere.objects
 
@@ -218,7 +218,7 @@ def test_written_whole(monkeypatch):
 def test_half_of_it_is_left_nowhere(at, error):
     "Whatever ends it, and the file that was there is as it was"
     store = Store({'b/log/a': b'old'}, **{at: error})
-    with pytest.raises(StoreError if isinstance(error, Exception) else KeyboardInterrupt) as got: write_whole(Place(store, 'b/log/a'), b'new')
+    with pytest.raises(StoreError if isinstance(error, Exception) else KeyboardInterrupt) as got: write_remote(Place(store, 'b/log/a'), b'new')
     assert store.files=={'b/log/a': b'old'}
     assert not isinstance(error, Exception) or str(got.value).startswith('sftp://b/log/a could not be written: ConnectionError: gone')
 
@@ -227,7 +227,7 @@ def test_what_failed_first_is_said():
     class Full(Store):
         def pipe_file(self, path, data): raise OSError('no space')
     store = Full()
-    with pytest.raises(StoreError, match='could not be written: OSError: no space'): write_whole(Place(store), b'new')
+    with pytest.raises(StoreError, match='could not be written: OSError: no space'): write_remote(Place(store), b'new')
     assert [a[0] for a in store.asked]==['makedirs']
 
 def test_removed():

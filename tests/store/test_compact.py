@@ -11,7 +11,7 @@ from drawn import any_row, begun, keys, lines, odd, row
 from hypothesis import HealthCheck, example, given, settings, strategies as st
 
 from torchember import compact, emberTracker, query, read, runs
-from torchember.frames.choice import NothingChosen
+from torchember.frames.choice import NoMatchingRows
 from torchember.store import compaction, log as store_log, parts
 from torchember.store.lines import parse
 
@@ -26,7 +26,7 @@ def answers(home, name='a'):
     out = {'lines': repr(t.lines()), 'torn': t.torn, 'latest': t.latest_df, 'df': t.df, 'last': t.last_step(), 'rows': runs(home)[['name', 'steps']]}
     for q in questions:
         try: out[str(list(q.items()))] = read(name, home=home, **q)
-        except (NothingChosen, ValueError, TypeError, AttributeError) as e: out[str(list(q.items()))] = type(e).__name__, str(e)
+        except (NoMatchingRows, ValueError, TypeError, AttributeError) as e: out[str(list(q.items()))] = type(e).__name__, str(e)
     return out
 
 def told(x):
@@ -190,7 +190,7 @@ def test_lines_that_are_removed_while_they_are_read_are_read(run, tmp_path, monk
     rows = [dict(mean=i/7, ttype='output', tname='o', module='m(Net)', step=i) for i in range(30)]
     monkeypatch.setattr(compaction, 'most_rows', 4)
     with run.log_path.open('ab') as f: f.write(lines(rows[20:]))
-    def removed(): compaction.into_parts(run.log_path)
+    def removed(): compaction.convert_to_parts(run.log_path)
     def half():
         with monkeypatch.context() as m:
             m.setattr(compaction, 'make_parts', lambda *args: 1/0)
@@ -201,10 +201,10 @@ def test_lines_that_are_removed_while_they_are_read_are_read(run, tmp_path, monk
         change()
         assert first==rows[:20] and rows_of(blocks)==rows[20:], change
     run.log_path.write_bytes(lines(rows[:3]))
-    compaction.into_parts(run.log_path, keep=True)
+    compaction.convert_to_parts(run.log_path, keep=True)
     files,done = parts.lines_after,[]
     def later(path, told):
-        if not done: done.append(1); compaction.into_parts(path)
+        if not done: done.append(1); compaction.convert_to_parts(path)
         return files(path, told)
     monkeypatch.setattr(parts, 'lines_after', later)
     assert parts.summarize_parts(run.log_path)['rows']==33 and rows_of(parts.blocks_of_run(run.log_path))==rows+rows[:3]
@@ -214,10 +214,10 @@ def test_up_to_a_byte(run):
     data = run.log_path.read_bytes()
     every = rows_of(parts.blocks_of_run(run.log_path))
     for n in 0, 5, 20: assert rows_of(parts.blocks_of_run(run.log_path, b'{"step": 9}\n', len(b''.join(data.splitlines(True)[:n]))))==[*every[:n], {'step': 9}]
-    compaction.into_parts(run.log_path)
+    compaction.convert_to_parts(run.log_path)
     for i in 20, 21: # a part of each
         with run.log_path.open('ab') as f: f.write(lines([{'step': i}]))
-        compaction.into_parts(run.log_path, i+1)
+        compaction.convert_to_parts(run.log_path, i+1)
     for end,more in (0, []), (len(lines([{'step': 20}])), [{'step': 20}]), (None, [{'step': 20}, {'step': 21}]):
         assert rows_of(parts.blocks_of_run(run.log_path, end=end))==every+more
 
@@ -229,18 +229,18 @@ def test_a_run_has_a_file_of_its_name_at_any_time(run, tmp_path, monkeypatch, li
     if not links: monkeypatch.setattr(os, 'link', lambda *paths: os.stat(tmp_path/'none'))
     with monkeypatch.context() as m:
         m.setattr(compaction, 'replace', lambda *args: 1/0)
-        with pytest.raises(ZeroDivisionError): compaction.into_parts(run.log_path)
+        with pytest.raises(ZeroDivisionError): compaction.convert_to_parts(run.log_path)
     assert other.read_bytes()==data and run.log_path.exists()==links
     assert rows_of(parts.blocks_of_run(run.log_path))==rows
     with run.log_path.open('ab') as f: f.write(more)
-    compaction.into_parts(run.log_path, 20)
+    compaction.convert_to_parts(run.log_path, 20)
     assert rows_of(parts.blocks_of_run(run.log_path))==[*rows, {'step': 20}] and not other.exists()
     assert run.log_path.read_bytes()==(data+more if links else more)
 
 def test_lines_that_were_put_aside_come_before_those_after(run, monkeypatch):
     "Removing them was cut short, for the second time in a run: some of them are in no part, and it went on"
     def steps(): return [r['step'] for r in rows_of(parts.blocks_of_run(run.log_path))]
-    compaction.into_parts(run.log_path)
+    compaction.convert_to_parts(run.log_path)
     with run.log_path.open('ab') as f: f.write(lines({'step': i} for i in range(20, 23)))
     with monkeypatch.context() as m:
         m.setattr(compaction, 'make_parts', lambda *args: 1/0)
@@ -248,12 +248,12 @@ def test_lines_that_were_put_aside_come_before_those_after(run, monkeypatch):
     with run.log_path.open('ab') as f: f.write(lines([{'step': 23}]))
     for _ in range(3):
         assert steps()==[*range(24)]
-        compaction.into_parts(run.log_path)
+        compaction.convert_to_parts(run.log_path)
     assert run.log_path.stat().st_size==0
 
 def test_the_last_line_of_a_run_that_is_over_may_have_no_end(run):
     with run.log_path.open('ab') as f: f.write(b'{"step": 20}')
-    compaction.into_parts(run.log_path, 21)
+    compaction.convert_to_parts(run.log_path, 21)
     assert run.log_path.stat().st_size # somebody may be writing it
-    compaction.into_parts(run.log_path)
+    compaction.convert_to_parts(run.log_path)
     assert [r['step'] for r in run.lines()]==[*range(21)] and run.log_path.stat().st_size==0

@@ -214,7 +214,7 @@ def test_two_runs_at_once_and_logs_of_ranks(tmp_path, small):
     for t in ts: t.end()
     for r,t in enumerate(ts):
         assert [(x['n'], x['rank']) for x in t.lines()]==[(i, r) for i in range(100)] and t.log_path.stat().st_size==0
-        assert parts.read_part_list(t.log_path)['group']==parts.group_beside(8)==parts.group_rows//2
+        assert parts.read_part_list(t.log_path)['group']==parts.rows_per_group(8)==parts.group_rows//2
     assert len(read('a', home=tmp_path, per_rank=True))==200
 
 
@@ -393,13 +393,13 @@ def fresh():
     t = emberTracker('a', home)
     for i in range(40):
         t + dict(mean=i/7, ttype='output', tname='o', module='m(Net)', step=i//4)
-        if what=='joined' and i%8==7: compaction.into_parts(t.log_path, i//4)
+        if what=='joined' and i%8==7: compaction.convert_to_parts(t.log_path, i//4)
     t.barrier()
     shutil.copytree(home, before)
     return t
 
 def change(t):
-    if what=='joined': return compaction.into_parts(t.log_path)
+    if what=='joined': return compaction.convert_to_parts(t.log_path)
     compaction.rotate(t.log_path)
     compaction.compact_renamed(t.log_path)
 
@@ -448,7 +448,7 @@ def changes(path):
     "What may happen to a log while it is read"
     yield lambda: compaction.rotate(path)
     yield lambda: compaction.compact_renamed(path)
-    yield lambda: compaction.into_parts(path)
+    yield lambda: compaction.convert_to_parts(path)
 
 def test_whoever_reads_while_lines_are_put_aside_has_them_once(tmp_path, monkeypatch):
     "whenever between two looks at the disk that happens: rows, the last step, how many rows there are, and what scan gives"
@@ -575,20 +575,20 @@ def test_small_parts_are_joined_when_a_run_is_over(tmp_path, monkeypatch):
         t + row(i)
         if i in (1, 5, 21):
             with t.log_path.open('ab') as f: f.write(b'{"torn\n')
-        if i%4==3: t.barrier(); compaction.into_parts(t.log_path, i//4)
+        if i%4==3: t.barrier(); compaction.convert_to_parts(t.log_path, i//4)
     before,sizes = named(t),[p['rows'] for p in parts.read_part_list(t.log_path)['parts']]
     assert sizes==[4]*8 and before==[f'part-{i:05}.parquet' for i in range(8)]
     with t.log_path.open('ab') as f: f.write(b'{"torn\n')
-    compaction.into_parts(t.log_path)
+    compaction.convert_to_parts(t.log_path)
     now = parts.read_part_list(t.log_path)['parts']
     assert [p['rows'] for p in now]==[8, 8, 8, 8, 4] and [p['last'] for p in now]==[1, 3, 5, 7, 8] and [p['torn'] for p in now]==[2, 0, 1, 0, 1]
     assert numbers(t)==[*range(36)] and t.torn==4 and not set(before)&set(named(t)[:4]) and len(set(named(t)))==5
     again = [named(t), {f: (parts.folder_of(t.log_path)/f).stat().st_mtime_ns for f in named(t)}]
-    compaction.into_parts(t.log_path)
+    compaction.convert_to_parts(t.log_path)
     assert again==[named(t), {f: (parts.folder_of(t.log_path)/f).stat().st_mtime_ns for f in named(t)}]
     monkeypatch.setattr(compaction, 'most_bytes', now[1]['end'])
     monkeypatch.setattr(compaction, 'most_rows', 1000)
-    compaction.into_parts(t.log_path)
+    compaction.convert_to_parts(t.log_path)
     assert [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[16, 8, 12] # eight rows more would be a byte too many
 
 @pytest.mark.parametrize('given', range(6))
@@ -597,10 +597,10 @@ def test_parts_that_are_joined_while_they_are_read(given, tmp_path, monkeypatch)
     t = begun(tmp_path, 'jsonl')
     for i in range(20):
         t + row(i)
-        if i%4==3: t.barrier(); compaction.into_parts(t.log_path, i//4)
+        if i%4==3: t.barrier(); compaction.convert_to_parts(t.log_path, i//4)
     blocks = parts.blocks_of_run(t.log_path)
     got = [r for _ in range(given) for r in rows_of([next(blocks)])]
-    compaction.into_parts(t.log_path)
+    compaction.convert_to_parts(t.log_path)
     assert len(named(t))==1 and [r['n'] for r in got+rows_of(blocks)]==[*range(20)]
 
 

@@ -10,8 +10,8 @@ from torchember.measure.arena import Arena
 from torchember.measure.snapshot import columns_of
 from torchember.measure.tap import observe
 from torchember.ground.record import line_of
-from torchember.recorder.step_buffer import place_of
-from torchember.recorder.row import FirstBad, one_row, describe_trouble
+from torchember.recorder.step_buffer import tensor_key_in_step
+from torchember.recorder.row import FirstNonfinite, one_row, describe_nonfinite
 from torchember.recorder.rows import LineMaker, Measured
 
 
@@ -29,7 +29,7 @@ def reference(m):
         if n!=told and 'numel' not in r['stats']: r['stats']['numel'] = n
     rows = [(r['event'], r['key'], r['call'], None, r['dtype'], r['stats']) for r in got if r['key'][1]!='before']
     rows = sorted(rows+m.custom, key=lambda r: r[0])
-    return [one_row(*r[1:], m.step, m.ts, {**m.parts.get(place_of(r[1], r[2]), {}), **m.marks}, m.many_passes) for r in rows]
+    return [one_row(*r[1:], m.step, m.ts, {**m.parts.get(tensor_key_in_step(r[1], r[2]), {}), **m.marks}, m.many_passes) for r in rows]
 
 def text(rows): return [r if isinstance(r, bytes) else line_of(r) for r in rows]
 
@@ -80,7 +80,7 @@ def steps(draw):
     "Steps of one arena: several passes, tensors that a scaler multiplied, rows of functions, rows that were handed over before"
     arena = Arena(draw(st.integers(1, 4)))
     places,out = draw(taps(arena)),[]
-    parts = {place_of(t.key, call): {'placement': 'S(0)', 'global_shape': [4]} for t in places for call in range(2) if draw(st.integers(0, 5))==0}
+    parts = {tensor_key_in_step(t.key, call): {'placement': 'S(0)', 'global_shape': [4]} for t in places for call in range(2) if draw(st.integers(0, 5))==0}
     said = draw(marks)
     for step in range(draw(st.integers(1, 4))):
         taken,own = [],[]
@@ -126,7 +126,7 @@ def test_other_taps_and_marks(runs):
 def test_the_first_bad_row_is_found(measured):
     "A row that is written as a column is none that somebody must be told of"
     for m,rows in zip(measured, LineMaker()(measured), strict=True):
-        want = next((b for r in reference(m) if (b := describe_trouble(r))), None)
-        listener = FirstBad(type('File', (), {'note': lambda self, what: None})())
+        want = next((b for r in reference(m) if (b := describe_nonfinite(r))), None)
+        listener = FirstNonfinite(type('File', (), {'note': lambda self, what: None})())
         listener.add(rows)
         assert listener.found==want

@@ -9,7 +9,7 @@ import fsspec
 import pytest
 from torchember import compact, du, mv, read, rm, runs, scan, sync
 from torchember.frames import chunks, listing
-from torchember.show.board.some_steps import SomeSteps
+from torchember.show.board.some_steps import RunOfSelectedSteps
 from torchember.store import compaction, parts, shared
 from torchember.store.log_file import last_step_of
 from torchember.store.parts import Part, blocks_of_run, part_file, read_part_list, summarize_parts
@@ -171,13 +171,13 @@ def test_lines_may_stay(tmp_path):
 def test_somebody_else_writes_parts_meanwhile(tmp_path, monkeypatch, rank):
     "which is said; what they have written is kept"
     paths = written(tmp_path, plain=True)
-    for p in paths: compaction.into_parts(p)
+    for p in paths: compaction.convert_to_parts(p)
     asked = []
     def more(path, told):
         asked.append(path)
         if len(asked)==len(paths):
             paths[rank].write_text(json.dumps(row(rank, 77, 0))+'\n')
-            compaction.into_parts(paths[rank])
+            compaction.convert_to_parts(paths[rank])
         return True
     with monkeypatch.context() as m:
         m.setattr(shared, 'has_steps', more)
@@ -194,7 +194,7 @@ def test_lists_change_while_a_log_is_read(tmp_path):
     "and it is read to its end, each row once"
     paths = written(tmp_path, plain=True)
     before = [texts(p) for p in paths]
-    for p in paths: compaction.into_parts(p)
+    for p in paths: compaction.convert_to_parts(p)
     reading = [blocks_of_run(p) for p in paths]
     got = [[next(b).parsed()[0] for _ in range(r%3)] for r,b in enumerate(reading)]
     shared.share_parts(paths)
@@ -206,7 +206,7 @@ def test_lists_change_while_a_log_is_read(tmp_path):
 def test_the_board_reads_some_steps(tmp_path):
     "of a log whose rows are in shared files: the same rows as from its lines"
     paths = written(tmp_path, plain=True)
-    def some(): return [(r['step'], r['mean']) for r in SomeSteps(paths[3].name, tmp_path, [2, 9]).lines()]
+    def some(): return [(r['step'], r['mean']) for r in RunOfSelectedSteps(paths[3].name, tmp_path, [2, 9]).lines()]
     before = some()
     compact('a', home=tmp_path)
     assert in_shared(paths)[3] and some()==before and {s for s,_ in before}=={2, 9}
@@ -302,7 +302,7 @@ def test_a_window_has_its_steps_alone(tmp_path):
     "also where some logs have many rows in a step, and others few, or end early"
     paths = written(tmp_path, plain=True, steps=40)
     for r,p in enumerate(paths): p.write_text(''.join(f'{line}\n' for line in p.read_text().splitlines()[:50+6*r] for _ in range(r%4+1)))
-    for p in paths: compaction.into_parts(p)
+    for p in paths: compaction.convert_to_parts(p)
     files = shared.SharedFiles(some := [shared.LogRows(p, read_part_list(p), i) for i,p in enumerate(paths)], tmp_path, [])
     found = []
     for log in some: log.begin(files.table)

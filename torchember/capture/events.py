@@ -12,7 +12,7 @@ from typing import Protocol
 from .private_torch import never_compile
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a21
-class Wants:
+class WantedTypes:
     """Types of tensors wanted by one listener: inputs, outputs, and gradients of inputs or outputs.
 
     If the gradient of an input or output is wanted, the tensor itself is reported, too."""
@@ -21,7 +21,7 @@ class Wants:
         self.inputs,self.outputs = inputs or input_grad,outputs or output_grad
         self.input_grad,self.output_grad,self.compiled = input_grad,output_grad,compiled
         self.attention = False # True if attention is recorded, so that compiled code reports attention
-        self.unions = weakref.WeakSet() # all `WantsUnion` objects that contain this object; `switch` updates them
+        self.unions = weakref.WeakSet() # all `WantedTypesUnion` objects that contain this object; `switch` updates them
 
     def switch(self, compiled):
         "Switch reports of tensors by compiled code on or off, from the next pass on. The first switch makes torch.compile compile one more graph."
@@ -34,28 +34,28 @@ class Wants:
         self.attention = attention
         for u in list(self.unions): u.update()
 
-# shared `Wants` objects for listeners that never call `switch`; equal arguments return the same object
-always = functools.cache(Wants)
+# shared `WantedTypes` objects for listeners that never call `switch`; equal arguments return the same object
+always = functools.cache(WantedTypes)
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a22
-class WantsUnion:
-    "Union of the `Wants` of a module's listeners. Compiled graphs check only this object, so that new listeners seldom cause a new compilation."
+class WantedTypesUnion:
+    "Union of the `WantedTypes` of a module's listeners. Compiled graphs check only this object, so that new listeners seldom cause a new compilation."
     def __init__(self, parts):
         self.parts = parts
         for w in parts: w.unions.add(self)
         self.update()
 
     def update(self):
-        "Recompute the union of the tensor types that the listeners want, after a `Wants` has changed."
+        "Recompute the union of the tensor types that the listeners want, after a `WantedTypes` has changed."
         for f in ('inputs', 'outputs', 'input_grad', 'output_grad', 'attention'): setattr(self, f, any(w.compiled and getattr(w, f) for w in self.parts))
 
-# set of `Wants` -> the `WantsUnion` of this set, shared by modules with equal listeners
+# set of `WantedTypes` -> the `WantedTypesUnion` of this set, shared by modules with equal listeners
 unions = weakref.WeakValueDictionary()
 
-def union_of_wants(parts:frozenset):
-    "Return the union of a set of `Wants`. Equal sets share one object, so `Wants.switch` has few objects to update."
+def union_of_wanted_types(parts:frozenset):
+    "Return the union of a set of `WantedTypes`. Equal sets share one object, so `WantedTypes.switch` has few objects to update."
     found = unions.get(parts)
-    if found is None: found = unions[parts] = WantsUnion(parts)
+    if found is None: found = unions[parts] = WantedTypesUnion(parts)
     return found
 
 # %% ../../nbs/10_capture/18_events.ipynb #8b77b4ec
@@ -109,7 +109,7 @@ class Listener(Protocol):
     def returned(self, state, outputs:list, call:int, phase=None):
         "Called when a tensor-parallel module's own hooks have summed its outputs over ranks. `call`, `phase`: result of the earlier `call_ends`."
 
-    def calls_pending(self, state, last):
+    def compiled_graph_begins(self, state, last):
         "Called when a compiled graph begins. Its module calls are reported later. `state`, `last`: `ModuleState`s of the first and the last module."
 
     def call_fails(self, state): "Called when a call of a module has raised an exception."
@@ -166,7 +166,7 @@ class Listener(Protocol):
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a23
 # names of listener methods called during passes, besides names that begin with pass_, call_ or probe
-in_calls = 'inside', 'records', 'returned', 'recomputed', 'memory_reused', 'calls_pending'
+in_calls = 'inside', 'records', 'returned', 'recomputed', 'memory_reused', 'compiled_graph_begins'
 
 def skip_compiler(listener):
     "Make torch.compile skip the listener methods that are called during passes, because compiling these methods takes time without any benefit."

@@ -28,7 +28,7 @@ def is_view(node):
     "Return True if the result of a node of an FX graph uses the memory of the node's first argument, as a view or an element of a tuple does."
     return operation_arguments(node.target).view if is_operation(node) else node.target is operator.getitem
 
-class TensorLives:
+class TensorLifetimes:
     "Stores for each tensor of an FX graph the position of the last node that uses its memory. Calls of torchember's operators (`ours`) do not count."
     def __init__(self, nodes, ours):
         # base: node -> node that allocated the memory of its result
@@ -55,7 +55,7 @@ def groups_of_calls(graph, mergeable, least=least_bytes):
     nodes = list(graph.nodes)
     ours = {n for n in nodes if n.op=='call_function' and not n.kwargs and operator_call(n)[0] in mergeable}
     kept = [*(n for n in nodes if n.op=='placeholder'), *nodes[-1].all_input_nodes]
-    lives,limit,groups,current = TensorLives(nodes, ours),max(least, most_part*sum(map(bytes_of, kept))),[],{}
+    lives,limit,groups,current = TensorLifetimes(nodes, ours),max(least, most_part*sum(map(bytes_of, kept))),[],{}
     for i,node in enumerate(nodes):
         if node in ours:
             token = mergeable[operator_call(node)[0]]
@@ -80,7 +80,7 @@ def merge_operator_calls(graph, mergeable, merged):
         op,_ = operator_call(group[0])
         merge_group(graph, group, merged[mergeable[op]])
 
-def ends_of(calls):
+def first_and_last_keys(calls):
     "Return two keys from a list of calls (tensors, key): the keys of the first and the last module that calls no other recorded module."
     keys = [key for xs,key,*_ in calls if xs] or [calls[0][1]]
     # a module that calls no other recorded module reports its outputs right after its inputs
@@ -91,7 +91,7 @@ def insert_call(graph, op, token, *args):
     "Insert a call of an operator into an FX graph. Return the new node. `token`: node of the effect token, None for an operator without a token."
     return graph.call_function(op, args) if token is None else graph.call_function(with_effects, (token, op, *args))
 
-def meta_of(node):
+def copy_node_metadata(node):
     "Return a copy of the metadata of a node, without the recorded arguments of its call, because the copy is for a call with other arguments."
     return {k: v for k,v in node.meta.items() if k!='eager_input_vals'}
 
@@ -105,10 +105,10 @@ def merge_group(graph, group, merged):
     of_modules = [args for op,args in calls if op in merged.modules]
     if of_modules and all(k.op=='placeholder' for k in keys):
         with graph.inserting_before(first):
-            begin = insert_call(graph, merged.first, token, [], *ends_of(of_modules))
-            token = with_result_of(first, begin, token)
+            begin = insert_call(graph, merged.first, token, [], *first_and_last_keys(of_modules))
+            token = copy_result_metadata(first, begin, token)
     with graph.inserting_before(last): new = insert_call(graph, merged.last, token, [*xs], [*keys], json.dumps(events))
-    new.meta = meta_of(last)
+    new.meta = copy_node_metadata(last)
     last.replace_all_uses_with(new)
     # the users of these nodes only pass on the effect token, so replace the users by the token
     for node in group[-2::-1]:
@@ -117,9 +117,9 @@ def merge_group(graph, group, merged):
             graph.erase_node(user)
     for node in group: graph.erase_node(node)
 
-def with_result_of(node, new, token):
+def copy_result_metadata(node, new, token):
     "Copy the metadata of `node` to the call `new` before it. Return the effect token after `new`, None without a token."
-    new.meta = meta_of(node)
+    new.meta = copy_node_metadata(node)
     if token is None: return None
     after = node.graph.call_function(operator.getitem, (new, 0))
     after.meta = dict(token.meta)

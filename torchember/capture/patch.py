@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from . import compiled
-from .events import union_of_wants
-from .look_alike import code_for, look_like
+from .events import union_of_wanted_types
+from .look_alike import copy_code, imitate_function
 from .module_state import KEY
 from .partial_sums import report_after_hooks
 from .private_torch import hooks_in_graphs, is_exporting, is_tracing, never_compile, recomputing
@@ -38,7 +38,7 @@ def traced_forward(self, patch, args, kwargs):
     if reports_passes: compiled.ended([], patch.key)
     return result
 
-no_wants = union_of_wants(frozenset()) # `WantsUnion` of a module with listeners that want no tensors
+no_wants = union_of_wanted_types(frozenset()) # `WantedTypesUnion` of a module with listeners that want no tensors
 
 def report_compiled(op, ttype, named, key, wants_gradients):
     "Add the operator `op`, which reports tensors, to the graph being compiled, and register hooks to report their gradients."
@@ -162,16 +162,16 @@ shared_forwards = weakref.WeakValueDictionary()
 
 def patched_like(forward, former, function):
     "Return a patched forward with the name, docstring and signature of `forward`. `former`, `function`: as in `patched`."
-    if former is not None: return look_like(patched(former), forward, True, True)
+    if former is not None: return imitate_function(patched(former), forward, True, True)
     key = forward,function is None
     f = shared_forwards.get(key)
-    if f is None: f = shared_forwards[key] = look_like(patched(None, function), forward, False, function is not None)
+    if f is None: f = shared_forwards[key] = imitate_function(patched(None, function), forward, False, function is not None)
     return f
 
 def inner_forward(*inner):
     "Return a new forward for the second and later listeners. Its code object names a file of `torch.nn`, so that torch.compile skips it."
     f = patched(inner=inner)
-    f.__code__ = code_for(nn.Identity.forward, f.__code__)
+    f.__code__ = copy_code(nn.Identity.forward, f.__code__)
     return f
 
 # %% ../../nbs/10_capture/19_patch.ipynb #5d2e8f03
@@ -194,7 +194,7 @@ class Patch:
         # parameter names of the module's own forward
         self.names,self.rest = known.get(own) or argument_names(module.forward)
         if own: known[own] = self.names,self.rest
-        self.key = compiled.new_key(self)
+        self.key = compiled.make_key_tensor(self)
         self.attributes = {KEY: self, 'forward': types.MethodType(patched_like(own or self.former, self.former, self.function), module)}
         if not isinstance(module, torch.jit.ScriptModule): self.attributes['__prepare_scriptable__'] = types.MethodType(refuse_scripting, module)
         self.set_states([])
@@ -209,7 +209,7 @@ class Patch:
         self.place = self if not self.states else self.function if self.former is None else self.former
         # passes: True if compiled code reports the start and the end of each pass
         self.passes = any(st.passes.outermost for st in self.states)
-        self.wants = union_of_wants(frozenset(st.wants for st in self.states if st.watched))
+        self.wants = union_of_wanted_types(frozenset(st.wants for st in self.states if st.watched))
         self.renew_plan()
 
     def renew_plan(self):
@@ -232,10 +232,10 @@ class Patch:
         "Report to the listeners that compiled code has ended a pass."
         for st in self.states: st.ended()
 
-    def pending_until(self, last):
+    def compiled_graph_began(self, last):
         "Report to the listeners that a compiled graph begins and will report its calls later: from this module to the module of the `Patch` `last`."
         for st in self.states:
-            if (end := next((s for s in last.states if s.listener is st.listener), None)) is not None: st.pending_until(end)
+            if (end := next((s for s in last.states if s.listener is st.listener), None)) is not None: st.compiled_graph_began(end)
 
     def entered(self, named, hooked):
         "Report to the listeners that compiled code has called the module. `named`: (name, tensor) pairs of the inputs."

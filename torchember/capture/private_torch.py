@@ -11,12 +11,12 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'fill_function_table', 'script_table', 'modules_of_compilers', 'private', 'noting_failure', 'warn_missing',
            'recomputes', 'recomputing', 'function_call_in', 'function_context_in', 'running_frames', 'enclosing_call',
            'in_training_function', 'is_same_call', 'is_metadata_pass', 'is_trace_check', 'is_graph', 'calling_module',
-           'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code', 'node_word',
-           'saved', 'is_freed_node', 'node_shape', 'has_spectral_norm', 'operation_arguments', 'is_dynamo_frame',
-           'never_compile', 'warn_no_hooks', 'thread_token', 'never_merge', 'keep_in_order', 'has_step_hooks',
-           'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store', 'fsdp_of', 'group_between_shards',
-           'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages', 'lists_parameters_as_torch',
-           'hook_callers', 'copy_for_dynamo', 'report_softmax']
+           'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code',
+           'node_operation_name', 'saved', 'is_freed_node', 'node_shape', 'has_spectral_norm', 'operation_arguments',
+           'is_dynamo_frame', 'never_compile', 'warn_no_hooks', 'register_ordered_effect', 'never_merge',
+           'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store',
+           'fsdp_meshes', 'group_between_shards', 'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages',
+           'lists_parameters_as_torch', 'hook_callers', 'copy_for_dynamo', 'report_softmax']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, types, weakref
@@ -237,7 +237,7 @@ def is_engine_code(code):
     return engine is not None and code is engine.__code__
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #d2d017bf
-def node_word(node) -> str:
+def node_operation_name(node) -> str:
     "Return the name of the operation of an autograd node: 'MseLoss' for a `MseLossBackward0`. These names are private, in all versions of torch."
     return type(node).__name__.partition('Backward')[0]
 
@@ -340,7 +340,7 @@ def warn_no_hooks():
         "They are recorded from torch 2.13 on, and in a model that is not compiled.")
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch30
-def thread_token(op, lib) -> bool:
+def register_ordered_effect(op, lib) -> bool:
     "Register an operator of the library `lib` as an ordered effect, to keep its calls in order. Return False if torch has no effects."
     # torch 2.10 and later register an effect with this function and these arguments
     with noting_failure('torch.library._register_effectful_op', 'compiled code is kept in order by Inductor alone'):
@@ -463,7 +463,7 @@ def shared_store():
     return None if get is None else get()
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c02
-def fsdp_of(module):
+def fsdp_meshes(module):
     """Return the meshes over which FSDP2 shards the parameters of a module: triples (mesh, used dimensions, divisor of gradients).
     The divisor is None if torch divides gradients by the number of ranks. Works in torch 2.6 and later."""
     if not is_fsdp(module): return []

@@ -193,7 +193,7 @@ def no_step(te):
         'no step was finished: the model was not called.')
 
 # %% ../../nbs/95_cli/77_check.ipynb #fca50344
-def ended_phrase(error):
+def describe_program_end(error):
     "Return a sentence about how the program ended (normally, by SystemExit or another exception) before its first step was finished."
     if error is None: return 'The program ended.'
     if isinstance(error, SystemExit): return f'The program ended by SystemExit({printable(error.code)}).'
@@ -221,7 +221,7 @@ def print_result(checking, error, as_json):
         for t in checking.tables: print_lines('', *map(colorize_line, t.lines()))
     if not any(t.table is not None for t in checking.tables):
         why = [] if checking.tables else [f'nothing was checked: {why}' for why in why_no_table(checking)]
-        print_lines(*(f'torchember check: {line}' for line in [*why, ended_phrase(error)]), file=sys.stderr)
+        print_lines(*(f'torchember check: {line}' for line in [*why, describe_program_end(error)]), file=sys.stderr)
 
 # %% ../../nbs/95_cli/77_check.ipynb #2933e9cb
 def run_program(program, checking, is_module):

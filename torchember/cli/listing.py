@@ -33,9 +33,9 @@ def select_runs(patterns, home):
 
 def has_died(name, place):
     "Return True if the process that writes a log has ended without recording the end of the run."
-    from torchember.frames.handle import read_facts
+    from torchember.frames.handle import read_base_metadata
     from torchember.frames.listing import may_continue
-    base = read_facts(name, place/'data')[0]
+    base = read_base_metadata(name, place/'data')[0]
     return 'pid' in base and 'end' not in base and not may_continue(base)
 
 def describe_state(row, home):
@@ -106,12 +106,12 @@ def du_command(args):
 # %% ../../nbs/95_cli/20_listing.ipynb #92c59983
 def collect_metadata(name, home):
     "Return the metadata of a run (model, steps, size, state, host, ...) without reading its rows."
-    from torchember.frames.handle import read_facts
+    from torchember.frames.handle import read_base_metadata
     from torchember.frames.listing import list_runs
     from torchember.store.base import folder
     place = folder('torchember', home)
     row = next((r for r in list_runs(home) if r['name']==name), {'name': name})
-    base = read_facts(name, place/'data')[0]
+    base = read_base_metadata(name, place/'data')[0]
     if 'running' in row: row = dict(row, state=describe_state(row, home))
     return (row | {k: base[k] for k in ('host', 'pid', 'user', 'seconds', 'share') if k in base}
         | {'log': str(place/'log'/name)})

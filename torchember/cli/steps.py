@@ -10,8 +10,8 @@ import math, os, sys, time
 from collections import deque
 
 from ..ground.messages import printable
-from ..ground.not_finite import counts, is_alarming
-from ..ground.record import computed_in, identity, of_pieces, optional
+from ..ground.not_finite import counts, needs_user_warning
+from ..ground.record import builtin_scalar_name, identity, of_pieces, optional
 from .commands import command
 from .named import find_home, expand_one_name
 from .terminal import to_json, colorize, text_width, print_lines, shorten_text, line_width
@@ -34,7 +34,7 @@ class StepReport:
         self.ts = r['ts'] if isinstance(r.get('ts'), str) else self.ts
         if r.get('ttype')=='scalar':
             self.numbers |= {k: v for k,v in r.items() if k not in built_in_columns and is_plain_number(v)}
-        elif is_alarming(r):
+        elif needs_user_warning(r):
             self.n_nonfinite += 1
             if self.first_nonfinite is None: self.first_nonfinite = r
 
@@ -42,7 +42,7 @@ class StepReport:
     def trouble(self):
         "Text about the non-finite values of the step. '' if all values are finite."
         # leave out a non-finite gradient norm, because the row of the gradient itself shows the cause
-        parts = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and computed_in(k)!='grad_norm']
+        parts = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and builtin_scalar_name(k)!='grad_norm']
         if self.first_nonfinite is not None:
             parts.append(tensor_line(self.first_nonfinite)+(f' and {self.n_nonfinite-1} more' if self.n_nonfinite>1
                 else ''))
@@ -100,8 +100,8 @@ class RunLog:
 
     def metadata(self):
         "Read and return the metadata of the log."
-        from torchember.frames.handle import read_facts
-        return read_facts(self.name, self.data)[0]
+        from torchember.frames.handle import read_base_metadata
+        return read_base_metadata(self.name, self.data)[0]
 
     def is_running(self):
         "Return True if the process that writes the log is running."

@@ -7,8 +7,6 @@ __all__ = ['replacements', 'gone', 'sentence']
 
 # %% ../../nbs/80_compat/00_gone.ipynb #5476b98b
 # older tool -> dict: name of a function or class -> advice about its replacement
-# older tool -> dict: name of a function or class -> advice about its replacement
-# older tool -> dict: name of a function or class -> advice about its replacement
 replacements = {
     'nnstat': {
         'compute_trust_ratio': "trust_ratio(update, weight) gives ||update|| / ||weight|| of each layer now, the reciprocal of the earlier result",

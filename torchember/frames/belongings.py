@@ -9,7 +9,7 @@ __all__ = ['du', 'rm', 'mv']
 import os, shutil, time
 from socket import gethostname
 
-from torchember.frames.handle import Run, is_run_name, log_names, matching_runs, ranks_among, read_facts, without_ranks
+from torchember.frames.handle import Run, is_run_name, log_names, matching_runs, ranks_among, read_base_metadata, logs_to_run_names
 from torchember.frames.listing import counted, is_running, stat_file
 from torchember.ground.messages import an, printable, unknown
 from torchember.ground.needs import pd
@@ -22,7 +22,7 @@ from torchember.store.parts import read_part_list
 # %% ../../nbs/50_frames/06_belongings.ipynb #251838a5
 metadata_kinds = ('base', 'structure', 'parameters', 'losses', 'ranks', 'vis', 'sync', 'sent')
 
-def owner_of(stem, names):
+def run_of_metadata(stem, names):
     "Return the run of a metadata file. `stem`: file name without .json. `names`: known runs. Return None if no run is found."
     kind,_,name = stem.partition('_')
     if kind in metadata_kinds: return name
@@ -49,9 +49,9 @@ class Home:
         files = [f for f in list_folder(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
         bases = {f.name[5:-5] for f in files if f.name.startswith('base_')}
         # include only metadata files of torchember, because the user may have further files in this folder
-        self.bases = {n for n in bases if n in self.logs or is_run_name(n) and 'schema' in read_facts(n, self.data)[0]}
+        self.bases = {n for n in bases if n in self.logs or is_run_name(n) and 'schema' in read_base_metadata(n, self.data)[0]}
         self.older = {n for n in log_names(home) if n not in self.logs}
-        for f in files: self.metadata.setdefault(owner_of(f.name[:-5], self.names), []).append(self.data/f.name)
+        for f in files: self.metadata.setdefault(run_of_metadata(f.name[:-5], self.names), []).append(self.data/f.name)
 
     @property
     def names(self):
@@ -75,7 +75,7 @@ class Home:
         if not isinstance(run, str):
             raise TypeError(f"a run must be a name, a pattern, a torchEmber, its tracker te.t, or a list of these, got {an(run)}.")
         if not (some := matching_runs(run, names := sorted(self.names))):
-            raise FileNotFoundError(f"{unknown('run', run, without_ranks(names))} Looked in {printable(self.log)}.")
+            raise FileNotFoundError(f"{unknown('run', run, logs_to_run_names(names))} Looked in {printable(self.log)}.")
         return some
 
     def files(self, name):
@@ -138,9 +138,9 @@ def refuse_foreign_files(h, name):
     if odd := [p for p in h.files(name)['parts'] if p.is_symlink() or not p.is_file()]:
         raise OSError(f"{printable(odd[0])} does not belong to a run, so nothing was changed. Remove this file from the folder first.")
 
-def refuse_written(h, name):
+def refuse_active_logs(h, name):
     "Raise ValueError if a process is writing the log now, or may continue to write it."
-    base,text = read_facts(name, h.data)[0],f'The run {printable(name)!r} is still being written'
+    base,text = read_base_metadata(name, h.data)[0],f'The run {printable(name)!r} is still being written'
     pid,host = base.get('pid'),printable(base.get('host', ''))
     if is_running(base) and pid==os.getpid(): raise ValueError(f"{text} by this process. End the recording first: te.close().")
     if is_running(base):
@@ -155,19 +155,19 @@ def refuse_shared(h, name, names):
     "Raise ValueError for the log of one rank with rows in files shared with other ranks: only the whole run can be changed."
     listing = None if name in h.older else read_part_list(h.log/name)
     if listing is None or not any('holder' in p for p in listing['parts']): return
-    [whole] = without_ranks([name])
+    [whole] = logs_to_run_names([name])
     if set(h.members(whole))<=set(names): return
     raise ValueError(f"{name!r} is the log of one process of {whole!r}, and its rows are in files with rows of other processes, so nothing was changed. "
         f"Give the name of the whole run, {whole!r}.")
 
-def runs_to_change(run, home):
+def select_changeable_runs(run, home):
     "Return a `Home` and the names of the selected runs. Raise an error if one of these runs cannot be changed."
     h = Home(home)
     names = h.chosen(run)
     for name in names:
         for n in h.members(name):
             refuse_foreign_files(h, n)
-            refuse_written(h, n)
+            refuse_active_logs(h, n)
         if h.members(name)==[name]: refuse_shared(h, name, names)
     return h,names
 
@@ -190,7 +190,7 @@ def rm(
     Returns:
         pandas.DataFrame: the rows of `du` for the removed runs
     """
-    h,names = runs_to_change(run, home)
+    h,names = select_changeable_runs(run, home)
     gone = du(names, h.place)
     for name in names:
         members = h.members(name)
@@ -223,7 +223,7 @@ def mv(
     if is_url(place := folder('torchember', home)):
         raise OSError(f"{printable(place)} is an object store, which cannot rename files. "
             f"Rename the run on the machine that wrote it, sync it again, and remove the old copy: rm({run!r:.80}, {printable(repr(str(place)))}).")
-    h,names = runs_to_change(run, home)
+    h,names = select_changeable_runs(run, home)
     if len(names)>1:
         raise ValueError(f"mv takes one run, but {run!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Rename them one by one.")
     members = h.members(names[0])

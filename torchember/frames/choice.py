@@ -81,11 +81,11 @@ class RowFilter:
     def __init__(self, choice, last=None): self.choice,self.last,self.paths = choice,last,{}
 
     def __call__(self, block):
-        masks = [self.mask_of_distinct(name, block) or self.mask(name, self.values(name, block))
+        masks = [self.mask_by_distinct_values(name, block) or self.mask(name, self.values(name, block))
             for name in self.choice.conditions]
         return [all(row) for row in zip(*masks, strict=True)]
 
-    def mask_of_distinct(self, name, block):
+    def mask_by_distinct_values(self, name, block):
         """Return a boolean mask of the rows that satisfy a condition. Test each distinct value of the column only once.
 
         Return None if the distinct values of the column are unknown."""
@@ -119,7 +119,7 @@ def no_rows_message(name='The run'):
     "Return the error message for a run without any rows yet."
     return f"{name} has no rows yet. Rows are recorded when the model is called during the training."
 
-class NothingChosen(ValueError): "Error: no row of the run satisfies the conditions."
+class NoMatchingRows(ValueError): "Error: no row of the run satisfies the conditions."
 
 def explain_empty(choice, known):
     "Return the error message for conditions that select no row. `known`: name of a condition, such as 'path' -> values in the log."

@@ -15,7 +15,7 @@ from itertools import chain
 import numpy as np
 
 from torchember.frames.rank_tables import paths_of_ranks, read_ranks
-from torchember.frames.tables import table_of_blocks, tidy
+from torchember.frames.tables import table_of_blocks, prepare_table
 from torchember.processes.merge import shard_columns
 from torchember.processes.ranks import merge_ranks, own_names
 from torchember.ground.messages import printable
@@ -28,7 +28,7 @@ from torchember.store.columns import Expected, Missing, none
 from torchember.store.compaction import next_lines
 from torchember.store.lines import bad, is_step
 from torchember.store.older import is_older
-from torchember.store.parts import Part, arrow_type, column_kind, open_part, overlaps, part_file, parts_and_lines, read_current, size_or_zero
+from torchember.store.parts import Part, arrow_type, column_kind, open_part, overlaps, part_file, parts_and_lines, call_with_current_files, size_or_zero
 from torchember.store.reading import marks_in, path_of
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #49035eb0
@@ -189,7 +189,7 @@ def inspect_log(log, rows=1<<17, expected=None):
         for data in log.blocks(): out.add(*inspect_unwritten(data, log.path))
         return out
     size,more = log.store.unwritten_lines()
-    out = read_current(None if log.store.fresh else log.path,
+    out = call_with_current_files(None if log.store.fresh else log.path,
         lambda listing, files: inspect_files(log, listing, files, size, rows, expected))
     return out.add(*inspect_unwritten(more, log.path)) if more else out
 
@@ -353,18 +353,18 @@ def read_rank_metadata(home, names, asked):
     return rank_metadata(home, names), paths_of_ranks(rank_metadata(home, names, 'structure'))
 
 @lru_cache(8)
-def names_of_first_chunk(home, logs, steps, asked):
+def new_paths_from_first_chunk(home, logs, steps, asked):
     "Return new paths of modules with different weights on different ranks. Use only the first chunk, so that all chunks get equal paths."
     return own_names(rank_rows(logs, steps), *read_rank_metadata(home, names_and_ranks(logs), asked))
 
-def frame_of(chunk):
+def read_chunk_frame(chunk):
     "Read a chunk as a pandas table, with the same values as in the table from `read`."
     if chunk.merged:
-        own = names_of_first_chunk(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
-        return tidy(merge_ranks(rank_rows(chunk.logs, chunk.steps),
+        own = new_paths_from_first_chunk(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
+        return prepare_table(merge_ranks(rank_rows(chunk.logs, chunk.steps),
             *read_rank_metadata(chunk.home, names_and_ranks(chunk.logs), chunk.asked), own))
     [(_,rank,of)],keep = chunk.logs,chunk.steps and StepFilter(chunk.steps, chunk.rest)
-    df = tidy(table_of_blocks(segment_blocks(of, None if chunk.rest else chunk.steps), keep=keep))
+    df = prepare_table(table_of_blocks(segment_blocks(of, None if chunk.rest else chunk.steps), keep=keep))
     return df if rank is None else df.assign(rank=rank)
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #cc461e1a
@@ -490,5 +490,5 @@ def chunk_table(chunk, fields, steps=None):
                     and 'path' in fields])
                 return pa.table({k: pa.repeat(same[k], part.rows) if k in same else part_column(part, k, kind)
                     for k,kind in fields.items()}, schema=output_schema(fields))
-    df = frame_of(chunk.limited_to_steps(steps))
+    df = read_chunk_frame(chunk.limited_to_steps(steps))
     return table_of_frame(df.rename(columns={'run': 'mark_run'}).assign(run=chunk.run) if chunk.labelled else df, fields)

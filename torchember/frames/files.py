@@ -11,7 +11,7 @@ from io import BytesIO
 
 import numpy as np
 
-from .logframe import SchemaException, with_right_exponents, validate
+from .logframe import SchemaException, correct_exponents, validate
 from ..ground.needs import needs, pd
 from ..ground.messages import an, printable
 
@@ -49,7 +49,7 @@ allowed = {f'pandas.core.{module}': names for module,names in core.items()} | {
 allowed = {(module, name) for module,names in allowed.items() for name in names.split()}
 
 # %% ../../nbs/50_frames/20_files.ipynb #84f56ec1
-class OddPickle(Exception): "Error: a pickle contains data that pandas never writes."
+class InvalidPickle(Exception): "Error: a pickle contains data that pandas never writes."
 
 keeps = ('PUT', 'BINPUT', 'LONG_BINPUT')
 
@@ -58,39 +58,39 @@ def check_bounds(file, name):
 
     Return the file."""
     if not file.seekable(): file = BytesIO(file.read())
-    start,size,n = file.tell(),bytes_left(file),0
+    start,size,n = file.tell(),remaining_bytes(file),0
     try:
-        for op,arg,_ in pickletools.genops(Limited(file, start+size)):
+        for op,arg,_ in pickletools.genops(LimitedFile(file, start+size)):
             n += op.name in keeps or op.name=='MEMOIZE'
             if op.name=='FRAME' and arg>size:
-                raise OddPickle(f"the pickle declares a block of {arg:,} bytes, which is more than the file contains")
-            if op.name in keeps and int(arg)>2*n+1000: raise OddPickle(
+                raise InvalidPickle(f"the pickle declares a block of {arg:,} bytes, which is more than the file contains")
+            if op.name in keeps and int(arg)>2*n+1000: raise InvalidPickle(
                 f"the pickle stores an object at memo index {int(arg):,}, but contains only {n:,} objects before this index")
-    except (OddPickle, ValueError, OverflowError, MemoryError) as e:
+    except (InvalidPickle, ValueError, OverflowError, MemoryError) as e:
         raise pickle.UnpicklingError(f"{name} is not a pickle file, is truncated, "
             f"or declares more data than it contains: {printable(e, 200)}. Create or copy the file again.") from None
     file.seek(start)
     return file
 
-def bytes_left(file):
+def remaining_bytes(file):
     "Return the number of bytes from the current position to the end of the file."
     at = file.tell()
     size = file.seek(0, 2)-at
     file.seek(at)
     return size
 
-class Limited:
-    "Wrapper of a file. Its method `read` raises OddPickle if fewer bytes than requested are left before the byte `end`."
+class LimitedFile:
+    "Wrapper of a file. Its method `read` raises InvalidPickle if fewer bytes than requested are left before the byte `end`."
     def __init__(self, file, end): self.file,self.end,self.tell,self.readline = file,end,file.tell,file.readline
 
     def read(self, n=-1):
-        "Read `n` bytes. Raise OddPickle if the file has fewer bytes before its end."
+        "Read `n` bytes. Raise InvalidPickle if the file has fewer bytes before its end."
         if n>self.end-self.file.tell():
-            raise OddPickle(f"the pickle declares an object of {n:,} bytes, which is more than the file contains")
+            raise InvalidPickle(f"the pickle declares an object of {n:,} bytes, which is more than the file contains")
         return self.file.read(n)
 
 # %% ../../nbs/50_frames/20_files.ipynb #5d4a2313
-def count_unfolded(x):
+def count_nested_objects(x):
     "Return the number of objects in nested lists, dicts and `PicklePart`s, with each reference counted as a copy; inf for a cycle."
     known,todo = {},[x]
     while todo:
@@ -131,9 +131,9 @@ def read_parts(file, name): # file: binary file; name: name of the file for mess
             if what not in made: made[what] = type(what, (PicklePart,), {'what': what})
             return made[what]
     try:
-        size = bytes_left(file)
+        size = remaining_bytes(file)
         found = Reader(file).load()
-        if (n := count_unfolded(found))>100*size+1_000_000:
+        if (n := count_nested_objects(found))>100*size+1_000_000:
             raise pickle.UnpicklingError(f"{name} has {size:,} bytes, but unpacks to {n:,} values, which no real table does. Do not open this file.")
         return found
     except pickle.UnpicklingError as e:
@@ -143,46 +143,47 @@ def read_parts(file, name): # file: binary file; name: name of the file for mess
         raise pickle.UnpicklingError(f"{name} is damaged, or not a pickle: {type(e).__name__}: {printable(e, 200)}. Copy the file again.") from None
 
 # %% ../../nbs/50_frames/20_files.ipynb #483f9863
-def stands_for(x, *kinds):
+def is_placeholder_for(x, *kinds):
     "Return True if `x` is a `PicklePart` (placeholder for a pickled object) for an object of one of the classes `kinds`."
     return isinstance(x, PicklePart) and x.what in kinds
 
 def expect(x, *kinds):
-    "Return `x`. Raise OddPickle unless `x` is a `PicklePart` (placeholder) for an object of one of the classes `kinds`."
-    if not stands_for(x, *kinds):
-        raise OddPickle(f"the file contains {x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} is expected")
+    "Return `x`. Raise InvalidPickle unless `x` is a `PicklePart` (placeholder) for an object of one of the classes `kinds`."
+    if not is_placeholder_for(x, *kinds):
+        raise InvalidPickle(f"the file contains {x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} is expected")
     return x
 
 def to_bytes(x):
     "Convert `x`, a pickled bytes object in any form, to bytes. Each pickle protocol stores bytes in a different form."
-    if stands_for(x, 'py_buffer', 'bytearray'): return to_bytes(x.args[0]) if x.args else b''
-    if stands_for(x, 'encode') and x.args[1:]==('latin1',): return x.args[0].encode('latin1')
-    if not isinstance(x, bytes|bytearray): raise OddPickle(f"the file contains {an(x)} where bytes are expected")
+    if is_placeholder_for(x, 'py_buffer', 'bytearray'): return to_bytes(x.args[0]) if x.args else b''
+    if is_placeholder_for(x, 'encode') and x.args[1:]==('latin1',): return x.args[0].encode('latin1')
+    if not isinstance(x, bytes|bytearray): raise InvalidPickle(f"the file contains {an(x)} where bytes are expected")
     return x
 
 def to_dtype(x):
-    "Convert a `PicklePart` (placeholder for a pickled object) to a numpy dtype. Raise OddPickle unless it is a dtype for numbers or objects."
+    "Convert a `PicklePart` (placeholder for a pickled object) to a numpy dtype. Raise InvalidPickle unless it is a dtype for numbers or objects."
     code = expect(x, 'dtype').args[0]
-    if not isinstance(code, str) or not re.fullmatch(r'[iuf][1248]|b1|O8?', code): raise OddPickle(f"an array in the file has the unsupported dtype {code!r}")
+    if not isinstance(code, str) or not re.fullmatch(r'[iuf][1248]|b1|O8?', code):
+        raise InvalidPickle(f"an array in the file has the unsupported dtype {code!r}")
     order = x.state[1] if isinstance(x.state, tuple) else '|'
     return np.dtype(object) if code[0]=='O' else np.dtype({'>': '>', '<': '<'}.get(order, '=')+code)
 
 def to_scalar(x):
     "Convert `x`, a plain value or a `PicklePart` of a numpy scalar, to a Python number, string or None."
-    if stands_for(x, 'scalar'): return np.frombuffer(to_bytes(x.args[1]), to_dtype(x.args[0]))[0].item()
+    if is_placeholder_for(x, 'scalar'): return np.frombuffer(to_bytes(x.args[1]), to_dtype(x.args[0]))[0].item()
     if x is None or isinstance(x, str|int|float|bool): return x
     if isinstance(x, type) and issubclass(x, PicklePart) and x.what=='NA': return None
-    raise OddPickle(f"the values of the table include {x.what if isinstance(x, PicklePart) else an(x)}, but only numbers, strings and None are supported")
+    raise InvalidPickle(f"the values of the table include {x.what if isinstance(x, PicklePart) else an(x)}, but only numbers, strings and None are supported")
 
 def build_array(x):
-    "Convert a `PicklePart` to a numpy array. Raise OddPickle for an array with a large shape but without elements."
+    "Convert a `PicklePart` to a numpy array. Raise InvalidPickle for an array with a large shape but without elements."
     a = to_array(x)
-    if not a.size and max(a.shape)>1000: raise OddPickle("the file contains an array with a large shape but without values")
+    if not a.size and max(a.shape)>1000: raise InvalidPickle("the file contains an array with a large shape but without values")
     return a
 
 def to_array(x):
     "Convert a `PicklePart` (placeholder for a pickled object) to a numpy array."
-    if stands_for(x, '_frombuffer'):
+    if is_placeholder_for(x, '_frombuffer'):
         data,dtype,shape,order = x.args
         return np.frombuffer(to_bytes(data), to_number_dtype(dtype)).reshape(shape, order='F' if order=='F' else 'C')
     _,shape,dtype,fortran,data = expect(x, '_reconstruct').state
@@ -194,25 +195,25 @@ def to_array(x):
     return out.reshape(shape, order=order)
 
 def to_number_dtype(x):
-    "Convert a `PicklePart` (placeholder for a pickled object) to a numpy dtype of numbers. Raise OddPickle for a dtype of objects."
+    "Convert a `PicklePart` (placeholder for a pickled object) to a numpy dtype of numbers. Raise InvalidPickle for a dtype of objects."
     dtype = to_dtype(x)
-    if dtype.kind=='O': raise OddPickle("the file contains bytes where a list of objects is expected")
+    if dtype.kind=='O': raise InvalidPickle("the file contains bytes where a list of objects is expected")
     return dtype
 
 # %% ../../nbs/50_frames/20_files.ipynb #0efacbfb
 def arrow_texts(x):
     "Return the strings of an Arrow array in a pickle, decoded from its buffers."
-    if stands_for(x, 'chunked_array'): return [t for chunk in x.args[0] for t in arrow_texts(chunk)]
+    if is_placeholder_for(x, 'chunked_array'): return [t for chunk in x.args[0] for t in arrow_texts(chunk)]
     kind,n,_,offset,(valid,ends,text),children,_ = expect(x, '_restore_array').args[0]
     kind = expect(kind, 'type_for_alias').args[0]
-    if kind not in ('string', 'large_string') or children: raise OddPickle(f"the file contains an Arrow array of {kind}, but only strings are supported")
+    if kind not in ('string', 'large_string') or children: raise InvalidPickle(f"the file contains an Arrow array of {kind}, but only strings are supported")
     ends = np.frombuffer(to_bytes(ends), np.int64 if kind=='large_string' else np.int32)[offset:offset+n+1].tolist() if n else [0]
     if len(ends)!=n+1 and n or any(a>b for a,b in zip(ends, ends[1:], strict=False)):
-        raise OddPickle("the strings of an Arrow array in the file have wrong offsets")
+        raise InvalidPickle("the strings of an Arrow array in the file have wrong offsets")
     text,there = b'' if text is None else bytes(to_bytes(text)),[1]*n
     if valid is not None:
         there = np.unpackbits(np.frombuffer(to_bytes(valid), np.uint8), bitorder='little')[offset:offset+n].tolist()
-    if len(ends)!=n+1 or len(there)!=n: raise OddPickle("the file contains an incomplete array, perhaps because the file was truncated")
+    if len(ends)!=n+1 or len(there)!=n: raise InvalidPickle("the file contains an incomplete array, perhaps because the file was truncated")
     return [text[a:b].decode() if t else None for a,b,t in zip(ends, ends[1:], there, strict=False)]
 
 def object_array(values):
@@ -223,12 +224,12 @@ def object_array(values):
 
 def build_column(x):
     "Convert a `PicklePart` (placeholder for a pickled object) to the array of one pandas column, or a 2D array of several columns."
-    if stands_for(x, 'ArrowStringArray', 'ArrowStringArrayNumpySemantics'):
+    if is_placeholder_for(x, 'ArrowStringArray', 'ArrowStringArrayNumpySemantics'):
         return object_array(arrow_texts(x.state['_pa_array']))
-    if stands_for(x, 'IntegerArray', 'FloatingArray'):
+    if is_placeholder_for(x, 'IntegerArray', 'FloatingArray'):
         data,mask = build_array(x.state['_data']),build_array(x.state['_mask']).astype(bool)
         return np.where(mask, np.nan, data) if mask.any() else data
-    if stands_for(x, '__pyx_unpickle_NDArrayBacked'):
+    if is_placeholder_for(x, '__pyx_unpickle_NDArrayBacked'):
         parts = [p for p in x.state if isinstance(p, PicklePart)]
         kind = next((p for p in parts if p.what.endswith('Dtype')), None)
         data = next(p for p in parts if p is not kind)
@@ -241,7 +242,7 @@ def build_index(x):
     "Convert a `PicklePart` to a pandas Index of rows or columns."
     kind,d = expect(x, '_new_Index').args
     if not (isinstance(kind, type) and issubclass(kind, PicklePart) and isinstance(d, dict)):
-        raise OddPickle("the index of the table is invalid")
+        raise InvalidPickle("the index of the table is invalid")
     if kind.what=='RangeIndex': return pd.RangeIndex(d['start'], d['stop'], d['step'])
     if kind.what!='MultiIndex': return pd.Index(build_column(d['data']))
     levels,codes = [build_index(v).tolist() for v in d['levels']],[build_array(c).tolist() for c in d['codes']]
@@ -255,7 +256,7 @@ def to_attrs(x):
 # %% ../../nbs/50_frames/20_files.ipynb #5b3951c8
 def build_table(x, name): # x: result of `read_parts`; name: name of the file for messages
     "Build the DataFrame stored in a pickle. Raise SchemaException for another object, UnpicklingError for an unknown format."
-    if not stands_for(x, 'DataFrame'):
+    if not is_placeholder_for(x, 'DataFrame'):
         raise SchemaException(f"{name} is {f'a pandas {x.what}' if isinstance(x, PicklePart) else an(x)}, not a DataFrame. Give a pickle file of a DataFrame.")
     try:
         blocks,(columns,rows) = expect(x.state['_mgr'], 'BlockManager').args[:2]
@@ -263,15 +264,15 @@ def build_table(x, name): # x: result of `read_parts`; name: name of the file fo
         for b in blocks:
             values,place = expect(b, '_unpickle_block').args[:2]
             values = build_column(values)
-            place = (range(len(columns))[slice(*place.args)] if stands_for(place, 'slice')
+            place = (range(len(columns))[slice(*place.args)] if is_placeholder_for(place, 'slice')
                 else build_array(place).tolist())
             found.update(zip(place, values if values.ndim==2 else [values], strict=True))
         out = pd.DataFrame({i: found[i] for i in range(len(columns))}, index=rows)
         out.columns = columns
         out.attrs.update(to_attrs(x.state.get('attrs') or {}))
         return out
-    except (OddPickle, ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError) as e:
-        why = str(e) if isinstance(e, OddPickle) else f'{type(e).__name__}: {e}'
+    except (InvalidPickle, ValueError, TypeError, LookupError, AttributeError, RecursionError, MemoryError) as e:
+        why = str(e) if isinstance(e, InvalidPickle) else f'{type(e).__name__}: {e}'
         raise pickle.UnpicklingError(f"{name} is not a table in the format of pandas 2 or later ({printable(why, 200)}). No code of the file was run. "
             "If you trust its author, read the file with pandas, and pass the table to validate.") from None
 
@@ -305,7 +306,7 @@ def read_pickle(
         else filepath_or_buffer)
     name = name if isinstance(name, str) or hasattr(name, '__fspath__') else 'The file'
     with from_io(filepath_or_buffer, 'rb', compression=compression, is_text=False, storage_options=storage_options) as h:
-        return with_right_exponents(build_table(read_parts(h.handle, printable(name)), printable(name)), shifted)
+        return correct_exponents(build_table(read_parts(h.handle, printable(name)), printable(name)), shifted)
 
 # %% ../../nbs/50_frames/20_files.ipynb #d65ddc7b
 def read_csv(
@@ -337,7 +338,7 @@ def read_csv(
         # pandas reads an empty string as NaN, but '' is the name of the root module
         for c in (('metadata', 'name'), ('metadata', 'type')):
             if c in df and not df[c].astype(str).str.startswith('<class').any(): df[c] = df[c].astype(object).fillna('')
-    return with_right_exponents(df, shifted)
+    return correct_exponents(df, shifted)
 
 # %% ../../nbs/50_frames/20_files.ipynb #ef6150f3
 def write_parquet(
@@ -379,4 +380,4 @@ def read_parquet(
     df = pd.read_parquet(path, *args, **kwargs)
     if df.columns.nlevels==1:
         df.columns = pd.MultiIndex.from_tuples([tuple(str(c).partition('.')[::2]) for c in df.columns])
-    return with_right_exponents(df, shifted)
+    return correct_exponents(df, shifted)

@@ -14,10 +14,10 @@ import numpy as np
 
 from torchember.frames.choice import Choice, RowFilter, column_of_condition
 from torchember.frames.rank_tables import merge_parameters, merge_trees, paths_of_ranks, read_ranks, whole_model_paths
-from torchember.frames.tables import columns_to_read, concat_tables, table_of_blocks, tidy
+from torchember.frames.tables import columns_to_read, concat_tables, table_of_blocks, prepare_table
 from torchember.ground.messages import an, printable, unknown, warn
 from torchember.processes import ranks
-from torchember.store.anywhere import list_folder, file_exists, path_exists, is_url, located
+from torchember.store.anywhere import list_folder, file_exists, path_exists, is_url, to_path
 from torchember.store.base import valid_base, folder, read_meta, safe_name
 from torchember.store.columns import ColumnBlock
 from torchember.store.jsonl import emberTracker, tracker
@@ -59,12 +59,12 @@ def ranks_among(names, run):
         and m[1]==run}
     return dict(sorted(found.items()))
 
-def without_ranks(names):
+def logs_to_run_names(names):
     "Convert log names to run names. The logs 'a.rank0' and 'a.rank1' become one run 'a'."
     return list(dict.fromkeys(m[1] if (m := rank_pattern.fullmatch(n)) else n for n in names))
 
 # %% ../../nbs/50_frames/04_handle.ipynb #6875fa8b
-def has_orphan_box(boxes):
+def may_have_orphan_box(boxes):
     "Return True if the folder `boxes` may have a black box (file of recent steps) of a dead process. This check does not import torch."
     # do not open the files: closing a black box of this process would release the lock on its file
     if 'torchember.recorder.black_box' in sys.modules: return os.path.isdir(boxes)
@@ -82,7 +82,7 @@ def has_orphan_box(boxes):
 
 def recover_boxes(folder):
     "Write rows from the black boxes (files of recent steps) of dead processes to the logs. `folder`: home of the runs."
-    if is_url(folder) or not has_orphan_box(os.path.join(folder, 'box')): return
+    if is_url(folder) or not may_have_orphan_box(os.path.join(folder, 'box')): return
     try: from torchember.recorder.recovery import recover_all
     except ImportError as e:
         return warn(f"A process that has ended left rows in {printable(folder)}{os.sep}box, which cannot be read here: {e}.")
@@ -96,7 +96,7 @@ def log_names(home):
     return sorted([n for n in log_files(log) if (is_url(log) or os.path.isfile(log/n)) and is_run_name(n)]+older_runs(log))
 
 # %% ../../nbs/50_frames/04_handle.ipynb #5ab7ec68
-def read_facts(name, data):
+def read_base_metadata(name, data):
     """Return (general metadata of a log, None). For missing metadata, return ({}, None); for unreadable metadata, ({}, reason).
 
     `data`: folder of metadata.
@@ -151,7 +151,7 @@ def open_log(run, home=None):
     "Open one log for reading. `run`: name of a log, its file or URL, a `torchEmber` or its tracker."
     t = run if isinstance(run, tracker) else getattr(run, 't', None)
     if isinstance(run, os.PathLike) or is_url(run) or isinstance(run, str) and os.sep in run:
-        path = located(run)
+        path = to_path(run)
         if path.parent.name=='log': recover_boxes(path.parent.parent)
         flush_logs(path)
         if not (file_exists(path) or is_older(path)):
@@ -255,11 +255,11 @@ class Run:
         if self.given is not None: return self.given
         choice = choice or Choice()
         df = self.log.table(choice, columns) if not self.is_ranked else self.table_per_rank(choice, columns) if per_rank else self.merged_table(choice)
-        return tidy(df, self.name if label else None)
+        return prepare_table(df, self.name if label else None)
 
     def table_per_rank(self, choice, columns):
         "Read the rows of all ranks as one table with a column `rank`, without merging ranks."
-        return concat_tables([tidy(log.table(choice, columns)).assign(rank=r) for r,log in self.logs.items()])
+        return concat_tables([prepare_table(log.table(choice, columns)).assign(rank=r) for r,log in self.logs.items()])
 
     def merged_table(self, choice):
         "Merge the rows of all ranks, then select rows. Read all rows first, because merging needs the rows of all shards of a tensor."
@@ -300,7 +300,7 @@ def values_of_conditions(runs):
 def split_url(run, home):
     "Split the URL of a run into (name, home): 's3://b/x/log/resnet' gives 'resnet' and 's3://b/x'. Return other values unchanged."
     if not is_url(run): return run, home
-    path = located(run)
+    path = to_path(run)
     return (path.name, path.parent.parent) if path.parent.name=='log' else (run, home)
 
 def is_glob(run):
@@ -309,7 +309,7 @@ def is_glob(run):
 
 def matching_runs(run, names):
     "Return the names of all runs that match a name or pattern. If no run matches, return matching log names of single ranks."
-    known = without_ranks(names)
+    known = logs_to_run_names(names)
     if run in names or run in known or not is_glob(run): return [run]*(run in names or run in known)
     return [n for n in known if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]
 

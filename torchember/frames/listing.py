@@ -11,18 +11,18 @@ from datetime import datetime
 from socket import gethostname
 from stat import S_ISDIR
 
-from torchember.frames.handle import is_run_name, log_files, older_runs, open_runs, rank_pattern, read_facts
+from torchember.frames.handle import is_run_name, log_files, older_runs, open_runs, rank_pattern, read_base_metadata
 from torchember.ground.messages import printable
 from torchember.ground.needs import pd
 from torchember.processes.module_names import join_names, join_ranks
 from torchember.store.anywhere import call_store, list_folder, file_size, path_exists, is_url, open_file
 from torchember.store.base import folder, read_meta, safe_name
-from torchember.store.compaction import into_parts
+from torchember.store.compaction import convert_to_parts
 from torchember.store.jsonl import emberTracker
 from torchember.store.log import flush_logs
 from torchember.store.log_file import last_step_in_block, last_step_of
 from torchember.store.older import is_older, size_and_rows
-from torchember.store.parts import group_beside, many_logs, read_current, size_or_zero, summarize_parts
+from torchember.store.parts import rows_per_group, many_logs, call_with_current_files, size_or_zero, summarize_parts
 from torchember.store.shared import share_parts
 
 # %% ../../nbs/50_frames/04_listing.ipynb #661e914e
@@ -61,7 +61,7 @@ def estimate_rows(path):
             # the log continues in the next file, because a file is renamed before its conversion to Parquet
             before += size
         return n
-    return read_current(path, rows)
+    return call_with_current_files(path, rows)
 
 def count_steps(path, size):
     "Return the number of steps of a log. Read only the last lines, because step numbers increase."
@@ -112,7 +112,7 @@ def stat_file(path):
 def describe_log(name, place):
     "Return a dict that describes the log `name` in the home `place`: one row of the table of `runs()`. Raise an error if it is unreadable."
     path,data = place/'log'/safe_name(name, 'run'),place/'data'
-    base,problem = read_facts(name, data)
+    base,problem = read_base_metadata(name, data)
     s = stat_file(path)
     known = dict(name=name, model=model_class(name, data, base), ranks=1, start=base.get('start'), problem=problem)
     if S_ISDIR(s.st_mode) and is_older(path):
@@ -153,7 +153,7 @@ def runs_without_log(place, names):
         and f.is_file(follow_symlinks=False)]
     rows = []
     for n in filter(is_run_name, sorted({*bases}-names)):
-        base,problem = read_facts(n, place/'data')
+        base,problem = read_base_metadata(n, place/'data')
         if not problem and 'schema' in base:
             rows.append(dict(name=n, model=model_class(n, place/'data', base), ranks=1, steps=0, rows=0, size=0,
                 start=base.get('start'), end=base.get('end'), running=False,
@@ -249,8 +249,8 @@ def compact(
             t = log.t or emberTracker(log.name, log.path.parent.parent)
             if t.older():
                 raise ValueError(f"The run {log.name!r} was recorded by an older torchember, so it cannot be compacted, only read. Its files were not changed.")
-            continues = may_continue(read_facts(t.fname, t.data)[0])
-            into_parts(log.path, last_step_of(log.path) if continues else None, keep, group_beside(len(logs)))
+            continues = may_continue(read_base_metadata(t.fname, t.data)[0])
+            convert_to_parts(log.path, last_step_of(log.path) if continues else None, keep, rows_per_group(len(logs)))
             is_over = is_over and not continues
         if is_over and len(logs)>=many_logs and not is_url(r.path): share_parts([log.path for log in logs])
         for log in logs:

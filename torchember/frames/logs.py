@@ -8,14 +8,14 @@ __all__ = ['read', 'wide', 'rows_of_type', 'pivot']
 # %% ../../nbs/50_frames/05_logs.ipynb #b1b72a47
 import numpy as np
 
-from torchember.frames.choice import Choice, NothingChosen, to_list, explain_empty, no_rows_message
+from torchember.frames.choice import Choice, NoMatchingRows, to_list, explain_empty, no_rows_message
 from torchember.frames.handle import open_runs, values_of_conditions
-from torchember.frames.tables import as_names, clean_types, concat_tables, is_vectors, not_measured, not_recorded, select_columns
+from torchember.frames.tables import as_names, clean_types, concat_tables, has_vectors, not_measured, not_recorded, select_columns
 from torchember.frames.words import accept_earlier_arguments
 from torchember.ground.messages import printable, with_argument_names, unknown
 from torchember.ground.needs import pd
 from torchember.ground.progress import progress
-from torchember.ground.record import beside_training, called_ttypes, computed, computed_in, optional
+from torchember.ground.record import beside_training, called_ttypes, computed, builtin_scalar_name, optional
 from torchember.store.lines import bad
 
 # %% ../../nbs/50_frames/05_logs.ipynb #8b2aafec
@@ -53,7 +53,7 @@ def read(
     messages = [f'{r.name}: {m}' if several else m for r,t in zip(found, tables, strict=True)
         for m in t.attrs.get('said', ())]
     df.attrs = {'said': messages} if messages else {}
-    if not len(df) and choice.conditions: raise NothingChosen(explain_empty(choice, values_of_conditions(found)))
+    if not len(df) and choice.conditions: raise NoMatchingRows(explain_empty(choice, values_of_conditions(found)))
     if columns is None: return df
     if callable(columns): return df[[c for c in df.columns if c=='run' or columns(c)]]
     # read again with all columns, so that the error message can list the existing names
@@ -129,7 +129,7 @@ def wide(
     df = clean_types(run if isinstance(run, pd.DataFrame) else read(run))
     if not len(df): raise ValueError(no_rows_message())
     if stat not in df: raise ValueError(not_recorded(stat, [c for c in df.columns if c not in not_measured]))
-    if is_vectors(df[stat]):
+    if has_vectors(df[stat]):
         raise ValueError(f"the statistic {stat!r} is a vector with a number for each unit, so wide cannot show it. "
             f"To plot it: surface(run, path=..., stat={stat!r}).")
     if missing := [c for c in ('path', 'ttype', 'tname', 'step') if c not in df]:
@@ -148,7 +148,7 @@ def rows_of_type(df, ttype, stat):
     some = df[(df['ttype']==ttype).to_numpy()]
     some = some[measured_any(some, [stat])]
     if ttype=='scalar':
-        some = some[some[stat].notna().to_numpy() | (some['tname'].isin(computed).to_numpy()==bool(computed_in(stat)))]
+        some = some[some[stat].notna().to_numpy() | (some['tname'].isin(computed).to_numpy()==bool(builtin_scalar_name(stat)))]
     if not len(some):
         raise ValueError(unknown('tensor type', ttype, df['ttype'].astype(object).unique(), called_ttypes))
     return some

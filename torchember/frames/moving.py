@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchember.frames.belongings import Home, refuse_foreign_files, refuse_written, rm
-from torchember.frames.handle import read_facts
+from torchember.frames.belongings import Home, refuse_foreign_files, refuse_active_logs, rm
+from torchember.frames.handle import read_base_metadata
 from torchember.frames.listing import may_continue
 from torchember.ground.messages import printable, warn
 from torchember.ground.record import plain
@@ -271,7 +271,7 @@ class LogCopy:
     "Copy of one log to the destination of `sync`. The method `sync` copies all new files."
     def __init__(self, moving, h, name):
         self.m,self.to,self.h,self.name,self.path = moving,moving.target,h,name,h.log/name
-        self.over = not may_continue(read_facts(name, h.data)[0])
+        self.over = not may_continue(read_base_metadata(name, h.data)[0])
         # sent: number of files sent to the destination; bytes: total size of these files
         self.manifest,self.sent,self.bytes = Manifest(self.to, name),0,0
         self.folder,self.files = self.manifest.folder,self.manifest.files
@@ -434,8 +434,8 @@ def remove_moved(name, home, target):
     "Read and verify all files of a run at the destination, then remove the local run."
     h = Home(home)
     for m in h.members(name):
-        refuse_written(h, m)
-        if may_continue(read_facts(m, h.data)[0]):
+        refuse_active_logs(h, m)
+        if may_continue(read_base_metadata(m, h.data)[0]):
             raise ValueError(f"{printable(m)} is still being recorded, so it was not moved. End the recording first: te.close().")
         files = as_dict(as_dict(target.read_json(f'data/sync_{m}.json')).get('files'))
         wrong = [rel for rel,f in files.items()
@@ -486,7 +486,7 @@ class Background:
     def runs_ended(self):
         "Return True if all copied runs have ended."
         data = folder('torchember', self.moving.home)/'data'
-        return bool(self.said) and not any(may_continue(read_facts(s['name'], data)[0]) for s in self.said)
+        return bool(self.said) and not any(may_continue(read_base_metadata(s['name'], data)[0]) for s in self.said)
 
     def try_sync(self):
         "Copy new rows and files. Return True if the copy succeeded. Warn once about each type of error."

@@ -10,7 +10,7 @@ from itertools import chain
 
 import numpy as np
 
-from torchember.frames.tables import clean_types, tidy, typed_columns
+from torchember.frames.tables import clean_types, prepare_table, typed_columns
 from torchember.measure.summary import derived
 from torchember.processes import module_names
 from torchember.processes.axes import validate_metadata
@@ -74,7 +74,7 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
     each_rank = [np.full(n, r) if isinstance(r, int) else r[m]
         for r,m,(n,_) in zip(block_ranks, masks, counts, strict=True)]
     df = table_of_columns(columns, layouts, n).assign(rank=np.concatenate([np.zeros(0, int), *each_rank]))
-    df = tidy(without_superseded(df))
+    df = prepare_table(without_superseded(df))
     good = drop_invalid_rows(df)
     return good, count_invalid(logs, shared, zip(block_ranks, counts, strict=True), df['rank'].drop(good.index))
 

@@ -80,7 +80,7 @@ def conjuncts(condition):
         return [c for p in parts for c in conjuncts(p)]
     return [condition]
 
-def may_hold(pl, conditions, chunk, most=1<<20):
+def may_have_matching_rows(pl, conditions, chunk, most=1<<20):
     """Return False if no row of the chunk can satisfy the conditions on `step` and `run`. Otherwise return True.
 
     `most`: maximum number of steps to test.
@@ -110,7 +110,7 @@ def polars_frame(rows):
         known = [] if condition is None else [c for c in conjuncts(condition)
             if c.meta.root_names() and {*c.meta.root_names()}<={'step', 'run'}]
         for c in rows.pruned.chunks:
-            if schema.get('step')==pl.Int64 and not may_hold(pl, known, c): continue
+            if schema.get('step')==pl.Int64 and not may_have_matching_rows(pl, known, c): continue
             df = polars_table(pl, rows.reader(c, used))
             if condition is not None: df = df.filter(condition)
             df = df.select(names) if most is None else df.select(names).head(most)

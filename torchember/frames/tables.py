@@ -50,7 +50,7 @@ def as_times(values):
     return values if times is None else pd.Series(times.take(codes, allow_fill=True), index=values.index)
 
 # %% ../../nbs/50_frames/02_tables.ipynb #cdd374c4
-def tidy(df, run=None):
+def prepare_table(df, run=None):
     """Prepare a table of rows for users: add `path`, `nan`, `posinf` and `neginf`, convert names to categories, and order the columns.
 
     `run`: value of a new column `run`; None to add no such column.
@@ -140,11 +140,11 @@ count_columns = ('call', 'micro', 'backward', 'rank', 'exponent_min', 'gscale')
 
 def clean_types(df):
     "Drop rows without a step or tensor type. Replace each value that is not a text (in name columns) or not a number (in statistics)."
-    changed = {c: only_types(df[c], str) for c in text_columns
+    changed = {c: keep_only_types(df[c], str) for c in text_columns
         if c in df and (df[c].dtype==object or c in ('pname', 'phase') and df[c].dtype.kind in 'iufb')}
     changed |= {c: to_numbers(df[c], c) for c in {*derived, 'ratio', *bad, *count_columns}
         if c in df and c!='exponents' and df[c].dtype.kind not in 'iuf'}
-    if 'shape' in df: changed['shape'] = only_types(df['shape'], (list, tuple, np.ndarray))
+    if 'shape' in df: changed['shape'] = keep_only_types(df['shape'], (list, tuple, np.ndarray))
     changed = {c: v for c,v in changed.items() if v is not None}
     if changed: df = df.assign(**changed)
     if not {'ttype', 'step'}<=set(df.columns): return df
@@ -159,7 +159,7 @@ def is_whole_step(s):
     if isinstance(s, bool) or not isinstance(s, int|float|np.number): return False
     return s==s and abs(s)<2**53 and s==int(s) and is_step(int(s))
 
-def only_types(column, kinds):
+def keep_only_types(column, kinds):
     "Replace values of types other than `kinds` by None. If `kinds` is str, convert whole numbers to texts. Return None if no value changes."
     known = lambda v: isinstance(v, kinds) or v is None or isinstance(v, float) and v!=v
     # fast path for most columns: comparing only the types is 10 times faster than testing each value
@@ -172,12 +172,12 @@ def only_types(column, kinds):
 
 def to_numbers(column, name):
     "Convert a column of a statistic to numbers. Return None for a column of vectors, because vectors need no conversion."
-    if name in derived and name not in bad and is_vectors(column): return None
+    if name in derived and name not in bad and has_vectors(column): return None
     values = column.astype(object).map(lambda v: v if isinstance(v, int|float) else None)
     numbers = pd.to_numeric(values, errors='coerce').astype(float)
     return numbers.fillna(0).astype('int64') if name in bad else numbers
 
-def is_vectors(column):
+def has_vectors(column):
     "Return True if a column contains vectors: lists, tuples or arrays. Only the first value is checked."
     if column.dtype.kind!='O': return False
     at = column.first_valid_index()

@@ -9,7 +9,7 @@ __all__ = ['dead_units']
 import numpy as np
 
 from .logs import number_layers, read, select_paths
-from .tables import is_vectors
+from .tables import has_vectors
 from ..ground.needs import pd
 from ..ground.record import beside_training
 from ..ground.messages import printable, unknown
@@ -36,7 +36,7 @@ def histories(run, stat, path=None, ttype=None):
         names = list(map(str, df['run'].unique()))
         raise ValueError(f"the table has several runs: {printable(', '.join(names))}. Select one: df[df.run=={names[0]!r}].")
     df = df[df[stat].notna().to_numpy()]
-    if not is_vectors(df[stat]):
+    if not has_vectors(df[stat]):
         raise ValueError(f"the statistic {stat!r} is a number, not a vector. To plot it: scalar_line(run, stat={stat!r}).")
     if 'phase' in df and 0<(beside := df['phase'].astype(object).isin(beside_training).to_numpy()).sum()<len(df):
         df = df[~beside]
@@ -95,11 +95,11 @@ def dead_units(
     """
     if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window<1):
         raise ValueError(f"window must be a number of steps >= 1, or None for only the last step, got {window!r}.")
-    tables = [rows_of_history(h, window) for h in histories(run, stat, path)]
+    tables = [dead_unit_rows(h, window) for h in histories(run, stat, path)]
     return pd.concat(tables, ignore_index=True)
 
 # %% ../../nbs/50_frames/40_unit_tables.ipynb #73aed78e
-def rows_of_history(h, window):
+def dead_unit_rows(h, window):
     "Return the rows about one tensor for the table of `dead_units`. `h`: `UnitHistory` of the tensor; `window`: as in `dead_units`."
     zero,n = h.value==0,len(h.steps)
     recent = h.steps>h.steps[-1]-window if window is not None else np.arange(n)==n-1

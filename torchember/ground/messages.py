@@ -47,8 +47,6 @@ longest = 200
 
 # %% ../../nbs/05_ground/10_messages.ipynb #03652837
 # groups of argument names with the same meaning in different libraries, for suggestions in messages
-# groups of argument names with the same meaning in different libraries, for suggestions in messages
-# groups of argument names with the same meaning in different libraries, for suggestions in messages
 alike = ('stat stats statistic statistics metric metrics scalar_metric', 'tt ttype ttypes tensor_type tensor_types',
     'step steps',
     'layer layers path paths module modules include', 'optimizer optimizers optimiser optim opt')

@@ -24,7 +24,7 @@ def in_terminal() -> bool:
     except (AttributeError, ValueError): return False # `sys.stderr` is None or closed
 
 # %% ../../nbs/05_ground/40_progress.ipynb #e42b731b
-def new_bar(what, total, done, form=None):
+def make_progress_bar(what, total, done, form=None):
     "Return a tqdm progress bar, which disappears when the work is finished."
     how = dict(desc=what, total=total, initial=done, leave=False, file=sys.stderr, bar_format=form)
     if in_notebook() and find_spec('ipywidgets'): from tqdm.notebook import tqdm
@@ -51,7 +51,7 @@ class Progress:
         self.done += n
         if self.bar is not None: self.bar.update(n)
         elif self.seen and monotonic()-self.began>self.delay:
-            self.bar = new_bar(self.what, self.total, self.done, self.form)
+            self.bar = make_progress_bar(self.what, self.total, self.done, self.form)
 
     def __enter__(self): return self
 
@@ -98,6 +98,6 @@ def waiting(what:str):
 def show_time(what, over):
     "Show the elapsed time repeatedly until the event `over` is set."
     if over.wait(Progress.delay): return
-    bar = new_bar(what, None, 0, '{desc}: {elapsed}')
+    bar = make_progress_bar(what, None, 0, '{desc}: {elapsed}')
     while not over.wait(.5): bar.refresh()
     bar.close()

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['SCHEMA', 'flowing', 'ttypes', 'identity', 'beside_training', 'of_pieces', 'optional', 'reserved', 'unmarkable',
-           'norm_names', 'clipped_norm', 'computed', 'called_ttypes', 'place_of', 'computed_in', 'check_ttypes',
-           'json_pointer_part', 'plain', 'values_of', 'line_of', 'lines_of', 'texts_of', 'regular_line', 'dump_row',
-           'load_row', 'column_order']
+           'norm_names', 'clipped_norm', 'computed', 'called_ttypes', 'tensor_key_in_step', 'builtin_scalar_name',
+           'check_ttypes', 'json_pointer_part', 'plain', 'values_of', 'line_of', 'lines_of', 'texts_of', 'regular_line',
+           'dump_row', 'load_row', 'column_order']
 
 # %% ../../nbs/05_ground/20_record.ipynb #e1362eea
 import json, math
@@ -44,12 +44,12 @@ norm_names = 'grad_norm','grad_norm_unclipped'
 clipped_norm = 'recorded_grad_norm','grad_norm'
 computed = ('grad_norm', 'lr') # `tname` of the rows of scalars that torchember computes
 
-def place_of(key, call): # key: key of a row, as described in `recorder.row.one_row`
+def tensor_key_in_step(key, call): # key: key of a row, as described in `recorder.row.one_row`
     "Return a tuple that identifies a tensor in a step: parts of the key of the tensor's row, and the number of the module's call."
     # returns a tuple, not a NamedTuple, because a tuple is faster, and this function runs for each row
     return *key[:3], *key[4:6], call
 
-def computed_in(name:str) -> str|None:
+def builtin_scalar_name(name:str) -> str|None:
     "Return the `tname` under which torchember itself records the scalar `name`: 'grad_norm' or 'lr'. Return None for other scalars."
     name = name.removeprefix('recorded_')
     return 'grad_norm' if name in norm_names else 'lr' if name=='lr' or name.startswith('lr/') else None
@@ -141,12 +141,12 @@ try:
 except ImportError: orjson = None
 
 # %% ../../nbs/05_ground/20_record.ipynb #bb09a960
-def is_final(text):
+def needs_no_correction(text):
     "Return True if JSON from orjson needs no correction: it contains neither null, which may be a lost NaN, nor a Unicode line separator."
     return b'null' not in text and (text.isascii() or b'\xe2\x80' not in text)
 
 # %% ../../nbs/05_ground/20_record.ipynb #d19c2d60
-def careful_line(row):
+def line_of_any_row(row):
     "Return the JSON line of any row: convert values that JSON cannot store, and list NaN and infinities in the column `nonfinite`."
     lost = {}
     # keep the names (such as 'NaN') of values that were already replaced by None in this row
@@ -160,26 +160,26 @@ def careful_line(row):
 # %% ../../nbs/05_ground/20_record.ipynb #2322c1de
 def line_of(row:dict) -> bytes:
     "Return a row as one line of strict JSON, as bytes in UTF-8 without the newline."
-    line = quick_line(row)
-    return careful_line(row) if line is None else line
+    line = line_by_orjson(row)
+    return line_of_any_row(row) if line is None else line
 
 # %% ../../nbs/05_ground/20_record.ipynb #9a42b660
-def quick_line(row):
-    "Return the JSON line of a row as orjson writes it. Return None if the row needs the slower `careful_line`."
+def line_by_orjson(row):
+    "Return the JSON line of a row as orjson writes it. Return None if the row needs the slower `line_of_any_row`."
     if orjson is None or 'nonfinite' in row: return None
     try: line = orjson.dumps(row, option=options)
     except (TypeError, RecursionError): return None
-    return line if is_final(line) else None
+    return line if needs_no_correction(line) else None
 
 # %% ../../nbs/05_ground/20_record.ipynb #3f766e1f
 def lines_of(rows:list) -> bytes|None:
-    """Return the JSON lines of many rows, each with a newline. Return None if any row needs the slower `careful_line`.
+    """Return the JSON lines of many rows, each with a newline. Return None if any row needs the slower `line_of_any_row`.
 
     All lines are checked together: this takes a third of the time of a check of each line."""
     if orjson is None or not all(type(r) is dict and 'nonfinite' not in r for r in rows): return None
     try: text = b'\n'.join([orjson.dumps(r, option=options) for r in rows])
     except (TypeError, RecursionError): return None
-    return text+b'\n' if is_final(text) else None
+    return text+b'\n' if needs_no_correction(text) else None
 
 # %% ../../nbs/05_ground/20_record.ipynb #c6e242ad
 def texts_of(numbers) -> list:
@@ -189,8 +189,8 @@ def texts_of(numbers) -> list:
     return text[1:-1].split(b',')
 
 def regular_line(row:dict) -> bytes|None:
-    "Return the JSON line of a row, with the number format of `texts_of`. Return None if only the slower `careful_line` can write the row."
-    return careful_line(row) if orjson is None else quick_line(row)
+    "Return the JSON line of a row, with the number format of `texts_of`. Return None if only the slower `line_of_any_row` can write the row."
+    return line_of_any_row(row) if orjson is None else line_by_orjson(row)
 
 # %% ../../nbs/05_ground/20_record.ipynb #a9c17fb3
 def dump_row(row:dict) -> str:

@@ -25,7 +25,7 @@ def feeding_layer(h, s, far=6):
     if s.ttype=='output' and s.path in weighted: return s.path
     path = s.path
     for _ in range(far):
-        path = h.graph.feeder(path)
+        path = h.graph.source_of_input(path)
         if path is None or path in weighted and not is_norm(h.kinds.get(path)): return path
     return None
 
@@ -35,7 +35,7 @@ def is_fed_below_zero(h, s, at):
     If so, a ReLU made the zeros of the input `s`. Otherwise the input may be a recurrent state that begins with
     zeros.
     """
-    before = h.graph.feeder(s.path)
+    before = h.graph.source_of_input(s.path)
     fed = h.outputs.get(before) if before is not None else None
     if fed is None or 'max' not in fed: return False
     # without later steps, the median is NaN, so the result is False
@@ -46,7 +46,7 @@ def has_zero_weights(h, s, at):
 
     Other rules report zero weights. `at`: index of the step.
     """
-    layer = s.path if s.ttype=='output' else h.graph.feeder(s.path)
+    layer = s.path if s.ttype=='output' else h.graph.source_of_input(s.path)
     ws = [w for k,w in h.weights.items() if k[0]==layer and len(w)]
     return bool(ws) and all(w.zero[min(at, len(w)-1)] for w in ws)
 
@@ -75,7 +75,7 @@ def find_nearly_dead(h, share):
         at = find_lasting_start(s['zero_frac']>=share)
         if at is None: continue
         layer,zeros = feeding_layer(h, s),median(s['zero_frac'][at:])
-        yield s.finding(at, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of {s.title} are zero: most of its units are dead.",
+        yield s.finding(at, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of {s.title} are zero: most of its units are dead (always zero).",
             s.path if layer is None else layer, stat='zero_frac', severity='warning', zero_frac=zeros, dead=s.path,
             confidence=confidence_from(1-zeros, 1-share),
             advice=dead_advice(s.steps[at]==h.steps[0]))
@@ -83,7 +83,7 @@ def find_nearly_dead(h, share):
 
 def dead_advice(is_first):
     "Return the advice for a layer with zero outputs. `is_first`: True if the outputs are zero from the first step on."
-    default,rate = 'Start with biases near zero and the default weights of torch.','Divide the learning rate by 10, because the layer died in the training.'
+    default,rate = 'Restore the default initial weights: layer.reset_parameters().','Divide the learning rate by 10: the layer died during training.'
     return f"{default if is_first else rate} Or use LeakyReLU or GELU, which let gradients pass for negative inputs."
 
 def flag_nonpositive(s):
@@ -100,8 +100,8 @@ def find_dead_by_gradient(h):
         grads = [o for k,o in h.grads.items() if k[0]==path]
         if len(s)<5 or not grads or path in h.graph.last_modules or (at := find_lasting_start(flag_nonpositive(s))) is None: continue
         if any((i := find_lasting_start(o.zero)) is None or o.steps[i]>s.steps[at]+1 for o in grads): continue
-        return [s.finding(at, f"The activation after {s.title} is dead from step {s.steps[at]} on: all outputs of this layer are below "
-            f"zero (mean {fmt(median(s['mean'][at:]))}), and its gradients are exactly zero, so it cannot recover.",
+        return [s.finding(at, f"The activation after {s.title} is dead from step {s.steps[at]} on. All outputs of this layer are zero "
+            f"or negative (mean {fmt(median(s['mean'][at:]))}). Its weight gradients are exactly zero, so the layer cannot recover.",
             look="overview(run)", dead=path, advice=dead_advice(s.steps[at]==h.steps[0]))]
     return []
 
@@ -109,7 +109,7 @@ def below_zero_phrase(fed, s, step):
     "Return a phrase about the layer `fed` if all its outputs are below zero, so that a ReLU after `fed` returns zeros. Else return ''."
     if fed is None or fed is s or 'max' not in fed: return ''
     later = fed['max'][fed.steps>=step]
-    return f": all outputs of {fed.title} are below zero (at most {fmt(later[0])})" if len(later) and later[0]<=0 else ''
+    return f". All outputs of {fed.title} are then zero or negative (at most {fmt(later[0])})" if len(later) and later[0]<=0 else ''
 
 def has_gradients(h, layer, step):
     "Return True if a parameter of a layer has a gradient other than zero in more than half of the steps after `step`."
@@ -118,9 +118,9 @@ def has_gradients(h, layer, step):
 
 def recovery_phrase(h, s, layer, alive):
     "Return a sentence that states if a layer can recover after its activation returned only zeros. `alive`: result of `has_gradients`."
-    if alive: return f" Gradients still reach `{layer}` another way, so the layer may recover."
-    if any(k[0]==layer for k in h.grads): return f" The gradients of `{layer}` are zero, too, so the layer cannot recover."
-    return " No gradient passes through it, so it cannot recover." if any(r in h.activation(s) for r in zero_range_activations) else ''
+    if alive: return f" Gradients still reach `{layer}` on another path, so the layer may recover."
+    if any(k[0]==layer for k in h.grads): return f" The gradients of `{layer}` are also zero, so the layer cannot recover."
+    return " No gradient passes through this activation, so it cannot recover." if any(r in h.activation(s) for r in zero_range_activations) else ''
 
 # %% ../../nbs/55_health/40_activations.ipynb #72849866
 @rule(severity='error', needs=('input', 'output'), stats='abs_max',
@@ -163,7 +163,7 @@ def activation_shape(h, s):
     if s.ttype=='output': # a value above 1 shows that the module applies more operations after its activation
         return shapes.get(h.activation(s)) if s.path not in h.activations or finite_max(s.abs_max)<=1 else None
     if h.graph.makers.get(s.path) or s.path in h.graph.first_modules or 'max' not in s or 'float' not in str(s.dtype): return None
-    before = h.graph.feeder(s.path)
+    before = h.graph.source_of_input(s.path)
     fed = h.outputs.get(before) if before else None
     if fed is None or not is_linear(fed.kind) and not is_norm(fed.kind) or finite_max(fed.abs_max)<=2: return None
     top,low = finite_max(s['max']),-finite_max(-s['min'])
@@ -207,18 +207,19 @@ def saturated(h, slope=.05):
     s,at,kind,left = min(found, key=lambda f: (f.s.steps[f.at], f.s.order))
     step,layer = int(s.steps[at]),feeding_layer(h, s)
     fed = h.outputs.get(layer) if layer is not None else None
-    cause = f" Its input from {fed.title} has an rms of {fmt(median(fed.rms[-5:]))}." if fed is not None and fed is not s else ''
+    cause = f" Its input, the output of {fed.title}, has an rms of {fmt(median(fed.rms[-5:]))}." if fed is not None and fed is not s else ''
     what = s.title if s.ttype=='output' else f'The {kind} before {s.title}'
-    yield s.finding(at, f"{what} is saturated from step {step} on: its mean slope is {fmt(left)}, where {full_slope[kind]:g} is the most.{cause} "
-        "Hardly any gradient passes.", s.path if layer is None else layer, severity='error' if h.progress.is_bad else None, ttype='output',
+    yield s.finding(at, f"{what} is saturated from step {step} on: its mean slope is {fmt(left)} (largest possible: {full_slope[kind]:g}).{cause} "
+        "Hardly any gradient passes through this activation.",
+        s.path if layer is None else layer, severity='error' if h.progress.is_bad else None, ttype='output',
         advice=("Divide the learning rate by 10, or normalize before this module (BatchNorm, LayerNorm)." if step!=h.steps[0] else
-        "Start with smaller weights in the layer before this module (torch.nn.init.xavier_uniform_), and normalize the data: (x-mean)/std."),
+        "Use smaller initial weights before this module: torch.nn.init.xavier_uniform_(layer.weight). Also normalize the data: (x-mean)/std."),
         slope=left, saturated=s.path, layers=len(found),
         confidence=confidence_from(left, slope*full_slope[kind], (len(s)-at)/len(s), h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #0cb0c418
-attention_advice = ("Divide the scores by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. If they are, "
-    "apply LayerNorm to queries and keys")
+attention_advice = ("Divide the scores by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. If they are "
+    "already divided, apply LayerNorm to queries and keys")
 
 def is_attention_weights(h, s):
     """Return True if a tensor holds attention weights, and is not the output of the model.
@@ -239,7 +240,8 @@ def find_peaked_rows(h, peak):
         if at is None: continue
         size = plain_median(squares[at:])
         yield s.finding(at, f"From step {s.steps[at]} on, the attention of {s.title} puts nearly all weight on one of {s.shape[-1]} "
-            f"positions: the squared weights of a row add up to {fmt(size)}. Hardly any gradient passes.", squares=size,
+            f"positions. The squared weights of a row add up to {fmt(size)} (1: all weight on one position). "
+            "Hardly any gradient passes through the softmax.", squares=size,
             confidence=confidence_from(1-size, 1-peak, (len(s)-at)/len(s), h.progress.is_good),
             # 'info' if the training goes well, because the model has then learned to attend to one position
             severity='error' if h.progress.is_bad else 'info' if h.progress.is_good and at>2 else None,
@@ -256,12 +258,12 @@ def find_peaked_start(h, early, masked=.8, least=8):
         if not is_attention_weights(h, s) or s.steps[0]!=h.steps[0] or s.shape[-1]<least or 'min' not in s: continue
         size = float(s.rms[0]**2*s.shape[-1])
         if not size>(early if s['min'][0]>0 else masked): continue
-        yield s.finding(0, f"Before anything was learned, the attention of {s.title} puts most weight on few of {s.shape[-1]} positions: the squared weights "
-            f"of a row add up to {fmt(size)}, where equal weights give {fmt(1/s.shape[-1])}. Little gradient passes.", squares=size,
-            advice=attention_advice+", or start with smaller weights of queries and keys.")
+        yield s.finding(0, f"Before training, the attention of {s.title} already puts most weight on few of {s.shape[-1]} positions. The squared weights "
+            f"of a row add up to {fmt(size)}; equal weights would give {fmt(1/s.shape[-1])}. Only a small gradient passes through the softmax.", squares=size,
+            advice=attention_advice+", or use smaller initial weights for queries and keys.")
 
 # %% ../../nbs/55_health/40_activations.ipynb #893f4d6c
-logit_text = "Queries and keys{of} are so large that the softmax puts nearly all weight on one position: "
+logit_text = "The attention softmax{of} puts nearly all weight on one position, because queries and keys are too large. "
 
 def find_large_weights(h, logit):
     """Yield findings about `nn.MultiheadAttention` with too large logits, estimated from its input and weights.
@@ -275,9 +277,10 @@ def find_large_weights(h, logit):
         each = ins[0].rms[:n]*w.rms[:n]*np.sqrt(w.shape[1])
         at = find_lasting_start(each**2>logit)
         if at is None: continue
-        yield w.finding(at, f"{logit_text.format(of=f' of {name_module(path, w.kind)}')}the weights give queries and keys an rms of about {fmt(each[at])}, "
-            f"so logits are about {fmt(each[at]**2)}, from step {w.steps[at]} on.", severity='error' if h.progress.is_bad else None,
-            advice="Start with smaller weights (torch.nn.init.xavier_uniform_), apply LayerNorm to queries and keys, or lower the learning rate.",
+        yield w.finding(at, f"{logit_text.format(of=f' of {name_module(path, w.kind)}')}Queries and keys have an rms of about {fmt(each[at])}, "
+            f"so the logits have an rms of about {fmt(each[at]**2)}, from step {w.steps[at]} on.", severity='error' if h.progress.is_bad else None,
+            advice="Start with smaller weights: torch.nn.init.xavier_uniform_(attention.in_proj_weight). Or apply LayerNorm to queries and keys, "
+            "or lower the learning rate.",
             logits=float(each[at]**2), confidence=confidence_from(each[at]**2, logit, against=h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #253e2c1e
@@ -309,9 +312,9 @@ def find_large_products(h, logit):
         if at is None: continue
         # large logits may be intended, so this is an error only if the training goes badly
         severity = 'error' if h.progress.is_bad else 'info' if h.progress.is_good else None
-        yield q.finding(at, f"{logit_text.format(of='')}{name_module(q.path)} has an rms of {fmt(q.rms[n-1])} and {name_module(k.path)} "
-            f"of {fmt(k.rms[n-1])}, so logits are about {fmt(size[n-1])}, from step {q.steps[at]} on.", severity=severity,
-            advice=attention_advice+", start with smaller weights, or lower the learning rate.",
+        yield q.finding(at, f"{logit_text.format(of='')}The rms of {name_module(q.path)} is {fmt(q.rms[n-1])} and that of {name_module(k.path)} "
+            f"{fmt(k.rms[n-1])}, so the rms of the logits is about {fmt(size[n-1])}. The logits are too large from step {q.steps[at]} on.", severity=severity,
+            advice=attention_advice+", use smaller initial weights, or lower the learning rate.",
             logits=float(size[n-1]), confidence=confidence_from(size[n-1], logit, (n-at)/n, h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #56a72632
@@ -362,21 +365,22 @@ def find_posterior_collapse(h, least=1e-3):
             nats = .5*(m.rms**2+.5*v.rms**2)
             at = find_lasting_start(nats<least)
             if at is None or nats[0]<=3*least: continue
-            yield m.finding(at, f"From step {m.steps[at]} on, the latent code carries no information: {name_module(p)} has an rms of "
-                f"{fmt(m.rms[-1])} and {name_module(q)} of {fmt(v.rms[-1])}, which is the prior ({fmt(nats[-1])} nats per value).",
-                advice="Start with a small weight of the KL divergence and raise it slowly, sum the reconstruction error over all values, "
+            yield m.finding(at, f"From step {m.steps[at]} on, the latent code carries almost no information. {name_module(p)} has an rms of "
+                f"{fmt(m.rms[-1])} and {name_module(q)} an rms of {fmt(v.rms[-1])}, so both match the prior ({fmt(nats[-1])} nats per value).",
+                advice="Start with a small weight of the KL divergence and increase this weight slowly. Or sum the reconstruction error over all values, "
                 "or use free bits.", nats=float(nats[-1]), confidence=confidence_from(nats[-1], least))
 
-collapse_advice = ("If the loss compares two outputs of the model, equal outputs may be its optimum: add negative samples, or detach() one of the two. "
-    "Otherwise divide the learning rate and weight_decay by 10.")
+collapse_advice = ("Divide the learning rate and weight_decay by 10. If the loss compares two outputs of the model, equal outputs may be its optimum: "
+    "add negative samples, or detach() one of the two outputs.")
 
 def find_rank_collapse(h):
     "Yield findings about an effective rank that falls from more than 3 to below 1.5. `Monitor` records effective ranks."
     for s in h.all:
         for stat in ('RankMe', 'rankme', 'effective_rank'):
             if stat not in s or len(s)<3 or not s[stat][0]>3 or (at := find_lasting_start(s[stat]<1.5)) is None: continue
-            yield finding(s, f"The rank of the input of {name_module(s.path, s.kind)} collapses: {stat} is {fmt(s[stat][0])} at the start, and "
-                f"{fmt(s[stat][-1])} from step {s.steps[at]} on.", s.steps[at], s.steps[-1], advice=collapse_advice, rank=float(s[stat][-1]))
+            yield finding(s, f"The effective rank of the input of {name_module(s.path, s.kind)} collapses: {stat} falls from {fmt(s[stat][0])} at the start to "
+                f"{fmt(s[stat][-1])}. The rank is below 1.5 from step {s.steps[at]} "
+                f"on.", s.steps[at], s.steps[-1], advice=collapse_advice, rank=float(s[stat][-1]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #7052a2ad
 @rule(severity='warning', needs='output', stats=('mean', 'std'),
@@ -394,7 +398,7 @@ def collapse(h, small=1e-3):
         return
     s,at = min(found, key=lambda f: (f[0].steps[f[1]], f[0].order))
     std,start = median(s['std'][at:]),median(s['std'][:3])
-    yield s.finding(at, f"The output of {s.title} is the same for every input: from step {s.steps[at]} on, its standard deviation is "
-        f"{fmt(std)} (mean {fmt(median(s['mean'][at:]))}), after {fmt(start)} at the start.",
+    yield s.finding(at, f"The output of {s.title} is almost the same for every input: from step {s.steps[at]} on, its standard deviation is "
+        f"{fmt(std)} (mean {fmt(median(s['mean'][at:]))}). In the first steps, it was {fmt(start)}.",
         severity='error' if h.progress.is_bad else None, std=std, start=start, advice=collapse_advice,
         confidence=confidence_from(std/start if start>0 else 0, small, (len(s)-at)/len(s), h.progress.is_good))

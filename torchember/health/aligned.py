@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..frames.tables import clean_types
-from ..ground.record import computed_in, of_no_tensor
+from ..ground.record import builtin_scalar_name, of_no_tensor
 from ..ground.messages import printable, unknown
 from ..ground.needs import pd
 from .series import logged_series
@@ -59,7 +59,7 @@ class ComparedRun:
         ttype = df['ttype'].astype(object).to_numpy()
         self.name,self.logged = printable(name, 80),{n.name: n for n in logged_series(df[ttype=='scalar'])} if (ttype=='scalar').any() else {}
         # leave out the logged norm of all gradients, because `diff` compares each gradient
-        self.logged = {n: v for n,v in self.logged.items() if computed_in(n)!='grad_norm'}
+        self.logged = {n: v for n,v in self.logged.items() if builtin_scalar_name(n)!='grad_norm'}
         self.df = df[~np.isin(ttype, of_no_tensor)].reset_index(drop=True)
         self.paths = filled_column(self.df, 'path')
         if paths is not None:

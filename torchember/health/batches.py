@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['of_tensor', 'instead', 'data_inputs', 'count_batch_elements', 'list_batch_steps', 'is_constant', 'find_lost_batches',
            'constant_batch', 'equal_to_earlier', 'find_cycle', 'find_groups', 'repeated_data', 'report_groups',
-           'batch_sizes', 'find_single_row', 'batch_lost', 'row_keys', 'TensorsByStep', 'find_maker_series',
+           'batch_sizes', 'find_single_row', 'batch_lost', 'row_keys', 'TensorsByStep', 'find_source_series',
            'find_changed', 'hand_over']
 
 # %% ../../nbs/55_health/48_batches.ipynb #e5a2c0ee
@@ -28,7 +28,7 @@ def count_batch_elements(s):
 
 def list_batch_steps(steps, most=4):
     "Return step numbers as text for a sentence. After `most` numbers, the text ends with dots."
-    return ', '.join(map(str, steps[:most]))+(', ...' if len(steps)>most else '')
+    return f"step{'s'*(len(steps)>1)} "+', '.join(map(str, steps[:most]))+(', ...' if len(steps)>most else '')
 
 # %% ../../nbs/55_health/48_batches.ipynb #f8d6e895
 def is_constant(s):
@@ -57,10 +57,11 @@ def constant_batch(h, most=.5, least=8):
         if not len(at): return
         values = np.unique(s['max'][at])
         value = f"are {fmt(values[0])}" if len(values)==1 else "are equal"
-        yield s.finding(at[0], f"In {len(at)} of {len(s)} steps, all values of {s.tname} of {s.title} {value}: "
-            f"the batch was lost (step {list_batch_steps(s.steps[at])}).", last=at[-1], stands=True, steps=len(at), of=len(s), value=float(values[0]),
-            advice="Print x.min() and x.max() of each batch that the loader returns. If they are equal there, check the transforms and the files of these "
-            "samples. If not, wait for the transfer: .to(device) without non_blocking=True.")
+        yield s.finding(at[0], f"In {len(at)} of {len(s)} steps, all values of {s.tname} of {s.title} {value} "
+            f"({list_batch_steps(s.steps[at])}). The data of {'these batches were' if len(at)>1 else 'this batch were'} "
+            "lost.", last=at[-1], stands=True, steps=len(at), of=len(s), value=float(values[0]),
+            advice="Print x.min() and x.max() of each batch of the DataLoader. If both are equal, check the transforms and the files of these "
+            "samples. If not, wait for the copy to the device: x.to(device) without non_blocking=True.")
 
 # %% ../../nbs/55_health/48_batches.ipynb #77878e41
 def equal_to_earlier(ins, distance):
@@ -101,17 +102,17 @@ def repeated_data(h, longest=4, groups=16, least=12):
     if n := find_groups(ins, groups): yield report_groups(h, s, n)
     elif n := find_cycle(ins, longest): yield s.finding(0, f"The training repeats {n} batches: {s.tname} of {s.title} has the same statistics "
         f"in every {n}{'nd' if n==2 else 'rd' if n==3 else 'th'} step.", severity='info', stat='mean', batches=n,
-        advice=f"Nothing to do if all data fit in {n} batches. Otherwise check that the loop does not create the iterator of the loader again, "
-        "and that the loader shuffles.")
+        advice=f"If all data fit in {n} batches, change nothing. Otherwise check that the loop does not create the iterator of the DataLoader again. "
+        "Also set shuffle=True.")
 
 def report_groups(h, s, n):
     "Return the finding that each batch of the data input `s` is used in `n` consecutive steps."
     # severity 'info' in adversarial and reinforcement learning, where several steps with one batch are usual
     severity = 'info' if h.progress.verdict=='means nothing' else None
-    return s.finding(0, f"Each batch is used in {n} steps in a row: {s.tname} of {s.title} has the same statistics in these steps. "
+    return s.finding(0, f"Each batch is used in {n} consecutive steps: {s.tname} of {s.title} has the same statistics in these steps. "
         "Is this intended?", severity=severity, stat='mean', times=n,
-        advice="If not, check the random state of the loader's workers: seed NumPy in worker_init_fn by torch.initial_seed() % 2**32. "
-        "Also check that the loop fetches a batch in each step.")
+        advice="Check that the loop fetches a new batch in each step. Then check the seeds of the DataLoader's workers: "
+        "in worker_init_fn, call np.random.seed(torch.initial_seed() % 2**32).")
 
 # %% ../../nbs/55_health/48_batches.ipynb #5d5b4582
 def batch_sizes(s):
@@ -140,10 +141,10 @@ def batch_lost(h, share=.7, least=5):
     for s in ins:
         others = [o for o in ins if o is not s and o.shape is not None and len(o.shape)>1 and not (batch_sizes(o)==1).all()]
         if not (n := find_single_row(s, others, share)): continue
-        yield s.finding(0, f"{s.tname} of {s.title} has one row, and {others[0].tname} has {n}: the {n} samples of a batch all get the same "
+        yield s.finding(0, f"{s.tname} of {s.title} has one row, but {others[0].tname} has {n} rows. All {n} samples of a batch get the same "
             f"{s.tname}.", stat='mean', stands=True, rows=1, batch=n,
             advice=f"Print the shapes of the arguments of the model: {s.tname} should have {n} rows. Check the collate function or tokenizer, which may "
-            "have joined the samples. If one row for all samples is intended, there is nothing to do.")
+            "have joined the samples. If one row for all samples is intended, change nothing.")
         return
 
 # %% ../../nbs/55_health/48_batches.ipynb #5165382e
@@ -172,7 +173,7 @@ class TensorsByStep:
         if self.columns is None: self.columns = [(s, row_keys(s)) for s in self.h.series('output', 'input') if s.ttype=='output' or s.path=='']
         return any((i := s.at_step(step)) is not None and numbers[i]==key for s,numbers in self.columns)
 
-def find_maker_series(h, s):
+def find_source_series(h, s):
     "Return the `Series` of the module output that the module of the input `s` usually gets, or None."
     makers = h.graph.makers.get(s.path, ())
     out = [o for o in h.series('output') if o.path in makers and o.call==s.call and o.shape==s.shape]
@@ -193,8 +194,8 @@ def find_changed(h, s, maker, tensors, share):
     return other, 'zero' if s.zero[at].all() else 'constant' if is_constant(s)[at].all() else 'earlier' if all(earlier) else 'other'
 
 # Kind of a changed tensor (result of `find_changed`) -> phrase about its values
-instead = {'zero': "it is all zeros", 'constant': "all of its values are equal", 'earlier': "it is the output of an earlier step",
-    'other': "its statistics differ"}
+instead = {'zero': "the input is all zeros", 'constant': "all values of the input are equal", 'earlier': "the input is an output of an earlier step",
+    'other': "the statistics of the two tensors differ"}
 
 @rule(severity='warning', needs=('input', 'output'), after=('constant_batch',))
 def hand_over(h, share=.7, rare=.1):
@@ -208,13 +209,13 @@ def hand_over(h, share=.7, rare=.1):
     for path,ins in h.inputs.items():
         s = ins[0]
         if path=='' or len(s)<8 or not {'mean', 'max', 'min'}<=set(s.rows.columns): continue
-        if (maker := find_maker_series(h, s)) is None: continue
+        if (maker := find_source_series(h, s)) is None: continue
         if (found := find_changed(h, s, maker, tensors, share)) is None: continue
         steps,kind = found
         sure = kind!='other' or len(steps)<=rare*len(s)
-        yield s.finding(s.at_step(steps[0]), f"In {len(steps)} of {len(s)} steps, {s.title} does not get the output of {maker.title}: {instead[kind]} "
-            f"(step {list_batch_steps(steps)}).", last=s.at_step(steps[-1]), severity=None if sure else 'info', stands=True,
+        yield s.finding(s.at_step(steps[0]), f"In {len(steps)} of {len(s)} steps, the input of {s.title} is not the output of {maker.title}: {instead[kind]} "
+            f"({list_batch_steps(steps)}).", last=s.at_step(steps[-1]), severity=None if sure else 'info', stands=True,
             steps=len(steps), of=len(s),
-            advice="Check what happens to the tensor between the two modules: transfers between devices (wait for them), "
-            "buffers that are used again, and operations in place.")
+            advice="Check the code between the two modules: asynchronous copies between devices (call torch.cuda.synchronize()), "
+            "reused buffers, and in-place operations.")
         return

@@ -27,7 +27,7 @@ def format_value(v):
     return 'NaN' if v is None or v!=v else f'{v:.3g}'
 
 # %% ../../nbs/55_health/70_brief.ipynb #0a2f7a61
-def thin_curve(steps, values, n=20) -> list:
+def reduce_curve(steps, values, n=20) -> list:
     """Reduce a curve to at most `n` points, and return them as a list of (step, median).
 
     Each median is of the values from this step up to the next point.
@@ -78,7 +78,7 @@ def run_lines(h, name, rules):
     return [f"- run {quote_name(name)}, model {quote_name(h.kinds.get('', '?'))}: {len(h.graph.calls):,} modules called{known}", f"- steps: {steps}",
         f"- recorded: {kinds}; {', '.join(stats)}",
         *norm_line(h),
-        *(f"- not recorded: {what} ({how})" for what,how in find_unrecorded(h, rules))]
+        *(f"- not checked: {what} (to record: {how})" for what,how in find_unrecorded(h, rules))]
 
 def list_findings(found, most):
     "Return the lines of the summary about at most `most` findings, with advice and evidence. `found`: result of `order_findings`."
@@ -106,9 +106,10 @@ def layer_table(h):
 
 def describe_curve(n):
     "Return lines about the loss: a curve of at most twenty values. `n`: a `LoggedSeries`, or None if no loss was logged."
-    if n is None: return ['No loss was recorded. In the next run: te.log(loss=loss).']
+    if n is None: return ['No loss was recorded. To record the loss in the next run: te.log(loss=loss).']
     bad = np.flatnonzero(~np.isfinite(n.values))
-    lines = [f"{quote_name(n.name)} (step: median up to the next): "+', '.join(f'{s}: {format_value(v)}' for s,v in thin_curve(n.steps, n.values))]
+    lines = [f"{quote_name(n.name)} (step: median of the values up to the next step): "
+        f""+', '.join(f'{s}: {format_value(v)}' for s,v in reduce_curve(n.steps, n.values))]
     if len(bad): lines.append(f"First value that is not finite: step {n.steps[bad[0]]}")
     return lines
 

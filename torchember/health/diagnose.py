@@ -116,7 +116,7 @@ def find_missing_statistics(h, rules) -> list:
         if seen.isdisjoint(r.needs): continue
         for stat in r.stats:
             if not has(stat): out.setdefault(stat, []).append(r.name); break
-    return [(f"{list_names(names)} (no {stat})", f"stats=[..., {stat!r}]") for stat,names in out.items()]
+    return [(f"faults that {list_names(names)} would find by the statistic {stat}", f"stats=[..., {stat!r}]") for stat,names in out.items()]
 
 def find_unrecorded(h, rules=()) -> list:
     """Return a list of (quantity that was not recorded, so that no rule could check it, code that records this quantity).
@@ -126,8 +126,8 @@ def find_unrecorded(h, rules=()) -> list:
     recorded = {s.ttype for s in h.all}
     out = [(what, f"ttypes=[..., {ttype!r}]") for ttype,(what,could) in wanted_types.items() if ttype not in recorded and could(h)]
     if h.loss is None: out.insert(0, ('the loss', 'te.log(loss=loss)'))
-    if not any('zero_frac' in s for s in h.series('output')): out.append(('single dead units', "stats='full'"))
-    if not h.parameters: out.append(('which parameters the optimizer has', 'torchEmber(model, optimizer=opt), and diagnose(run) instead of a table'))
+    if not any('zero_frac' in s for s in h.series('output')): out.append(('the fraction of dead units', "stats='full'"))
+    if not h.parameters: out.append(('the parameters of the optimizer', 'torchEmber(model, optimizer=opt), and diagnose(run) instead of a table'))
     return out+find_missing_statistics(h, rules)
 
 def coverage_phrase(h, rules):
@@ -181,7 +181,7 @@ def findings_class():
             # if the user has removed columns, the table is displayed as an ordinary DataFrame
             if not set(columns)<=set(self.columns): return None
             head = f"{self.run or 'The run'}: {'no problem found. ' if self.healthy else ''}{self.looked}."
-            unseen = [f"Not checked: {'; '.join(f'{what} ({how})' for what,how in self.missing)}."] if self.missing and self.healthy else []
+            unseen = [f"Not checked: {'; '.join(f'{what} (to record: {how})' for what,how in self.missing)}."] if self.missing and self.healthy else []
             return [*([] if not len(self) else findings_as_lines(self.to_dict('records'))), *([printable(head, 1000)] if self.healthy or not len(self) else []),
                 *unseen]
 

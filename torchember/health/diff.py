@@ -14,7 +14,7 @@ import numpy as np
 from ..frames.choice import Choice
 from ..frames.handle import open_run
 from ..ground.messages import an, printable
-from ..ground.record import computed_in
+from ..ground.record import builtin_scalar_name
 from ..ground.needs import pd
 from .aligned import RowPairs, ComparedRun
 from .kept import is_kept_file, read_kept
@@ -109,7 +109,7 @@ def differ_by_one_example(a, b, n):
     return n>1 and all(abs(v*n-round(v*n))<1e-4 for v in (a, b)) and abs(a-b)*n<1.5
 
 # %% ../../nbs/55_health/80_diff.ipynb #e1aaf82a
-def place_in_words(row):
+def describe_row_tensor(row):
     "Return a phrase that names the tensor in a row of `Difference.table`, such as 'the output of `fc`'."
     path,ttype,tname,pname = (row[c] for c in ('path', 'ttype', 'tname', 'pname'))
     module = f'`{path}`' if path else 'the model'
@@ -132,7 +132,7 @@ def format_pair(a, b):
         if one!=other: break
     return f'{one} and {other}'
 
-def list_few(names, most=4):
+def list_first_names(names, most=4):
     "Return the first `most` of some names as text, followed by the number of further names."
     return ', '.join(f'`{printable(n, 60)}`' for n in names[:most])+(f' and {len(names)-most:,} more' if len(names)>most else '')
 
@@ -154,14 +154,14 @@ def describe_unmatched(pairs, formats, differ):
         if more: out.append(f"Only {one.name} has {describe_steps(more)}.")
         theirs = set(other.paths)
         layers = list(dict.fromkeys(x.path for x in alone if x.other_path not in theirs))
-        if layers: out.append(f"Only {one.name} has the module{'s'*(len(layers)>1)} {list_few(layers)}.")
+        if layers: out.append(f"Only {one.name} has the module{'s'*(len(layers)>1)} {list_first_names(layers)}.")
         kinds = [t for t in dict.fromkeys(x.ttype for x in alone) if t not in set(other.texts('ttype', np.arange(len(other.df))))]
         if kinds: out.append(f"Only {one.name} has rows of {', '.join(kinds)}.")
         rest = [x for x in alone if x.other_path in theirs and x.ttype not in kinds]
-        if rest: out.append(f"Only {one.name} has {list_few([f'{t} {n} of {p}' for p,t,n,_ in rest], 3)}.")
-        gone = [n for n in one.logged if n not in other.logged and not computed_in(n)]
-        if gone: out.append(f"Only {one.name} has the logged number{'s'*(len(gone)>1)} {list_few(gone)}.")
-    for x,y in formats: out.append(f"{a.name} has {x} where {b.name} has {y}, so numbers may differ by the rounding of the coarser format.")
+        if rest: out.append(f"Only {one.name} has {list_first_names([f'{t} {n} of {p}' for p,t,n,_ in rest], 3)}.")
+        gone = [n for n in one.logged if n not in other.logged and not builtin_scalar_name(n)]
+        if gone: out.append(f"Only {one.name} has the logged number{'s'*(len(gone)>1)} {list_first_names(gone)}.")
+    for x,y in formats: out.append(f"{a.name} has {x} where {b.name} has {y}, so numbers may differ by the rounding of the less precise dtype.")
     if differ.any(): out.append("The batch size differs in some steps.")
     return out
 
@@ -231,15 +231,15 @@ def describe_difference(d):
     if d.first is None:
         what = f"{len(t):,} rows of {len(tensors):,} tensors in {describe_steps(t['step'].drop_duplicates().tolist())}"
         if most is None: return f"{a} and {b} have the same numbers, to the last digit: {what}."
-        return (f"{a} and {b} differ only by rounding: {what}. The largest difference is in {place_in_words(most)} at step "
-            f"{int(most['step']):,}, {most['distance']:.1g} of its size.")
+        return (f"{a} and {b} differ only by rounding: {what}. The largest difference is in {describe_row_tensor(most)} at step "
+            f"{int(most['step']):,}: {most['distance']:.1g}, relative to the size of the tensor.")
     row = t.loc[d.first]
     how = f"{row['stat']} {format_pair(row['a'], row['b'])}"
-    if np.isfinite(row['distance']): how += (f", which is {row['distance']:.2g} of its size, "
-        f"while rounding and earlier differences explain at most {row['tolerance']:.1g}")
+    if np.isfinite(row['distance']): how += (f". The relative difference is {row['distance']:.2g}, "
+        f"but rounding and earlier differences explain at most {row['tolerance']:.1g}")
     same = '' if not len(far) else f" The {len(far):,} rows before are equal." if most is None else \
-        f" The {len(far):,} rows before differ by at most {most['distance']:.1g}."
-    return f"{a} and {b} first differ at step {int(row['step']):,}, in {place_in_words(row)}: {how}.{same}"
+        f" The {len(far):,} rows before have relative differences of at most {most['distance']:.1g}."
+    return f"{a} and {b} first differ at step {int(row['step']):,}, in {describe_row_tensor(row)}: {how}.{same}"
 
 # %% ../../nbs/55_health/80_diff.ipynb #06a22f3f
 def load_rows(run, home, name):
@@ -284,7 +284,7 @@ def check_common(pairs, d, logged):
     if len(pairs): raise ValueError(f"{a.name} and {b.name} have no statistic in common that diff compares: mean, std, rms, abs_mean, l1, l2, max, min, "
         "abs_max, or a statistic of your own. Record both runs with the same stats=.")
     first,second = ([f'{t} of {p}' for p,t,*_ in alone] for alone in pairs.alone)
-    raise ValueError(f"{a.name} and {b.name} have no tensor in common: {list_few(first, 3)} against {list_few(second, 3)}. "
+    raise ValueError(f"{a.name} and {b.name} have no tensor in common: {list_first_names(first, 3)} against {list_first_names(second, 3)}. "
         "If layers have other names, map them: diff(a, b, paths={'layer1': 'Dense_0', ...}).")
 
 # %% ../../nbs/55_health/80_diff.ipynb #b97ec637

@@ -22,7 +22,7 @@ def died(h):
         goes_on = last>step
         path = r['path'] if isinstance(r.get('path'), str) else path_of(r['module']) if isinstance(r.get('module'), str) else ''
         evidence = r['evidence'] if isinstance(r.get('evidence'), dict) else {}
-        yield finding(path, f"{r['text']}{f' The run went on, to step {last}.' if goes_on else ''}", step, step, stands=True, advice=str(r.get('advice') or ''),
+        yield finding(path, f"{r['text']}{f' The run went on to step {last}.' if goes_on else ''}", step, step, stands=True, advice=str(r.get('advice') or ''),
             look=str(r.get('look') or ''), severity='info' if goes_on else r.get('severity'), **evidence)
 
 # %% ../../nbs/55_health/18_ends.ipynb #d29b6c04

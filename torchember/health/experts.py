@@ -48,12 +48,12 @@ def router_collapse(h, share=.9, half=.5, records=5):
         top,n = r.most_used(),len(r.names)
         if n<2 or r.choices/n>half or (at := start_of_last_true(top>share, records)) is None: continue
         names = [r.names[i] for i in sorted(np.argsort(-r.load[-1], kind='stable')[:r.choices])]
-        yield finding(r.path, f"The router {r.title} sends nearly all tokens to the same experts: from step {r.steps[at]} on, {list_names(names)} "
-            f"of {n} experts get {fmt(100*top[-1])}% of the choices. The other experts are hardly trained.", int(r.steps[at]), int(r.steps[-1]),
+        yield finding(r.path, f"The router {r.title} sends nearly all tokens to the same experts. From step {r.steps[at]} on, {list_names(names)} "
+            f"(of {n} experts) get {fmt(100*top[-1])}% of the tokens' choices. The other experts are hardly trained.", int(r.steps[at]), int(r.steps[-1]),
             ttype='router', severity='error' if h.progress.is_bad else None, share=float(top[-1]), experts=names,
             confidence=confidence_from(1-share, max(1-top[-1], 1e-9)), look=f"scalar_line(run, {r.path!r}, 'router', 'load')",
-            advice="Add a loss that balances the load (in models of Hugging Face: output_router_logits=True and router_aux_loss_coef=0.01), "
-                "check the sign of this loss, or initialize the router with smaller weights.")
+            advice="Add a load-balancing loss (in Hugging Face models: output_router_logits=True and router_aux_loss_coef=0.01). "
+                "Then check the sign of this loss, or initialize the router with smaller weights.")
         return
 
 # %% ../../nbs/55_health/42_experts.ipynb #50640d88
@@ -79,9 +79,9 @@ def unused_expert(h, equal=16, records=5):
     r,unused = max(found, key=lambda f: len(f[1]))
     at = min(at for _,at in unused)
     others = sum(len(u) for _,u in found)-len(unused)
-    more = f" Other routers have {others} such expert{'s'*(others>1)}." if others else ''
-    yield finding(r.path, f"From step {r.steps[at]} on, {list_names([n for n,_ in unused])} of {r.title} get{'s'*(len(unused)==1)} no token. If "
-        f"all {len(r.names)} experts got the same number, each would have {fmt(r.tokens[-1].sum()/len(r.names))}. An expert without tokens is "
+    more = f" Other routers have {others} unused expert{'s'*(others>1)}." if others else ''
+    yield finding(r.path, f"From step {r.steps[at]} on, {list_names([n for n,_ in unused])} of {r.title} get{'s'*(len(unused)==1)} no token. With "
+        f"an equal load, each of the {len(r.names)} experts would get {fmt(r.tokens[-1].sum()/len(r.names))} tokens. An expert without tokens is "
         f"not trained.{more}", int(r.steps[at]), int(r.steps[-1]), ttype='router', unused=len(unused), experts=len(r.names),
         look=f"scalar_line(run, {r.path!r}, 'router', 'load')",
-        advice="Add a loss that balances the load, add noise to the scores of the router, or use fewer experts.")
+        advice="Add a load-balancing loss. Or add noise to the logits of the router, or use fewer experts.")

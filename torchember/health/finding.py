@@ -124,7 +124,7 @@ def fmt(v):
 
 most_times = 1e6 # largest ratio that a sentence of a finding contains. The exact size of larger ratios has no meaning
 
-def fmt_times(ratio):
+def format_ratio(ratio):
     "Format a ratio as '1.5 times' or '2,160 times'. Extreme ratios become 'more than 1,000,000 times' and 'less than 0.000001 times'."
     if ratio>most_times: return f'more than {most_times:,.0f} times'
     if ratio<1/most_times: return f'less than {1/most_times:f} times'

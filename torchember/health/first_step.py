@@ -5,12 +5,13 @@
 # %% auto #0
 __all__ = ['step_rules', 'not_moved', 'checks', 'most_steps', 'statuses', 'few_steps_note', 'wide', 'no_step',
            'find_no_gradients', 'steps_phrase', 'finished_steps', 'find_constant_outputs', 'expected_changes',
-           'main_tensors', 'first_updates', 'find_large_updates', 'takes', 'of_reason', 'count_phrase', 'frozen_fact',
-           'changed_weights', 'why_not_moved', 'moved_fact', 'gradient_fact', 'update_fact', 'loss_fact', 'finite_fact',
-           'why_not_recorded', 'why_no_loss', 'has_loss_graph', 'why_no_graph', 'why_no_entries', 'why_no_optimizer',
-           'why_no_gradient', 'why_no_ratio', 'Check', 'members', 'is_last_member', 'is_alternative',
-           'judgeable_findings', 'sentence_of', 'advice_of', 'row_of', 'table_rows', 'wrapped', 'lines_of_checks',
-           'rows_as_html', 'step_checks_class', 'add_current_weights', 'is_early', 'step_head', 'check_step']
+           'main_tensors', 'first_updates', 'find_large_updates', 'takes', 'make_reason_filter', 'count_phrase',
+           'frozen_fact', 'changed_weights', 'explain_unknown_changes', 'changed_weights_fact', 'gradient_fact',
+           'update_fact', 'loss_fact', 'finite_fact', 'make_recorded_check', 'why_no_loss', 'has_loss_graph',
+           'make_loss_graph_check', 'why_no_entries', 'why_no_optimizer', 'why_no_gradient', 'why_no_ratio', 'Check',
+           'members', 'is_last_member', 'is_alternative', 'reliable_findings', 'sentence_of', 'advice_of', 'row_of',
+           'table_rows', 'wrapped', 'lines_of_checks', 'rows_as_html', 'step_checks_class', 'add_current_weights',
+           'is_early', 'step_checks_title', 'check_step']
 
 # %% ../../nbs/55_health/56_first_step.ipynb #ac612282
 import re, textwrap
@@ -42,9 +43,9 @@ def find_no_gradients(h):
     # no finding if a loss scaler skipped a step, because its gradients were NaN or infinite, and not missing
     if any(s.skipped.any() or not s.zero.all() for s in grads) or any(find_changes(w).any() for w in h.weights.values()): return
     what = "all gradients are exactly zero" if grads else "no parameter got a gradient"
-    yield finding('', f"In {steps_phrase(h)}, {what}: the loss does not depend on the model.", h.steps[0], h.steps[-1], severity='error',
-        ttype='weight_grad', advice="Check that loss.backward() is called before optimizer.step(), and zero_grad() not between the two. Search for "
-        ".detach(), .data, .item(), torch.no_grad(), argmax or rounding between the model and the loss.")
+    yield finding('', f"In {steps_phrase(h)}, {what}. The loss may not depend on the model.", h.steps[0], h.steps[-1], severity='error',
+        ttype='weight_grad', advice="Check that loss.backward() is called before optimizer.step(), without zero_grad() between the two calls. Then search "
+        "for .detach(), .data, .item(), torch.no_grad(), argmax or rounding between the model and the loss.")
 
 def steps_phrase(h):
     "Return 'the first step' if one step is finished, and 'the first 3 steps' if three steps are finished."
@@ -100,8 +101,8 @@ def find_large_updates(h, ratio=1., many=.34):
     large = [k for k,m in moves.items() if finite_max(m.ratio)>ratio]
     if not large or len(large)<many*len(moves): return
     m = moves[max(large, key=lambda k: finite_max(moves[k].ratio))]
-    yield finding('', f"One step changes {m.s.title} by {fmt(finite_max(m.ratio))} times its size, and {len(large)} of {len(moves)} weights by more than "
-        f"{ratio:g} times. About 0.001 is usual.", h.steps[0], h.steps[-1], severity='warning', ttype='weight',
+    yield finding('', f"One step changes {m.s.title} by {fmt(finite_max(m.ratio))} times its rms. {len(large)} of {len(moves)} weights change by more than "
+        f"{ratio:g} times their rms; about 0.001 times is usual.", h.steps[0], h.steps[-1], severity='warning', ttype='weight',
         advice="Lower the learning rate, or start with a warm-up. Check that the data are normalized.", ratio=finite_max(m.ratio), weights=len(large))
 
 # Rules that run only in `check_step`, in addition to the rules of `diagnose`
@@ -113,7 +114,7 @@ def takes(*names, only=lambda f: True):
     "Return a function that takes a finding. It returns True if the rule of the finding is in `names` and `only(finding)` is True."
     return lambda f: f['rule'] in names and only(f)
 
-def of_reason(*reasons):
+def make_reason_filter(*reasons):
     "Return a function that takes a finding. It returns True for findings of the rule `not_trained` with one of the `reasons`."
     return takes('not_trained', only=lambda f: f['evidence'].get('reason') in reasons)
 
@@ -127,7 +128,7 @@ def frozen_fact(h):
     "Return the number of frozen parameters as text, for the table of `check_step`."
     ps = ParameterStates(h.parameters).ps
     n = sum(p['requires_grad'] is False for p in ps)
-    return f"none of {len(ps):,} parameters" if not n else f"{n:,} of {len(ps):,} parameters"
+    return f"none of {len(ps):,} parameters is frozen" if not n else f"{n:,} of {len(ps):,} parameters are frozen"
 
 # %% ../../nbs/55_health/56_first_step.ipynb #9e9be5f6
 def changed_weights(h):
@@ -135,20 +136,20 @@ def changed_weights(h):
     asked = [(k, w) for k,w in expected_changes(h).items() if len(w)>1 or k in h.updates]
     return sum(bool(find_changes(w).any() or k in h.updates and (h.updates[k].rms>0).any()) for k,w in asked),len(asked)
 
-def why_not_moved(h):
+def explain_unknown_changes(h):
     "Return the reason why changes of the weights are unknown, or '' if they are known."
     rates = [v for n in h.rates for v in n.values]
     if rates and not any(rates) and len(finished_steps(h))==1:
         return f"the learning rate is 0 in {steps_phrase(h)}, as at the start of a warm-up: check more steps"
     if h.weights and all(w.skipped.all() for w in h.weights.values()): return "the loss scaler skipped the step: check more steps"
     if not h.grads: return "no gradient was recorded"
-    if not expected_changes(h): return "no weight that the optimizer has got a gradient other than 0"
-    if not changed_weights(h)[1]: return "the weights after the step were not recorded: ttypes=[..., 'update'], or check two steps"
+    if not expected_changes(h): return "no weight of the optimizer received a nonzero gradient"
+    if not changed_weights(h)[1]: return "the weights after the step were not recorded. Check two steps, or record updates: ttypes=[..., 'update']"
     known = list(expected_changes(h).values())
     if all(w.dtype in half_digit for w in known): return f"weights in {known[0].dtype} may round small updates to nothing: check more steps"
     return ''
 
-def moved_fact(h):
+def changed_weights_fact(h):
     "Return the number of trained weights changed by the first steps as text, for the table of `check_step`."
     return "{:,} of {:,} trained weights changed".format(*changed_weights(h))
 
@@ -158,12 +159,14 @@ def gradient_fact(h):
     norm = next((n.values[0] for n in h.logged if n.name in ('grad_norm', 'recorded_grad_norm')), None)
     main = main_tensors(h, h.grads)
     sizes = {k: s.rms[0] for k,s in main.items() if np.isfinite(s.rms[0]) and s.rms[0]>0}
-    if not sizes: return '' if norm is None else f"norm {fmt(norm)}"
+    if not sizes: return '' if norm is None else f"the norm of all gradients is {fmt(norm)}"
     lo,hi = min(sizes, key=sizes.get),max(sizes, key=sizes.get)
     name = lambda k: f"`{'.'.join(filter(None, k))}`"
-    rms = f"rms {fmt(sizes[hi])} in {name(hi)}" if lo==hi else f"rms from {fmt(sizes[lo])} in {name(lo)} to {fmt(sizes[hi])} in {name(hi)}"
+    rms = f"the rms is {fmt(sizes[hi])} in {name(hi)}" if lo==hi else \
+        f"the rms ranges from {fmt(sizes[lo])} in {name(lo)} to {fmt(sizes[hi])} in {name(hi)}"
     zeros = sum(s.rms[0]==0 for s in main.values())
-    return ', '.join([*([] if norm is None else [f"norm {fmt(norm)}"]), rms, *([f"{zeros} of {len(main)} are 0"] if zeros else [])])
+    return '; '.join([*([] if norm is None else [f"the norm of all gradients is {fmt(norm)}"]), rms,
+        *([f"the gradient is exactly 0 for {zeros} of {len(main)} weights"] if zeros else [])])
 
 def update_fact(h):
     "Return the median and the largest ratio of update to weight as text, for the table of `check_step`."
@@ -171,7 +174,8 @@ def update_fact(h):
     ratios = {k: finite_max(m.ratio) for k,m in moves.items()}
     if not ratios: return ''
     hi,about = max(ratios, key=ratios.get),'' if all(m.exact for m in moves.values()) else 'about '
-    return f"{about}{fmt(median(list(ratios.values())))} of the weight, at most {fmt(ratios[hi])} in {moves[hi].s.title}"
+    return (f"a step changes a weight by {about}{fmt(median(list(ratios.values())))} of its rms (median), "
+        f"at most by {fmt(ratios[hi])} in {moves[hi].s.title}")
 
 def loss_fact(h):
     "Return the name of the loss and its first value as text, for the table of `check_step`."
@@ -179,49 +183,49 @@ def loss_fact(h):
 
 def finite_fact(h):
     "Return the number of tensors that were checked for NaN and infinities as text, for the table of `check_step`."
-    return f"{sum(s.ttype!='scalar' for s in h.all):,} tensors"
+    return f"no NaN and no unexpected infinity was found in {sum(s.ttype!='scalar' for s in h.all):,} tensors"
 
 # %% ../../nbs/55_health/56_first_step.ipynb #b3ffcd1b
-def why_not_recorded(*ttypes):
+def make_recorded_check(*ttypes):
     "Return a function that takes a `History`. It returns '' if a tensor of the types `ttypes` was recorded, else a sentence."
-    def why(h): return '' if any(s.ttype in ttypes for s in h.all) else f"not recorded: ttypes=[..., {', '.join(map(repr, ttypes))}]"
+    def why(h): return '' if any(s.ttype in ttypes for s in h.all) else f"not recorded. To record them: ttypes=[..., {', '.join(map(repr, ttypes))}]"
     return why
 
 def why_no_loss(h):
     "Return the reason why the loss could not be checked, or '' if a loss was recorded."
-    return '' if h.loss is not None else "no loss was recorded: te.log(loss=loss)"
+    return '' if h.loss is not None else "no loss was recorded. To record it: te.log(loss=loss)"
 
 def has_loss_graph(h):
     "Return True if the recorder has read the autograd graph of the loss, or has recorded predictions and targets."
     return bool(getattr(h, 'losses', None)) or any(s.ttype in ('prediction', 'target') for s in h.all)
 
-def why_no_graph(*rules):
+def make_loss_graph_check(*rules):
     """Return a function that takes a `History`. It returns the reason why `rules` could not check the loss, or ''.
 
     The rules need the graph of the loss, which the recorder reads in `te.log`.
     """
     def why(h):
-        if not known_rules().keys() & {*rules}: return "this version has no rule for it"
-        return '' if has_loss_graph(h) else "the graph of the loss was not read: te.log(loss=loss), with the tensor, before loss.backward()"
+        if not known_rules().keys() & {*rules}: return "this version of torchember has no rule for this check"
+        return '' if has_loss_graph(h) else "the autograd graph of the loss was not read. Log the loss as a tensor before loss.backward(): te.log(loss=loss)"
     return why
 
 def why_no_entries(h):
     "Return the reason why the parameters could not be checked, or '' if the metadata of the run lists the parameters."
-    return '' if h.parameters else "the parameters of the model are unknown: check a torchEmber or the name of its run"
+    return '' if h.parameters else "the parameters of the model are unknown. Call check_step with a torchEmber or the name of its run"
 
 def why_no_optimizer(h):
     "Return the reason why the optimizer could not be checked, or '' if the optimizer is known."
     if why_no_entries(h): return why_no_entries(h)
-    return '' if any(p.get('optimizer') is not None for p in h.parameters) else "the optimizer is unknown: torchEmber(model, optimizer=optimizer)"
+    return '' if any(p.get('optimizer') is not None for p in h.parameters) else "the optimizer is unknown. To pass it: torchEmber(model, optimizer=optimizer)"
 
 def why_no_gradient(h):
     "Return the reason why gradients of parameters could not be checked, or '' if gradients were recorded."
     if why_no_entries(h): return why_no_entries(h)
-    return why_not_recorded('weight_grad')(h) and "no gradient was recorded: te.step() after backward() and before zero_grad(), or optimizer=optimizer"
+    return make_recorded_check('weight_grad')(h) and "no gradient was recorded. Call te.step() after backward() and before zero_grad(), or pass optimizer=..."
 
 def why_no_ratio(h):
     "Return the reason why the ratio of update to weight is unknown, or '' if the ratio is known."
-    return why_not_moved(h) or ('' if first_updates(h) else "the change of the weights is unknown: ttypes=[..., 'update']")
+    return explain_unknown_changes(h) or ('' if first_updates(h) else "the change of the weights is unknown. To record it: ttypes=[..., 'update']")
 
 # %% ../../nbs/55_health/56_first_step.ipynb #e77d17ee
 class Check(NamedTuple):
@@ -232,25 +236,25 @@ class Check(NamedTuple):
     why_not:object
     fact:object = lambda h: '' # Function that takes a `History`, and returns the measured values as text
 
-not_moved = of_reason(None, 'stopped')
+not_moved = make_reason_filter(None, 'stopped')
 checks = ( # all checks of `check_step`, in the order of the table
-    Check('parameters are not frozen', of_reason(frozen), why_no_entries, frozen_fact),
-    Check('the optimizer has the parameters', of_reason(forgotten, other_optimizer), why_no_optimizer,
-        lambda h: count_phrase(h, lambda p: p.get('optimizer'))),
-    Check('modules are called', of_reason(not_called), why_no_entries),
-    Check('the loss reaches the parameters', lambda f: of_reason(cut_off)(f) or takes('find_no_gradients', 'no_gradient')(f), why_no_gradient,
-        lambda h: count_phrase(h, lambda p: p.get('gradient'))),
-    Check('the step changes the weights', not_moved, why_not_moved, moved_fact),
+    Check('parameters are not frozen', make_reason_filter(frozen), why_no_entries, frozen_fact),
+    Check('the optimizer has the parameters', make_reason_filter(forgotten, other_optimizer), why_no_optimizer,
+        lambda h: f"the optimizer has {count_phrase(h, lambda p: p.get('optimizer'))}"),
+    Check('modules are called', make_reason_filter(not_called), why_no_entries),
+    Check('the loss reaches the parameters', lambda f: make_reason_filter(cut_off)(f) or takes('find_no_gradients', 'no_gradient')(f), why_no_gradient,
+        lambda h: f"gradients reach {count_phrase(h, lambda p: p.get('gradient'))}"),
+    Check('the step changes the weights', not_moved, explain_unknown_changes, changed_weights_fact),
     Check('the loss is finite', takes('not_finite', only=lambda f: f['ttype']=='scalar'), why_no_loss, loss_fact),
     Check('all values are finite', takes('not_finite', only=lambda f: f['ttype']!='scalar'), lambda h: '', finite_fact),
-    Check('the loss gets what it expects', takes('loss_input'), why_no_graph('loss_input')),
-    Check('labels and targets are in range', takes('target_range', 'one_class'), why_no_graph('target_range', 'one_class')),
-    Check('shapes of predictions and targets agree', takes('broadcast'), why_no_graph('broadcast')),
-    Check('outputs differ between samples', takes('find_constant_outputs', 'collapse', 'dead_units', 'constant_output'), why_not_recorded('output')),
-    Check('data are normalized', takes('poor_input_scale', 'same_data'), why_not_recorded('input')),
-    Check('initial weights have a usual size', takes('poor_scale', 'equal_units'), why_not_recorded('weight')),
+    Check('the loss gets what it expects', takes('loss_input'), make_loss_graph_check('loss_input')),
+    Check('labels and targets are in range', takes('target_range', 'one_class'), make_loss_graph_check('target_range', 'one_class')),
+    Check('shapes of predictions and targets agree', takes('broadcast'), make_loss_graph_check('broadcast')),
+    Check('outputs differ between samples', takes('find_constant_outputs', 'collapse', 'dead_units', 'constant_output'), make_recorded_check('output')),
+    Check('data are normalized', takes('poor_input_scale', 'same_data'), make_recorded_check('input')),
+    Check('initial weights have a usual size', takes('poor_scale', 'equal_units'), make_recorded_check('weight')),
     Check('gradients have a usual size', takes('vanishing_gradient', 'exploding_gradient', 'gradient_spike', 'underflow'),
-        why_not_recorded('weight_grad'), gradient_fact),
+        make_recorded_check('weight_grad'), gradient_fact),
     Check('updates have a usual size', takes('find_large_updates', 'update_too_large', 'update_too_small'), why_no_ratio, update_fact))
 
 # %% ../../nbs/55_health/56_first_step.ipynb #a275df81
@@ -284,7 +288,7 @@ def is_alternative(h, f):
         if parent not in h.graph.calls and called-{name}: return not is_last_member(name, called, members(known, parent))
     return False
 
-def judgeable_findings(found, h, n):
+def reliable_findings(found, h, n):
     """Return the findings for which `n` steps are enough evidence.
 
     Findings about uncalled modules become 'info' if the modules may be called in other steps.
@@ -292,11 +296,11 @@ def judgeable_findings(found, h, n):
     kept = [f for f in found if n>=most_steps or f['evidence'].get('reason')!='stopped']
     def may_be_called_later(f):
         "Return True if the module of a finding may be called in later steps, although it was not called in the few recorded steps."
-        return f['severity']=='warning' and n<most_steps and of_reason(not_called)(f) and is_alternative(h, f)
+        return f['severity']=='warning' and n<most_steps and make_reason_filter(not_called)(f) and is_alternative(h, f)
     return [{**f, 'severity': 'info'} if may_be_called_later(f) else f for f in kept]
 
 # %% ../../nbs/55_health/56_first_step.ipynb #a8c418dc
-few_steps_note = "In a model that calls or trains parts of it only in some steps, this is no fault: check more steps."
+few_steps_note = "If the model calls or trains some modules only in some steps, this is no fault. Check more steps."
 
 def sentence_of(f, n):
     """Return the text of a finding. In findings about unchanged weights, replace the number of steps by `n`.
@@ -307,7 +311,7 @@ def sentence_of(f, n):
 
 def advice_of(f, n):
     "Return the advice of a finding, with a note if `n` steps are too few to be sure of the fault."
-    unsure = n<most_steps and of_reason(cut_off, not_called)(f)
+    unsure = n<most_steps and make_reason_filter(cut_off, not_called)(f)
     return ' '.join(filter(None, [f['advice'], few_steps_note if unsure else '']))
 
 def row_of(check, h, found, n):
@@ -420,7 +424,7 @@ def is_early(df, steps, finished):
     if finished is not None: last = min(last, finished)
     return ((df['step']<=last) | (df['ttype']=='weight') & (df['step']<=last+1)).to_numpy(bool)
 
-def step_head(h, n):
+def step_checks_title(h, n):
     "Return the title line above the table of `check_step`. `n`: number of checked steps."
     return f"{h.name or 'The run'}: the first {'step' if n==1 else f'{n} steps'} of {len({s.path for s in h.all})} modules."
 
@@ -444,8 +448,8 @@ def check_step(
     h = load_history(opened, df=df)
     if (losses := opened.metadata('losses')) and not hasattr(h, 'losses'): h.losses = losses
     n,few = len(finished_steps(h)),[r.but(least=2) if r.name=='not_trained' else r for r in choose_rules(rules)]
-    out = step_checks_class()(table_rows(h, judgeable_findings(run_rules([*few, *step_rules], h), h, n), n))
-    out.run,out.head = h.name,step_head(h, n)
+    out = step_checks_class()(table_rows(h, reliable_findings(run_rules([*few, *step_rules], h), h, n), n))
+    out.run,out.head = h.name,step_checks_title(h, n)
     return out
 
 no_step = ("check_step needs one finished step. Call it after the first optimizer.step(), or after te.step(). "

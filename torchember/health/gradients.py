@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .finding import confidence_from, finding, find_true_tail, fmt, fmt_times, median, plain_median, finite_max
+from .finding import confidence_from, finding, find_true_tail, fmt, format_ratio, median, plain_median, finite_max
 from .rules import rule
 from .sizes import is_harmed, loss_sentence
 
@@ -54,12 +54,12 @@ def report_vanishing(h, gs, size, lost, lasting, depth):
     keys = list(gs)
     s,first,top = gs[keys[lost[0]]],size[lost[0]],finite_max(size[len(size)//2:])
     largest = gs[keys[int(np.nanargmax(size))]].label
-    return report_gradients(h, s, f"Gradients vanish in the backward pass: the gradient of {s.title} is "
-        f"{fmt(first) if first else 'exactly zero'}, and that of `{largest}` is {fmt(top)}. {len(lost)} of {len(keys)} layers get less than "
-        f"{depth:g} times the gradient of `{largest}`.", s.steps[0], s.steps[-1], severity=None if is_harmed(h) else 'warning',
+    return report_gradients(h, s, f"Gradients vanish in the backward pass: the rms of the gradient of {s.title} is "
+        f"{fmt(first) if first else 'exactly zero'}, and that of `{largest}` is {fmt(top)}. In {len(lost)} of {len(keys)} layers, the rms is less than "
+        f"{depth:g} times that of `{largest}`.", s.steps[0], s.steps[-1], severity=None if is_harmed(h) else 'warning',
         confidence=confidence_from(first/top if top else 0, depth, against=h.progress.is_good),
-        advice="Use ReLU or GELU instead of sigmoid or tanh, normalization layers, residual connections, "
-        "and a suitable initialization (torch.nn.init.kaiming_normal_).", first=first, last=top, layers=len(lost))
+        advice="Use ReLU or GELU instead of sigmoid or tanh. Then try normalization layers, residual connections, "
+        "and another initialization: torch.nn.init.kaiming_normal_(layer.weight).", first=first, last=top, layers=len(lost))
 
 # %% ../../nbs/55_health/35_gradients.ipynb #d732a91b
 def is_vanished(s, limit):
@@ -75,8 +75,8 @@ def find_vanished_later(h, gs, over_time, many=.7):
     k = min(gone, key=lambda k: gs[k].steps[np.flatnonzero(gs[k].rms<over_time*start[k])[0]])
     s = gs[k]
     i = find_true_tail(s.rms<over_time*start[k])
-    yield report_gradients(h, s if len(gone)<len(gs) else '', f"From step {s.steps[i]} on, gradients vanish: the gradient of {s.title} fell "
-        f"from {fmt(start[k])} to {fmt(plain_median(s.rms[i:]))}. {len(gone)} of {len(gs)} layers have such gradients.",
+    yield report_gradients(h, s if len(gone)<len(gs) else '', f"From step {s.steps[i]} on, gradients vanish: the rms of the gradient of {s.title} fell "
+        f"from {fmt(start[k])} to {fmt(plain_median(s.rms[i:]))}. The gradients vanish in {len(gone)} of {len(gs)} layers.",
         s.steps[i], s.steps[-1], start=start[k], layers=len(gone), severity=None if is_harmed(h) else 'warning',
         confidence=confidence_from(plain_median(s.rms[i:])/start[k], over_time, len(gone)/len(gs)),
         advice="Plot the activations around this step: overview(run, ttype='output'). If an activation has died or saturated there, lower the learning rate.")
@@ -142,11 +142,11 @@ def find_growth_with_depth(h, gs, depth):
     ratio = finite_max(size[:half])/max(-finite_max(-size[half:]), 1e-300)
     s = gs[keys[int(np.nanargmax(size))]]
     if not ratio>depth or largest<=1 or h.graph.position(s.path)>=h.graph.position(keys[-1][0]) or not (is_harmed(h) or ratio>100*depth): return None
-    return report_gradients(h, s, f"Gradients explode in the backward pass: the gradient of {s.title} has an rms of {fmt(largest)}, and that "
-        f"of `{gs[keys[-1]].label}` has {fmt(size[-1])}.", s.steps[0], s.steps[-1], largest=largest, ratio=float(ratio),
+    return report_gradients(h, s, f"Gradients explode in the backward pass: the gradient of {s.title} has an rms of {fmt(largest)}. The gradient "
+        f"of `{gs[keys[-1]].label}` has an rms of {fmt(size[-1])}.", s.steps[0], s.steps[-1], largest=largest, ratio=float(ratio),
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(ratio, depth, against=not is_harmed(h)),
-        advice="Start with smaller weights (torch.nn.init.kaiming_normal_), add normalization layers or residual connections. "
-        "Clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
+        advice="Use smaller initial weights: torch.nn.init.kaiming_normal_(layer.weight). Or add normalization layers or residual connections. "
+        "Gradient clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
 
 def find_jumps(norm, times):
     "Yield (index, usual norm) for each norm above `times` the usual norm (median of 30 norms before). Skip norms far below the first norms."
@@ -160,8 +160,9 @@ def find_lasting_jump(h, gs, steps, norm, jump):
     for i,usual in find_jumps(norm, jump):
         if not is_worse_after(h.progress, steps[i]) or recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        return report_gradients(h, '', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])}, where {fmt(usual)} was usual, "
-            f"most of all in {s.title}.", steps[i], steps[-1], norm=float(norm[i]), usual=float(usual), confidence=confidence_from(norm[i]/usual, jump),
+        return report_gradients(h, '', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])} (usual: {fmt(usual)}). "
+            f"The gradient of {s.title} grows most.",
+            steps[i], steps[-1], norm=float(norm[i]), usual=float(usual), confidence=confidence_from(norm[i]/usual, jump),
             advice="Clip the gradients between backward() and step(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #2c2d7106
@@ -173,7 +174,7 @@ def loss_elasticities(h, gs):
     values = h.progress.values
     if not len(values): return {}
     loss = plain_median(abs(values[:5]))
-    if not loss>0 or h.started_low: return {}
+    if not loss>0 or h.started_with_low_loss: return {}
     both = {k: (s, h.weights[k]) for k,s in gs.items() if k in h.weights and 'Embedding' not in s.kind}
     elastic = {k: float(plain_median(s.rms[:5])*plain_median(w.rms[:5])*w.rows.sizes[w.at][0]/loss) for k,(s,w) in both.items()}
     return {k: v for k,v in elastic.items() if np.isfinite(v)}
@@ -185,9 +186,9 @@ def find_steep_loss(h, gs, steps, norm, steep):
     k = max(by, key=by.get)
     s = gs[k]
     return report_gradients(h, s, f"Gradients explode from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}. "
-        f"It is so large that a change of the weights by 0.1% changes the loss by {by[k]/10:.0f}%.", steps[0], steps[-1],
-        advice="Clip the gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.). Or start with smaller "
-        "weights (recurrent networks: torch.nn.init.orthogonal_), or normalize between layers.", elasticity=by[k], norm=plain_median(norm[:5]),
+        f"This gradient is so large that changing the weight by 0.1% can change the loss by {by[k]/10:.0f}%.", steps[0], steps[-1],
+        advice="Clip the gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.). Or use smaller initial "
+        "weights (in recurrent networks: torch.nn.init.orthogonal_), or add normalization layers.", elasticity=by[k], norm=plain_median(norm[:5]),
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(by[k], steep, against=h.progress.is_good))
 
 def find_huge_start(h, gs, steps, norm, huge):
@@ -195,7 +196,8 @@ def find_huge_start(h, gs, steps, norm, huge):
     start = plain_median(norm[:5])
     if start<=huge or not is_harmed(h): return None
     s = max(gs.values(), key=lambda s: typical_size(s, 0, .1))
-    return report_gradients(h, s, f"Gradients are huge from the start: their norm is {fmt(start)}, most of all in {s.title}.",
+    return report_gradients(h, s, f"Gradients are huge from the start: the norm of all gradients is {fmt(start)}. The gradient of {s.title} has the largest "
+        f"rms.",
         steps[0], steps[-1], norm=start, confidence=confidence_from(start, huge),
         advice="Normalize the data and the targets: (x-mean)/std. Then start with smaller weights, or clip the gradients after backward(): "
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
@@ -205,8 +207,8 @@ def find_endless_growth(h, gs, steps, norm, jump):
     start = plain_median(norm[:5])
     i = max(find_true_tail(norm>jump*start), 3)
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
-    return report_gradients(h, '', f"The gradients keep growing: their norm rises from {fmt(start)} to {fmt(norm[-1])}, and exceeds "
-        f"{jump:,.0f} times its start from step {steps[i]} on.", steps[i], steps[-1], start=start, end=float(norm[-1]),
+    return report_gradients(h, '', f"The gradients keep growing: the norm of all gradients rises from {fmt(start)} to {fmt(norm[-1])}. It is more than "
+        f"{jump:,.0f} times its initial value from step {steps[i]} on.", steps[i], steps[-1], start=start, end=float(norm[-1]),
         confidence=confidence_from(norm[-1]/start, jump),
         advice="Divide the learning rate by 10, or clip the gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
@@ -260,11 +262,11 @@ def find_common_spike(h, gs, times):
     for i,usual in find_jumps(norm, times):
         if not recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        yield report_gradients(h, '', f"Only at step {steps[i]}, the gradient norm is {fmt_times(norm[i]/usual)} its usual size "
-            f"({fmt(norm[i])}), in all layers and most in {s.title}.", steps[i], norm=float(norm[i]), usual=usual,
+        yield report_gradients(h, '', f"At step {steps[i]} only, the norm of all gradients is {format_ratio(norm[i]/usual)} its usual value "
+            f"and reaches {fmt(norm[i])}. The gradient of {s.title} grows most.", steps[i], norm=float(norm[i]), usual=usual,
             confidence=confidence_from(norm[i]/usual, times),
             severity=None if is_worse_after(h.progress, steps[i]) else 'info',
-            advice="Print x.abs().max() and y of this batch, and its loss. Clipping limits the harm: "
+            advice="Print x.abs().max(), the targets y and the loss of this batch. Gradient clipping limits the harm: "
             "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
         return
 
@@ -286,8 +288,9 @@ def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
     step,k,size,others = max(found, key=lambda f: f.size)
     s = gs[k]
     at = s.at_step(step)
-    yield s.finding(at, f"At step {step}, the gradient of {s.title} is {fmt_times(size)} its usual size ({fmt(rms_at_step(s, step))}), "
-        f"and the gradients of the other layers are {f'{fmt_times(others)} theirs' if others>0 else 'zero'}.", last=at, times=size, others=others,
+    yield s.finding(at, f"At step {step}, the rms of the gradient of {s.title} is {format_ratio(size)} its usual value "
+        f"and reaches {fmt(rms_at_step(s, step))}. "
+        f"The gradients of the other layers are {f'{format_ratio(others)} their usual size' if others>0 else 'zero'}.", last=at, times=size, others=others,
         confidence=confidence_from(size, times),
-        advice="Print the input of this layer for this batch, and check its operations: divisions, products and lookups. Clipping limits the harm: "
+        advice="Print the input of this layer for this batch. Check the layer for divisions, products and lookups. Gradient clipping limits the harm: "
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['too_large_steps', 'Heads', 'heads_in', 'layers_of', 'group_name', 'sees_later_keys', 'predicts_next_tokens',
-           'sees_half', 'future_attention', 'has_zero_logits', 'dead_heads', 'peaked_attention', 'fell_after',
-           'attention_collapse', 'attention_logits', 'uniform_heads']
+           'sees_half_sequence_ahead', 'future_attention', 'has_zero_logits', 'dead_heads', 'peaked_attention',
+           'loss_decrease_after', 'attention_collapse', 'attention_logits', 'uniform_heads']
 
 # %% ../../nbs/55_health/41_heads.ipynb #370c1dbc
 import re
@@ -68,7 +68,7 @@ def predicts_next_tokens(h, layer, share):
     lengths = {e.get('positions') for e in h.losses if (e.get('next_tokens') or 0)>=share}
     return 'queries' in layer and bool(lengths & {*layer.rows['queries'].dropna().astype(int)})
 
-def sees_half(layer):
+def sees_half_sequence_ahead(layer):
     "Return True if each head sees a key that is at least half a sequence after the query. With a visible prefix, the distance is usually smaller."
     return bool((np.nan_to_num(layer['reach']).max(0)>=layer.least_keys/2).all())
 
@@ -87,18 +87,18 @@ def future_attention(h, least=1e-6, keys=8, share=.99):
         group = np.concatenate([seen[id(o)] for o in layers if group_name(o)==group_name(l)])
         heads = [n for n,s in zip(l.names, seen[id(l)], strict=True) if s]
         by_one = seen[id(l)].all() and set(np.unique(l['reach']))=={1}
-        everywhere = all_see and sees_half(l) and predicts_next_tokens(h, l, share)
+        everywhere = all_see and sees_half_sequence_ahead(l) and predicts_next_tokens(h, l, share)
         if not heads or not by_one and not everywhere and group.mean()>=.5: continue
         at = int(np.flatnonzero((np.nan_to_num(l['reach'])>0).any(1))[0])
         weight = float(np.nanmax(l['future']))
         how = "each query sees the key of the next token, which the model has to predict" if by_one else \
             "the labels of the loss are the next input tokens, but the queries of all layers see later tokens" if everywhere else \
             f"queries of {list_names(heads)} see later tokens, but {np.count_nonzero(~group)} of {len(group)} heads in layers of this kind do not"
-        yield finding(l.path, f"The mask of {l.title} does not hide later tokens: {how}. Later tokens get up to {fmt(weight)} of the weight.",
+        yield finding(l.path, f"The mask of {l.title} does not hide later tokens: {how}. Later tokens get up to {fmt(weight)} of the attention weight.",
             int(l.steps[at]), int(l.steps[-1]), ttype='attention', weight=weight, heads=heads, look="attention_map(run, stat='future')",
-            advice="Mask with torch.ones(n, n).triu(1), where True hides a key (in flax with jnp.tril(jnp.ones((n, n))), where 1 shows a key), "
-                "or pass is_causal=True to scaled_dot_product_attention or jax.nn.dot_product_attention. "
-                "A model that sees the tokens that it has to predict has a low loss in training, but generates bad text.")
+            advice="Pass is_causal=True to scaled_dot_product_attention or jax.nn.dot_product_attention. Or pass a causal mask. In nn.MultiheadAttention: "
+                "attn_mask=torch.ones(n, n, dtype=torch.bool).triu(1), where True hides a key. In flax: jnp.tril(jnp.ones((n, n))), where 1 shows a key. "
+                "A model that sees the tokens to predict has a low training loss, but generates bad text.")
         return
 
 # %% ../../nbs/55_health/41_heads.ipynb #a33c3323
@@ -141,19 +141,20 @@ def peaked_attention(h, early=.5, few=8., sink=.3, keys=8):
         size,first = l.mean('entropy')[0],l.mean('first_token')[0]
         if l.mean('effective_length')[0]>few: continue
         if l.least_keys<keys or l.steps[0]>max(h.steps[0] if len(h.steps) else 0, 1) or not size<early or first>sink: continue
-        yield finding(l.path, f"At the start of the training, queries of {l.title} already give few keys almost all "
-            f"the weight: the entropy of the weights is {fmt(size)} times that of equal weights, and the largest logit "
-            f"is {fmt(np.nanmax(l['logit_max'][0]))}. So only a small gradient passes back through the softmax.",
+        yield finding(l.path, f"At the start of training, the queries of {l.title} already give almost all attention weight to few keys. "
+            f"The entropy of the weights is {fmt(size)} times that of equal weights, and the largest logit "
+            f"is {fmt(np.nanmax(l['logit_max'][0]))}. Only a small gradient passes back through the softmax.",
             int(l.steps[0]), ttype='attention', entropy=float(size), confidence=confidence_from(early/max(size, 1e-9), 1),
             look="attention_map(run, stat='entropy', step=0)",
-            advice="Divide the logits by sqrt(head size), start with smaller weights of queries and keys, or normalize both (qk_norm).")
+            advice="Divide the logits by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. "
+                "Or use smaller initial weights for queries and keys, or normalize both (qk_norm).")
         return
 
 # %% ../../nbs/55_health/41_heads.ipynb #6159e1da
 # rules that can find the cause of large logits
 too_large_steps = 'update_too_large', 'first_step', 'exploding_gradient', 'poor_input_scale'
 
-def fell_after(progress, step):
+def loss_decrease_after(progress, step):
     "Return the decrease of the loss from a step to the end of the run, as a fraction of the whole decrease. NaN with fewer than 6 values after it."
     later = progress.values[progress.steps>=step]
     if len(later)<6: return np.nan
@@ -177,13 +178,13 @@ def attention_collapse(h, start=.3, low=.02, share=.5, keys=8, still=.02):
         fallen = ((e<low) & counts).mean(1)>=share
         high = np.flatnonzero(~fallen)
         at = int(high[-1])+1 if len(high) else 0
-        if not 0<at<=len(l.steps)-2 or h.progress.is_good and not fell_after(h.progress, l.steps[at])<still: continue
+        if not 0<at<=len(l.steps)-2 or h.progress.is_good and not loss_decrease_after(h.progress, l.steps[at])<still: continue
         before,after,n = float(np.nanmean(e[0])),float(np.nanmean(e[-1])),np.count_nonzero((e[-1]<low) & counts)
-        yield finding(l.path, f"The attention of {l.title} collapses: the entropy of {n} of {len(l.names)} heads falls from {fmt(before)} "
-            f"to {fmt(after)} times that of equal weights, so from step {l.steps[at]} on, each query gives one key almost all the weight.",
+        yield finding(l.path, f"The attention of {l.title} collapses in {n} of {len(l.names)} heads. The mean entropy of the heads falls from {fmt(before)} "
+            f"to {fmt(after)} times that of equal weights. From step {l.steps[at]} on, queries give almost all weight to one key.",
             int(l.steps[at]), int(l.steps[-1]), ttype='attention', entropy=after, start=before,
             severity='error' if h.progress.is_bad else None, look=f"scalar_line(run, {l.path!r}, 'attention', 'entropy')",
-            advice="Lower the learning rate, warm it up, normalize queries and keys (qk_norm), or clip the logits.")
+            advice="Divide the learning rate by 10, or use a longer warm-up. Or normalize queries and keys (qk_norm), or cap the logits.")
         return
 
 # %% ../../nbs/55_health/41_heads.ipynb #e1f8f3db
@@ -201,11 +202,11 @@ def attention_logits(h, large=100., times=5., records=4):
         if len(top)<=records or not (end[-1]>large and end[-1]>times*abs(top[0]) and (np.diff(end)>0).all()): continue
         at = int(np.flatnonzero(top>large)[0])
         head = l.names[int(np.nanargmax(l['logit_max'][-1]))]
-        yield finding(l.path, f"The attention logits of {l.title} keep growing: the largest is {fmt(top[0])} at step {l.steps[0]}, "
-            f"and {fmt(top[-1])} at step {l.steps[-1]} ({head}). With such logits, the softmax gives one key all the weight.",
+        yield finding(l.path, f"The attention logits of {l.title} keep growing: the largest logit is {fmt(top[0])} at step {l.steps[0]}, "
+            f"and {fmt(top[-1])} at step {l.steps[-1]} (in {head}). With such logits, the softmax gives one key all the weight.",
             int(l.steps[at]), int(l.steps[-1]), ttype='attention', logit=float(top[-1]), start=float(top[0]),
             confidence=confidence_from(top[-1], large), look=f"scalar_line(run, {l.path!r}, 'attention', 'logit_max')",
-            advice="Normalize queries and keys (qk_norm), add weight decay to their weights, lower the learning rate, or cap the logits.")
+            advice="Normalize queries and keys (qk_norm). Or add weight decay to their weights, lower the learning rate, or cap the logits.")
         return
 
 # %% ../../nbs/55_health/41_heads.ipynb #2b8178d7
@@ -224,7 +225,7 @@ def uniform_heads(h, equal=.999, records=8, keys=8):
     if not some or all(len(names)==len(l.names) for l,names in found): return
     l,names = max(some, key=lambda s: len(s[1]))
     n = sum(len(names) for _,names in some)
-    yield finding(l.path, f"{n} heads of attention give all keys the same weight at all {len(l.steps)} recorded steps, such as {list_names(names)} "
-        f"of {l.title}. Such a head only computes the mean of all tokens.", int(l.steps[0]), int(l.steps[-1]), ttype='attention', heads=n,
-        look="attention_map(run, stat='entropy')",
+    yield finding(l.path, f"{n} attention head{'s'*(n>1)} give{'s'*(n==1)} all keys the same weight at all {len(l.steps)} recorded steps, "
+        f"such as {list_names(names)} of {l.title}. Such a head only computes the mean of all tokens.",
+        int(l.steps[0]), int(l.steps[-1]), ttype='attention', heads=n, look="attention_map(run, stat='entropy')",
         advice="Check the initial weights and the learning rate of queries and keys of these heads, or use fewer heads.")

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..frames.tables import clean_types
 from ..ground.needs import pd
-from ..ground.record import beside_training, computed_in, of_no_tensor, of_passes
+from ..ground.record import beside_training, builtin_scalar_name, of_no_tensor, of_passes
 from ..measure.summary import derived
 from .finding import median
 from .moves import relative_updates
@@ -27,7 +27,7 @@ loss_patterns = ( # conditions for the name of the loss, best first: the first c
 
 def find_loss(logged):
     "Return the `LoggedSeries` of the training loss, or None if no logged number is named like a loss."
-    train = [n for n in logged if not computed_in(n.name) and not any(w in n.name.lower() for w in ('val', 'test', 'eval'))]
+    train = [n for n in logged if not builtin_scalar_name(n.name) and not any(w in n.name.lower() for w in ('val', 'test', 'eval'))]
     return next((n for like in loss_patterns for n in train if like(n.name.lower())), None)
 
 # %% ../../nbs/55_health/10_history.ipynb #2b5de1a7
@@ -62,7 +62,7 @@ def is_repeated(flags):
 # an input and an output with equal values of these statistics are taken as the same tensor
 signs = 'mean', 'std', 'max', 'min', 'rms', 'abs_max', 'abs_mean', 'l1', 'l2'
 
-def find_makers(trained, most=20_000) -> dict:
+def find_input_sources(trained, most=20_000) -> dict:
     """Return a dict: path of a module -> paths of the modules that return its inputs.
 
     An input and an output are taken as the same tensor if their statistics are equal in one step.
@@ -121,7 +121,7 @@ class ModuleGraph:
         return self.calls[path]
 
     # Path of a module -> paths of the modules that compute its inputs
-    makers = cached_property(lambda self: find_makers(self.trained))
+    makers = cached_property(lambda self: find_input_sources(self.trained))
 
     @cached_property
     def users(self):
@@ -131,7 +131,7 @@ class ModuleGraph:
             for m in makers: found.setdefault(m, []).append(p)
         return found
 
-    def feeder(self, path):
+    def source_of_input(self, path):
         """Return the path of the module that returns the input of another module, or None.
 
         If equal statistics do not show this module, assume the last module without submodules that returned before.
@@ -255,13 +255,13 @@ class History:
     def series(self, *ttypes:str, evaluated=False) -> list:
         """Return the series of some tensor types, in the order of calls. `evaluated`: True for evaluations instead of training passes.
 
-        A series ends where its values become non-finite up to the end, see `Series.until_bad`.
+        A series ends where its values become non-finite up to the end, see `Series.without_nonfinite_end`.
         """
         return [s for s in (self.until_bad_evaluated if evaluated else self.until_bad_trained) if s.ttype in ttypes]
 
     # Series of training passes and of evaluations, each without its last steps if all of these have NaN or infinities
-    until_bad_trained = cached_property(lambda self: [s.until_bad() for s in self.trained])
-    until_bad_evaluated = cached_property(lambda self: [s.until_bad() for s in self.evaluated])
+    until_bad_trained = cached_property(lambda self: [s.without_nonfinite_end() for s in self.trained])
+    until_bad_evaluated = cached_property(lambda self: [s.without_nonfinite_end() for s in self.evaluated])
 
     # facts about training and evaluation mode, see `store.parameters.facts_in`
     modes = property(lambda self: self.facts.get('modes') or {})
@@ -309,7 +309,7 @@ class History:
         return abs(p.end)<1e-3*max(abs(p.values[:3]).max(), 1e-30)
 
     @cached_property
-    def started_low(self):
+    def started_with_low_loss(self):
         "True if the loss does not fall, but is far below the loss of random guessing: the model was already trained before the run."
         p,guess = self.progress,guessing_losses(self)
         return p.verdict=='stalls' and bool(guess) and p.end<.6*min(guess.values()) and may_be_cross_entropy(self)
@@ -334,6 +334,6 @@ class History:
             found += [(int(s.steps[i]), int(s.steps[i+1])) for i,(a,b) in enumerate(pairwise(shapes)) if a is not None and b is not None and a[1:]!=b[1:]]
         return found
 
-    def changes_data_at(self, step):
+    def data_shape_changes_at(self, step):
         "Return True if the shape of the data changes at a step. A change of the batch size does not count."
         return any(a<step<=b for a,b in self.data_changes)

@@ -45,9 +45,9 @@ def gradients_add_up(h, least=2, share=.5):
     path,name,checked,n,first = max(left, key=lambda c: (c[3], (c[0], c[1]) in h.matrices))
     label = '.'.join(filter(None, [path, name]))
     many = f'in all {n} checked steps' if n==checked else f'in {n} of {checked} checked steps'
-    some = '' if len(left)==len(counts) else f" In all, {len(left)} of {len(counts)} checked parameters still have gradients of the step before."
-    yield finding('' if len(left)==len(counts) else common_path([c[0] for c in left]), f"Gradients add up: `{label}` still has the gradient of the step "
-        f"before when backward() begins, {many} from step {first} on. So each update uses the gradients of earlier steps, too.{some}",
+    some = '' if len(left)==len(counts) else f" In total, {len(left)} of {len(counts)} checked parameters keep gradients of the previous step."
+    yield finding('' if len(left)==len(counts) else common_path([c[0] for c in left]), f"Gradients add up: `{label}` still has the gradient of the previous "
+        f"step when backward() begins, {many} from step {first} on. Each update therefore also includes gradients of earlier steps.{some}",
         first or 0, h.steps[-1] if len(h.steps) else first, ttype='weight_grad', pname=None if len(left)>1 else name, parameters=len(left),
         checked=len(counts), steps=n, look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')",
         advice="Call optimizer.zero_grad() in each step before backward(), on the optimizer that has these parameters.")

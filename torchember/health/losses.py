@@ -4,15 +4,15 @@
 
 # %% auto #0
 __all__ = ['stalls_advice', 'diverging', 'loss_rises', 'loss_below', 'stays_at', 'guesses_of_sigmoid', 'guesses',
-           'stall_severity', 'is_still_falling', 'has_moved', 'find_fall_to_guess', 'loss_stalls', 'loss_spike',
-           'same_data']
+           'stall_severity', 'is_still_falling', 'has_changed_enough', 'find_fall_to_guess', 'loss_stalls',
+           'loss_spike', 'same_data']
 
 # %% ../../nbs/55_health/45_losses.ipynb #8320f225
 import math
 
 import numpy as np
 
-from .finding import confidence_from, finding, finite_max, fmt, fmt_times, median, plain_median
+from .finding import confidence_from, finding, finite_max, fmt, format_ratio, median, plain_median
 from .gradients import is_worse_after
 from .progress import guessing_losses, running_median, rank_trend
 from .rules import rule
@@ -57,13 +57,13 @@ def diverging(h, times=3., largest=10.):
     blown = out is not None and len(out)>3 and out.rms[-1]>largest*max(out.rms[0], 1e-30)
     if p.end<times*p.start and not blown or rises_steadily(p) and not h.has_large_first_steps: return
     i = find_rise(p)
-    grown = f", and the output of the model grew from {fmt(out.rms[0])} to {fmt(out.rms[-1])}" if blown else ''
+    grown = f". The rms of the model's output grows from {fmt(out.rms[0])} to {fmt(out.rms[-1])}" if blown else ''
     yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} "
         f"at the end{grown}.", p.steps[i], p.steps[-1], ttype='scalar', look="overview(run)", start=p.start, end=p.end,
         # 'warning' for a small rise, because the weights of the loss terms may change, or a new task may begin
         severity=None if blown or h.is_broken or h.has_large_first_steps or p.end>3*times*p.start else 'warning',
         confidence=1-.5*min(times*p.start/p.end, 1)*.5**blown,
-        advice="Divide the learning rate by 10, add a warm-up, or clip the gradients (torch.nn.utils.clip_grad_norm_).")
+        advice="Divide the learning rate by 10, add a warm-up, or clip the gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
 # %% ../../nbs/55_health/45_losses.ipynb #8785bc53
 def share_along_gradient(s, w, least):
@@ -87,10 +87,10 @@ def find_ascent(h, share, least):
     shares = np.array([v for v in shares if v is not None])
     if len(shares)<2 or plain_median(shares)<share or (shares>.6).mean()<.75: return None
     usual = plain_median(shares)
-    return finding('', f"The optimizer maximizes the loss: the weights move along their gradients and not against them, in {usual:.0%} "
-        f"of the steps, for {len(shares)} weights.", h.steps[0], h.steps[-1], ttype='weight', stands=True, look="overview(run)",
-        advice="Check the sign of the number that backward() is called on, maximize=True in the optimizer, a negative learning rate, and hooks that change "
-        "gradients.",
+    return finding('', f"The optimizer maximizes the loss: in {usual:.0%} of the steps (median of {len(shares)} weights), "
+        "the weights move along their gradients and not against them.", h.steps[0], h.steps[-1], ttype='weight', stands=True, look="overview(run)",
+        advice="Check that backward() is called on the loss and not on its negative. Then check the optimizer for maximize=True or a negative "
+        "learning rate, and search for hooks that change gradients.",
         along=usual, weights=len(shares), severity=None if h.progress.verdict=='rises' else 'warning',
         confidence=confidence_from(1-usual, 1-share, (shares>.6).mean(), h.progress.is_good))
 
@@ -107,12 +107,12 @@ def loss_rises(h, share=.8, least=20):
     if p.verdict!='rises' or not rises_steadily(p) or h.has_large_first_steps: return
     # True if the loss begins like a cross-entropy and should fall. Another loss may rise, as in adversarial training
     classes = any(abs(p.start-v)<.2*v for v in guessing_losses(h).values())
-    yield finding('', f"The loss rises steadily from the first step on, from {fmt(p.start)} to {fmt(p.end)}: "
-        "the optimizer minimizes another number than the recorded loss.",
+    yield finding('', f"The loss rises steadily from the first step on, from {fmt(p.start)} to {fmt(p.end)}. "
+        "The optimizer probably does not minimize the recorded loss.",
         p.steps[0], p.steps[-1], ttype='scalar', severity='warning' if h.is_broken else None if classes or p.end>3*abs(p.start) else 'info',
         look="overview(run)", start=p.start, end=p.end,
-        advice="Check for a wrong sign (-loss, maximize=True, a reward instead of a loss), for backward() of another number than the recorded one, "
-        "and for gradients that are added to the weights.")
+        advice="Check the sign: -loss, maximize=True, or a reward instead of a loss. Then check that backward() is called on the recorded loss, "
+        "and that gradients are subtracted from the weights.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #c1002a36
 # A loss with one of these words in its name cannot be negative
@@ -141,13 +141,13 @@ def loss_below(h, times=5.):
     classes = any(abs(abs(p.values[0])-v)<.25*v for v in guessing_losses(h).values())
     if not (positive or endless and grown and (classes or v[-1]<-times*max(abs(p.start), 1))): return
     at = int(np.flatnonzero(p.values<0)[0])
-    by = f", while the output of the model grows from {fmt(plain_median(out.rms[:3]))} to {fmt(out.rms[-1])}" if grown else ''
-    yield finding('', f"The loss is below zero from step {p.steps[at]} on and falls {'faster and faster' if endless else 'further'}, "
-        f"to {fmt(v[-1])}{by}: it has no minimum.",
+    by = f", while the rms of the model's output grows from {fmt(plain_median(out.rms[:3]))} to {fmt(out.rms[-1])}" if grown else ''
+    yield finding('', f"The loss is negative from step {p.steps[at]} on. The loss falls {'faster and faster' if endless else 'further'}, "
+        f"to {fmt(v[-1])}{by}. Such a loss seems to have no minimum.",
         p.steps[at], p.steps[-1], ttype='scalar', severity='error' if endless and grown and (positive or classes) else None,
         look="overview(run)", start=p.start, end=float(v[-1]),
-        advice="Check for a wrong sign, a missing square or abs, targets out of range (binary_cross_entropy expects 0 to 1), "
-        "or probabilities instead of logits. A log-likelihood may be negative, but levels off.")
+        advice="Check the formula of the loss for a wrong sign, or a missing square or abs. Check that targets are in range (binary_cross_entropy: 0 to 1), "
+        "and that logits are not confused with probabilities. A log-likelihood may be negative, but levels off.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #a8ac2972
 def stays_at(values, guess, close=.03):
@@ -163,12 +163,12 @@ def guesses_of_sigmoid(s):
     late = slice(-max(3, len(s)//5), None)
     if 'mean' not in s or 'std' not in s or not median(np.nan_to_num(s['std'][late]))<.15: return []
     level = median(s['mean'][late])
-    of_half = [("A probability of 0.5 for all samples gives 0.25 as squared error.", .25)] if abs(level-.5)<.1 else []
-    return [*of_half, ("The same probability for all samples gives 0.5 as absolute error.", .5)]
+    of_half = [("A probability of 0.5 for all samples gives a squared error of 0.25.", .25)] if abs(level-.5)<.1 else []
+    return [*of_half, ("The same probability for all samples gives an absolute error of 0.5.", .5)]
 
 def guesses(h, p, close):
     "Return a list of (sentence, loss) with the losses of a model that has learned nothing."
-    found = [(f"Guessing among {n} classes gives {v:.3f} = ln {n}.", v) for n,v in guessing_losses(h).items()]
+    found = [(f"Guessing among {n} classes gives a loss of {v:.3f} = ln {n}.", v) for n,v in guessing_losses(h).items()]
     sigmoids = [h.outputs[q] for q in h.graph.last_modules if q in h.outputs and h.activation(h.outputs[q])=='Sigmoid']
     return found+(guesses_of_sigmoid(sigmoids[0]) if sigmoids else [])
 
@@ -178,7 +178,7 @@ def stall_severity(h, p, guess, n):
     `guess`: the matching element of `guesses`, or None. `n`: number of steps, divided by the least number for a
     finding.
     """
-    if guess and (not has_moved(h) or is_still_falling(p, guess[1])): return 'info'
+    if guess and (not has_changed_enough(h) or is_still_falling(p, guess[1])): return 'info'
     # 'warning' and not 'error' in a short run, because a warm-up or a plateau at the start may last many steps
     if guess and n>=2: return 'error' if n>=10 and guess[0].startswith('Guessing') else 'warning'
     return None if p.noise<1e-6*abs(p.end) else 'info' # 'info': the lowest possible loss is unknown
@@ -191,7 +191,7 @@ def is_still_falling(p, guess, part=.01, trend=-3.):
     late = p.values[len(p.values)//2:]
     return p.fell>=part and p.end<guess*(1-part) and rank_trend(late)*math.sqrt(len(late))<trend
 
-def has_moved(h, least=.01):
+def has_changed_enough(h, least=.01):
     "Return True if a weight has changed by at least the fraction `least` of its rms. If not, the training is too short to judge the loss."
     trained = [w for k,w in h.weights.items() if k in h.grads and len(w)>1 and h.is_matrix(k, w) and w.rms[0]>0]
     moves = [finite_max([abs(w[c][-1]-w[c][0])/w.rms[0] for c in ('max', 'min', 'mean', 'std') if c in w]) for w in trained]
@@ -199,16 +199,16 @@ def has_moved(h, least=.01):
 
 def find_fall_to_guess(h, p, least, close):
     "Return a finding if the loss falls to the loss of random guessing, and stays there. `close`: largest relative difference."
-    if len(p.values)<least or p.verdict!='falls' or not has_moved(h): return None
+    if len(p.values)<least or p.verdict!='falls' or not has_changed_enough(h): return None
     found = next(((n, v) for n,v in guessing_losses(h).items() if stays_at(p.values, v, close/3) and p.end>v*(1-close/3)), None)
     if found is None or not p.start>found[1]*(1+close): return None
     n,v = found
     return finding('', f"The loss falls from {fmt(p.start)} to {fmt(p.end)} and stays there. This is the loss of guessing among {n} classes "
-        f"({v:.3f} = ln {n}), so the model has learned nothing about its input.", p.steps[0], p.steps[-1], ttype='scalar', severity='warning',
+        f"({v:.3f} = ln {n}). The model has learned nothing from its inputs.", p.steps[0], p.steps[-1], ttype='scalar', severity='warning',
         look="overview(run)", start=p.start, end=p.end, guessing=v, advice=stalls_advice)
 
-stalls_advice = ("Train on a single batch until its loss is near zero. If that fails, the model or the loss is wrong. If it works, check the data "
-    "(are labels shuffled separately from the inputs?) and the learning rate.")
+stalls_advice = ("Train on a single batch until its loss is near zero. If its loss stays high, the model or the loss function is wrong. "
+    "Otherwise check the data (are labels shuffled separately from the inputs?) and the learning rate.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #068c8e61
 def gives_probabilities(s):
@@ -228,10 +228,11 @@ def find_double_softmax(h, p):
         floor = math.log(1+(n-1)/math.e)
         if p.best<floor*.98 or p.values[0]>math.log(n)*1.15: continue
         leaf = next((q for q in reversed(h.graph.leaves) if h.activation(h.outputs[q]) in ('Softmax', 'LogSoftmax')), path)
-        return finding(leaf, f"Softmax is applied twice: the outputs of the model are already probabilities (they sum to 1 over {n} classes), and the loss "
-            f"stays above {floor:.3f}, the minimum of cross-entropy on probabilities ({fmt(p.end)} at the end).", p.steps[0], p.steps[-1], ttype='output',
+        return finding(leaf, f"Softmax is applied twice: the outputs of the model are already probabilities, which sum to 1 over {n} classes. Cross-entropy "
+            f"on probabilities cannot fall below {floor:.3f}; the loss is {fmt(p.end)} at the end.", p.steps[0], p.steps[-1], ttype='output',
             severity='error', look="overview(run)",
-            advice="torch.nn.functional.cross_entropy expects logits: remove the softmax of the model, or use nll_loss(p.log(), y).",
+            advice="Remove the softmax at the end of the model, because torch.nn.functional.cross_entropy expects logits. "
+            "Or keep the softmax and use torch.nn.functional.nll_loss(p.log(), y).",
             floor=floor, end=p.end)
 
 def find_relu_logits(h, p):
@@ -244,10 +245,9 @@ def find_relu_logits(h, p):
         if not (s['min']>=0 if relu else s['min']==0).all() or not (s['max']>0).any(): continue
         # a cross-entropy begins near the loss of guessing. With another start, the loss must stay at this value
         if abs(p.values[0]-guess)>.3*guess and not (relu and stays_at(p.values, guess)): continue
-        return finding(path, f"The logits of {s.title} are never below zero, and the loss is a cross-entropy "
-            f"({fmt(p.start)} to {fmt(p.end)}; guessing gives {guess:.3f} = ln {s.shape[-1]}): a ReLU after the logits removes the gradient "
-            "of all logits below zero.", p.steps[0], p.steps[-1], ttype='output', look="overview(run)",
-            advice="Remove the activation after the last layer: cross_entropy expects logits of either sign.")
+        return finding(path, f"The logits of {s.title} are never below zero: a ReLU after the last layer removes the gradient of all negative logits. "
+            f"The loss is probably a cross-entropy: it goes from {fmt(p.start)} to {fmt(p.end)}, and guessing gives {guess:.3f} = ln {s.shape[-1]}.",
+            p.steps[0], p.steps[-1], ttype='output', look="overview(run)", advice="Remove the activation after the last layer: cross_entropy expects logits.")
 
 def find_double_sigmoid(h, p):
     """Return a finding if sigmoid is applied twice, in the model and in the loss. Return None otherwise. `p`: a `LossProgress`.
@@ -263,10 +263,10 @@ def find_double_sigmoid(h, p):
         floor = yes*math.log(1+1/math.e)+(1-yes)*math.log(2)
         sure = .02<yes<.98 and spread>.7*math.sqrt(yes*(1-yes))
         if not sure or abs(p.end-floor)>.08 or p.best<floor-.08: continue
-        return finding(path, f"Sigmoid is applied twice: the outputs of the model are confident probabilities ({yes:.0%} yes), but the loss stays at "
-            f"{fmt(p.end)}. The minimum of binary_cross_entropy_with_logits on probabilities is {floor:.3f}.",
+        return finding(path, f"Sigmoid is applied twice: the outputs of the model are confident probabilities (mean {yes:.0%}), but the loss stays at "
+            f"{fmt(p.end)}. On probabilities, binary_cross_entropy_with_logits cannot fall below {floor:.3f}.",
             p.steps[0], p.steps[-1], ttype='output', severity='error', look="overview(run)", floor=floor, end=p.end,
-            advice="binary_cross_entropy_with_logits expects logits: remove the sigmoid of the model, or use binary_cross_entropy.")
+            advice="Remove the sigmoid at the end of the model, because binary_cross_entropy_with_logits expects logits. Or use binary_cross_entropy.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9ce36e8
 @rule(severity='warning', needs='scalar', after=loss_causes)
@@ -283,13 +283,13 @@ def loss_stalls(h, least=30, close=.03):
     known = any(e.get('end')!='probe' for e in h.losses) # True if the graph of the loss was read
     if not known and (found := find_double_softmax(h, p) or find_double_sigmoid(h, p) or find_relu_logits(h, p)): yield found; return
     if found := find_fall_to_guess(h, p, 2*least, close): yield found; return
-    if p.verdict!='stalls' or abs(p.end)<1e-6 or h.started_low: return
+    if p.verdict!='stalls' or abs(p.end)<1e-6 or h.started_with_low_loss: return
     # no finding if the loss is so noisy that a slow fall would not be visible
     if p.noise/math.sqrt(len(p.values)/5)>.05*abs(p.start): return
     guess = next(((chance, v) for chance,v in guesses(h, p, close) if abs(p.end-v)<close*v and abs(p.start-v)<3*close*v), None)
     chance = f" {guess[0]}" if guess else ''
     what = 'falls only slowly' if guess and is_still_falling(p, guess[1]) else 'does not fall'
-    yield finding('', f"The loss {what}: it is {fmt(p.start)} in the first steps, and {fmt(p.end)} in the last of {len(p.values)}.{chance}",
+    yield finding('', f"The loss {what}: it is {fmt(p.start)} at the start, and {fmt(p.end)} at the end of {len(p.values)} logged values.{chance}",
         p.steps[0], p.steps[-1], ttype='scalar', severity=stall_severity(h, p, guess, len(p.values)/least), look="overview(run)", start=p.start, end=p.end,
         **({'guessing': guess[1]} if guess else {}), confidence=confidence_from(abs(p.end-guess[1]), close*guess[1]) if guess else .5,
         advice=stalls_advice)
@@ -324,18 +324,18 @@ def loss_spike(h, times=10., part=.5):
     i,usual = found
     v,step = p.values,p.steps[i]
     # no finding if the shape of the data changes, because the training has moved to another task
-    if any(h.changes_data_at(s) for s in p.steps[5:i+1]): return
+    if any(h.data_shape_changes_at(s) for s in p.steps[5:i+1]): return
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
-    why = f" The data of this step are {fmt_times(data)} as large as usual." if data else ''
+    why = f" In this step, the rms of the data is {format_ratio(data)} its usual value." if data else ''
     if end is None: severity = 'warning' if len(v)-i>=30 else 'info' # 'info' near the end: a new task may have begun
     else: # 'info' if the loss falls slowly after the jump, because then the model learns new data
         learnt = i+3<len(v) and min(v[i+1:i+4])>.4*v[i]
         severity = 'warning' if not learnt and (data or is_worse_after(p, step)) else 'info'
-    yield finding('', f"At step {step}, the loss jumps to {fmt(v[i])}, where {fmt(usual)} was usual, and "
-        f"{f'returns at step {p.steps[end]}' if end else 'does not return'}.{why}", step, p.steps[end-1] if end else p.steps[-1],
+    yield finding('', f"At step {step}, the loss jumps to {fmt(v[i])} (usual: {fmt(usual)}). The loss "
+        f"{f'is back to its usual size at step {p.steps[end]}' if end else 'stays high'}.{why}", step, p.steps[end-1] if end else p.steps[-1],
         ttype='scalar', severity=severity, look="overview(run)", loss=float(v[i]), usual=usual, confidence=confidence_from(v[i]/usual, times),
-        advice="Print x.abs().max() and y of the batch of this step. Clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) "
+        advice="Print x.abs().max() and the targets y of this batch. Gradient clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) "
         "after backward().")
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9084578
@@ -355,7 +355,7 @@ def report_constant_data(h, s, at, alone):
     if len(np.unique(s['max'][s['max']==s['min']]))>1: # each batch may be one sample with equal values
         severity,what = 'info',f"In nearly all steps, all values of {s.tname} of {s.title} are equal. The value differs between steps."
     return s.finding(at, what, severity=severity, value=float(s['max'][at]),
-        advice="Check the batches of the loader: a transform may clip all values, or an array was never filled.")
+        advice="Print x.min() and x.max() of a batch of the DataLoader. A transform may clip all values, or an array was never filled.")
 
 def is_unchanging(s):
     "Return True if a tensor has the same statistics in all steps."
@@ -394,5 +394,5 @@ def same_data(h, least=8):
     data = f"{n} batches" if n>1 else "data"
     yield s.finding(0, f"All {len(s)} steps use the same {data}: {s.tname} of {s.title} has the same mean, standard deviation, "
         f"maximum and minimum in each step.{more}", stat='mean', severity='warning' if parts else None,
-        advice="Nothing to do if all data fit in one batch. Otherwise check that the loop takes a new batch in each step, "
-        "and that the loader shuffles.")
+        advice="If all data fit in one batch, change nothing. Otherwise check that the loop takes a new batch in each step, "
+        "and that the DataLoader has shuffle=True.")

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['softmax_values', 'constant_advice', 'softmax_advice', 'relu_classes', 'final_outputs', 'is_in_unit_range',
-           'is_probability', 'lower_end', 'input_changes', 'all_zero_steps', 'weights_stand_still', 'find_no_gradient',
-           'constant_value', 'is_softmax_of_one', 'report_constant_output', 'constant_output', 'explain_no_gradient',
-           'is_at_ends', 'no_gradient', 'list_zero_steps', 'no_gradient_finding', 'is_pushed_to_end',
-           'report_out_of_reach', 'targets_out_of_reach', 'begins_at_guess', 'sums_to_one', 'wrong_last_activation']
+           'is_probability', 'lower_end', 'input_changes', 'all_zero_steps', 'weights_hardly_change',
+           'find_no_gradient', 'constant_value', 'is_softmax_of_one', 'report_constant_output', 'constant_output',
+           'explain_no_gradient', 'is_at_ends', 'no_gradient', 'list_zero_steps', 'no_gradient_finding',
+           'is_pushed_to_end', 'report_out_of_reach', 'targets_out_of_reach', 'begins_at_guess', 'sums_to_one',
+           'wrong_last_activation']
 
 # %% ../../nbs/55_health/43_outputs.ipynb #17d66546
 import math
@@ -47,7 +48,7 @@ def all_zero_steps(h):
     for s in h.grads.values(): zero[np.searchsorted(steps, s.steps)] &= s.zero
     return steps, zero
 
-def weights_stand_still(h, steps, still=2e-5):
+def weights_hardly_change(h, steps, still=2e-5):
     """Return True if the weights change by less than the fraction `still` in the second half of `steps`, the steps with zero gradients.
 
     Without a gradient, momentum and weight decay may still change the weights a little.
@@ -63,7 +64,7 @@ def weights_stand_still(h, steps, still=2e-5):
 def find_no_gradient(h, share, least):
     "Return (numbers of the steps in which all gradients are zero, number of steps with gradients). Return None if such steps are too few."
     steps,zero = all_zero_steps(h)
-    if len(steps)<least or zero.mean()<=share or not weights_stand_still(h, steps[zero]): return None
+    if len(steps)<least or zero.mean()<=share or not weights_hardly_change(h, steps[zero]): return None
     return steps[zero], len(steps)
 
 # %% ../../nbs/55_health/43_outputs.ipynb #fa02387c
@@ -81,13 +82,13 @@ def is_softmax_of_one(h, s, value):
     return s.shape[-1]==1 and (softmax_values.get(kind)==value or value==1 and kind not in ('Sigmoid', 'Hardsigmoid', 'Hardtanh', 'Tanh'))
 
 constant_advice = ("Check the last operations of the model: clamp, round, argmax, a comparison, or weights and biases that start at zero.")
-softmax_advice = ("For two classes, use a sigmoid (activation='sigmoid', torch.nn.Sigmoid()) with binary cross-entropy. "
-    "For regression, remove the softmax. For n classes, let the last layer have n units.")
+softmax_advice = ("For two classes, use torch.nn.Sigmoid() with binary cross-entropy (in Keras: activation='sigmoid'). "
+    "For regression, remove the softmax. For n classes, give the last layer n units.")
 
 def report_constant_output(h, s, value):
     "Return a finding about an output of the model that is equal to `value` for all samples in all steps."
     softmax,n = is_softmax_of_one(h, s, value),len(s)
-    why = ": it is a softmax over one unit, which is always 1, whatever the weights are" if softmax else ''
+    why = ". A softmax over one unit returns the same value for any weights" if softmax else ''
     return s.finding(0, f"The output of {s.title} is {fmt(value)} for all samples in all {n:,} steps{why}. "
         "The loss does not depend on the weights, so the model learns nothing.", stands=softmax, value=value, look="overview(run)",
         advice=softmax_advice if softmax else constant_advice)
@@ -116,8 +117,8 @@ def explain_no_gradient(h):
             "Remove the ReLU after the last layer: use softmax for classes, a sigmoid for two classes, and no activation for regression.")
         ends = kind in ('Sigmoid', 'Softmax', 'Hardsigmoid') and (low==top and low in (0, 1) or low<1e-6 and top>1-1e-6 and is_at_ends(s))
         if ends: return (f" All outputs of {s.title} are 0 or 1, where its slope is zero.",
-            "Normalize the data: (x-mean)/std. Start with smaller weights, and divide the learning rate by 10. "
-            "A loss of logits keeps its gradient: torch.nn.functional.cross_entropy(logits, y), or from_logits=True in Keras.")
+            "Normalize the data: (x-mean)/std. Use smaller initial weights, and divide the learning rate by 10. "
+            "Or use a loss on logits, which keeps its gradient: torch.nn.functional.cross_entropy(logits, y), or from_logits=True in Keras.")
     return '', "Check the loss for clamp, round, argmax and comparisons, and the outputs of each layer with overview(run)."
 
 relu_classes = 'ReLU', 'ReLU6', 'Threshold'
@@ -166,10 +167,10 @@ def report_out_of_reach(h, s, late, why, low=0):
     `late`: loss in the last steps; `why`: sentence about the loss; `low`: smallest value of the activation.
     """
     p = h.progress
-    return s.finding(0, f"The targets are out of reach of the outputs: {s.title} returns values from {low} to 1, but the loss is {fmt(late)} in the last "
-        f"steps ({fmt(p.values[0])} in the first). {why}", look="overview(run)", start=float(p.values[0]), end=late,
+    return s.finding(0, f"The outputs cannot reach the targets. {s.title} returns values from {low} to 1, but the loss is {fmt(late)} in the last "
+        f"steps ({fmt(p.values[0])} in the first step). {why}", look="overview(run)", start=float(p.values[0]), end=late,
         advice="For regression, remove the last activation, and scale the targets: (y-mean)/std. "
-        "For classes 0, 1, 2, ..., use one unit per class, softmax, and cross-entropy: CrossEntropyLoss, or sparse_categorical_crossentropy in Keras.")
+        "For classes 0, 1, 2, ..., use one unit per class, and CrossEntropyLoss on the logits (in Keras: softmax and sparse_categorical_crossentropy).")
 
 @rule(severity='error', needs=('scalar', 'output'), after=('constant_output', 'not_finite', 'poor_input_scale', 'loss_input', 'target_range'))
 def targets_out_of_reach(h, above=20., below=-1.5):
@@ -186,10 +187,12 @@ def targets_out_of_reach(h, above=20., below=-1.5):
         low = lower_end(h, s)
         most = None if low is None else (1-low)**2
         if most and late>max(above, most*math.prod(s.shape)) and late>.5*p.values[0] and is_pushed_to_end(s, low):
-            yield report_out_of_reach(h, s, late, f"A squared error of targets from {low} to 1 is at most {most}, so the targets are larger or smaller.", low)
+            yield report_out_of_reach(h, s, late, f"With targets from {low} to 1, the squared error is at most {most}, so some targets are outside this "
+                f"range.", low)
             return
         if is_probability(h, s) and late<below and .2<p.values[0]<3 and p.verdict=='falls':
-            yield report_out_of_reach(h, s, late, "A cross-entropy of targets from 0 to 1 is never below zero, so some targets are larger than 1 or negative.")
+            yield report_out_of_reach(h, s, late, "With targets from 0 to 1, a cross-entropy is never below zero, so some targets are larger than 1 or "
+                "negative.")
             return
 
 # %% ../../nbs/55_health/43_outputs.ipynb #c06433f6
@@ -213,8 +216,9 @@ def wrong_last_activation(h, least=20):
         if s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or 'mean' not in s or len(s)<least: continue
         n = int(s.shape[-1])
         if h.activation(s) not in ('Sigmoid', 'Hardsigmoid') or not is_in_unit_range(s) or sums_to_one(s) or not begins_at_guess(h, n): continue
-        yield s.finding(0, f"The last activation does not fit the loss: {s.title} gives each of the {n} classes a probability of its own, and "
-            f"these do not sum to 1. The loss begins at {fmt(p.values[0])}, like the cross-entropy of one class of {n} ({math.log(n):.3f} = ln {n}).",
+        yield s.finding(0, f"The last activation does not fit the loss: {s.title} gives each of the {n} classes a separate probability. "
+            f"These probabilities do not sum to 1. The loss begins at {fmt(p.values[0])}, like a cross-entropy of guessing among {n} classes "
+            f"({math.log(n):.3f} = ln {n}).",
             classes=n, start=float(p.values[0]), look="overview(run)",
             advice="In PyTorch, remove the sigmoid: CrossEntropyLoss expects logits. In Keras, use activation='softmax'. "
             "If a sample can have several classes, keep the sigmoid and use binary cross-entropy.")

@@ -47,12 +47,12 @@ def autocast(h):
     s,last = full[0],all(s.path in h.graph.last_modules for s in full)
     where = f"{s.title} returns float32, while {len(cast)} other layer{'s' if len(cast)>1 else ''} return{'s'*(len(cast)==1)} {dtype}" if len(full)==1 else \
         f"{len(full)} of {len(layers)} layers return float32 ({list_names([s.label for s in full])})"
-    yield finding(s if cast else '', f"Autocast to {dtype} does not reach {'all layers' if cast else 'any layer'}: {where}, although autocast is on when "
-        f"{'it is' if len(full)==1 else 'they are'} called.",
+    yield finding(s if cast else '', f"Autocast to {dtype} does not reach {'all layers' if cast else 'any layer'}: {where}. Autocast is on during "
+        f"{'this call' if len(full)==1 else 'these calls'}.",
         s.steps[0], s.steps[-1], severity='info' if last and cast else None, ttype='output',
         look="read(run, ttype='output')[['path', 'dtype']]", layers=len(full), of=len(layers),
         advice="Look in the forward of this layer for autocast(enabled=False), .float(), or an operation that autocast does not know, "
-        "such as a kernel of your own (torch.amp.custom_fwd). If full precision is intended here, change nothing.")
+        "such as a custom kernel (use torch.amp.custom_fwd). If full precision is intended here, change nothing.")
 
 # %% ../../nbs/55_health/37_precision.ipynb #31c8aa55
 def zero_shares(h, least):
@@ -79,7 +79,8 @@ def lost_gradients(h, share=.2, safe=.05, least=10):
     # no finding if the fraction of zero gradients does not grow from the last layer to the first
     if not lost[0] or shares[-1]>safe or (np.diff(shares)>.1).any() or lost.all(): return
     s,n = found[0][0],int(lost.sum())
-    yield s.finding(int(np.flatnonzero(s.zero)[0]), f"Gradients underflow in float16 on their way to the input: the gradient of {s.title} is "
-        f"exactly zero in {shares[0]:.0%} of the steps, and that of {found[-1][0].title} in {shares[-1]:.0%}. {n} of {len(found)} layers lose gradients.",
+    yield s.finding(int(np.flatnonzero(s.zero)[0]), f"Gradients underflow in float16 during the backward pass: the gradient of {s.title} is "
+        f"exactly zero in {shares[0]:.0%} of the steps. The gradient of {found[-1][0].title} is zero in {shares[-1]:.0%} of the steps. {n} "
+        f"of {len(found)} layers lose gradients.",
         advice="Scale the loss (torch.amp.GradScaler), or train in bfloat16.", look="out_of_range(run, ttype='weight_grad')",
         shares=[fmt(z) for z in shares], layers=n, of=len(found))

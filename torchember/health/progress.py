@@ -71,6 +71,7 @@ class LossProgress:
         self.loss,self.steps,self.values = loss,np.zeros(0, int),np.zeros(0)
         # fell: decrease of the loss, as a fraction of the loss at the start
         self.start = self.end = self.best = self.noise = self.fell = math.nan
+        self.unclear = '' # reason of the verdict 'means nothing': 'names', 'sign' or 'reward'
         if loss is None: self.verdict = 'none'; return
         ok = np.isfinite(loss.values)
         self.steps,self.values = loss.steps[ok],loss.values[ok]
@@ -87,10 +88,15 @@ class LossProgress:
         # after a steep rise in the last steps, use the median of the last three values as the end
         if last>3*self.start>0: self.end = last
         self.fell = (self.start-self.end)/max(abs(self.start), 1e-12)
-        if self.is_adversarial_or_rl(names): return 'means nothing'
+        if self.is_adversarial_or_rl(names):
+            self.unclear = 'names' if any(adversarial_names.search(n) for n in (*names, self.loss.name)) else 'sign'
+            return 'means nothing'
         word = judge_direction(self.start, self.end, self.noise, rank_trend(v)*math.sqrt(len(v)))
         # a fall of a reward has no clear meaning, because rewards are logged with or without a minus sign
-        if rising_names.search(self.loss.name) and word in ('falls', 'rises'): return 'falls' if v[-1]>v[0] else 'means nothing'
+        if rising_names.search(self.loss.name) and word in ('falls', 'rises'):
+            if v[-1]>v[0]: return 'falls'
+            self.unclear = 'reward'
+            return 'means nothing'
         return word
 
     def is_adversarial_or_rl(self, names):

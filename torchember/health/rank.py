@@ -19,7 +19,7 @@ class OutputRank:
         self.steps = np.asarray(found['steps'], int)
         self.cosine,self.rank = (np.asarray([np.nan if v is None else v for v in found[k]], float) for k in ('cosine', 'rank'))
 
-    def falls_from(self, flags):
+    def find_lasting_fall(self, flags):
         """Return the index from which all flags are True until the end. Require at least two True flags there, and a False flag before.
 
         Return None otherwise.
@@ -61,16 +61,17 @@ def rank_collapse(h, parallel=.9995, apart=.95, start=8., left=1.5):
     for o in output_ranks(h):
         # skip logits: early in a training, logits depend only on class frequencies, so all samples are similar
         if o.path in h.graph.last_modules and has_class_loss(h): continue
-        alike = o.falls_from(o.cosine>parallel) if o.cosine[0]<apart else None
-        flat = o.falls_from(o.rank<left) if o.rank[0]>=start and not h.progress.is_good else None
+        alike = o.find_lasting_fall(o.cosine>parallel) if o.cosine[0]<apart else None
+        flat = o.find_lasting_fall(o.rank<left) if o.rank[0]>=start and not h.progress.is_good else None
         at = alike if alike is not None else flat
         if at is None: continue
-        step,numbers = int(o.steps[at]),f"their effective rank falls from {fmt(o.rank[0])} to {fmt(o.rank[-1])}"
-        text = f"become parallel for all samples: the mean cosine of pairs is {o.cosine[0]:.2g} at step {o.steps[0]}, " \
-            f"and {o.cosine[-1]:.5f} from step {step} on, and {numbers}" if alike is not None else f"lose their directions: {numbers} at step {o.steps[-1]}"
-        yield finding(o.path, f"The outputs of {name_module(o.path, o.kind)} {text}. So the next layers can hardly tell samples apart.", step, int(o.steps[-1]),
+        step,numbers = int(o.steps[at]),f"the effective rank of these outputs falls from {fmt(o.rank[0])} to {fmt(o.rank[-1])}"
+        text = f"become parallel for all samples: the mean cosine of two samples is {o.cosine[0]:.2g} at step {o.steps[0]}, " \
+            f"and {o.cosine[-1]:.5f} from step {step} on. Also, {numbers}" if alike is not None else f"keep one direction: {numbers} at step {o.steps[-1]}"
+        yield finding(o.path, f"The outputs of {name_module(o.path, o.kind)} {text}. The next layers can hardly distinguish the "
+            f"samples.", step, int(o.steps[-1]),
             severity='error' if h.progress.is_bad else None, ttype='output', cosine=float(o.cosine[-1]), rank=float(o.rank[-1]), start=float(o.rank[0]),
             look=f"scalar_line(run, {o.path!r}, 'output', 'std')",
-            advice="If the loss compares two outputs of the model, equal outputs may be its optimum: add negative samples, or detach() one of the two. "
-            "Otherwise divide the learning rate by 10, or add residual connections.")
+            advice="Divide the learning rate by 10, or add residual connections. If the loss compares two outputs of the model, "
+            "equal outputs may be its optimum: add negative samples, or detach() one of the two outputs.")
         return

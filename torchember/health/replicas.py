@@ -36,7 +36,7 @@ def explain_lost(c, rank, at):
 
     `rank`: number of the rank; `at`: numbers of the steps.
     """
-    return (f"All gradients of rank {rank} are zero in {list_drift_steps(at)}, while those of the other rank are not: the averaged gradients did not reach "
+    return (f"All gradients of rank {rank} are zero in {list_drift_steps(at)}, while those of the other rank are not. The averaged gradients did not reach "
         f"rank {rank}.", "Check the communication hook and the transport (NCCL or gloo version, network). "
         "Compare the gradients of all ranks before optimizer.step().")
 
@@ -44,24 +44,25 @@ def explain_gradients(c):
     "Return the reason why gradients differ between two ranks as a sentence, and advice. `c`: entry of `compare_replicas`."
     g,period = c['grads'],find_period(c['grads']['at'])
     if g['steps']>=.9*g['of']: return (
-        f"Their gradients differ in all {g['steps']} recorded steps from step {g['first']} on, so nothing averages them.",
-        "Call the DistributedDataParallel model. Wrap the model after it is final (.to(), .half(), new layers). "
+        f"The gradients differ in all {g['steps']} recorded steps from step {g['first']} on, so the gradients are not averaged.",
+        "Call the DistributedDataParallel model, and not model.module. Wrap the model after all changes to it (.to(), .half(), new layers). "
         "Use no_sync() only to accumulate gradients.")
     every = 'second' if period==2 else f'{period}th'
-    if period: return (f"Their gradients differ in every {every} step ({g['steps']} of {g['of']}, first step {g['first']}): "
-        "there they are not averaged.", "Call the DistributedDataParallel model in each step, and not the model inside (model.module). "
+    if period: return (f"The gradients differ in every {every} step ({g['steps']} of {g['of']}, first step {g['first']}). "
+        "In these steps, the gradients are not averaged.", "Call the DistributedDataParallel model in each step, and not the model inside (model.module). "
         "Check the condition of no_sync().")
-    if g['at'][-1]-g['at'][0]+1==g['steps']>2: return (f"Their gradients differ in each step from step {g['first']} on, and were equal before: "
-        "since then, nothing averages them.", "Look for what happened at this step: new parameters, another wrapper, a no_sync() that did not end.")
-    return (f"Their gradients differ in {g['steps']} of {g['of']} steps ({list_drift_steps(g['at'])}): there they are not averaged.",
+    if g['at'][-1]-g['at'][0]+1==g['steps']>2: return (f"The gradients differ in each step from step {g['first']} on, and were equal before. "
+        "From this step on, the gradients are not averaged.",
+        "Look for what happened at this step: new parameters, another wrapper, a no_sync() that did not end.")
+    return (f"The gradients differ in {g['steps']} of {g['of']} steps ({list_drift_steps(g['at'])}). In these steps, the gradients are not averaged.",
         "Call the DistributedDataParallel model in each step, and not the model inside (model.module). Check whether a rank leaves out batches.")
 
 def explain_equal(c):
     "Explain why weights differ between two ranks with equal gradients. Return (reason, advice). `c`: entry of `compare_replicas`."
     w = c['weights']
-    if w['first']==0: return (f"Their gradients are equal in all {c['grads']['of']} steps, but the weights differ from the first step on.",
+    if w['first']==0: return (f"The gradients are equal in all {c['grads']['of']} steps, but the weights differ from the first step on.",
         "Load checkpoints and initialize weights before wrapping the model, or load the same file on all ranks.")
-    return (f"Their gradients are equal in all {c['grads']['of']} steps, so the optimizers differ.",
+    return (f"The gradients are equal in all {c['grads']['of']} steps, so the optimizers differ.",
         "Use the same optimizer, learning rate, schedule and weight decay on all ranks. Load the state of the optimizer on all ranks. "
         "Look for code that changes weights on one rank only.")
 
@@ -101,11 +102,11 @@ def replicas(h, rounding=1e-6):
     c = min(found, key=lambda c: (order.index(severity_of_drift(c, rounding)), c['weights']['first'], c['rank']))
     why,advice = explain_drift(c)
     w,others = c['weights'],f" {len(found)} ranks differ from rank {c['with']}." if len(found)>1 else ''
-    differ = f", by {c['relative']:.2g} of its size at step {w['last']}" if c['relative'] else ''
-    again = " They are equal again in between, so this may be intended." if is_synchronized_again(c) else \
-        " Nothing else says that they are copies, so this may be intended." if c.get('apart') else ''
-    yield finding('', f"The copies of the model have drifted apart: the weights of ranks {c['with']} and {c['rank']} differ from step {w['first']} on, "
-        f"most of all `{c['tensor']}`{differ}. {why}{others}{again}",
+    differ = f" (relative difference {c['relative']:.2g} at step {w['last']})" if c['relative'] else ''
+    again = " In some steps in between, the weights are equal again, so the difference may be intended." if is_synchronized_again(c) else \
+        " The run does not show that these are copies of one model, so the difference may be intended." if c.get('apart') else ''
+    yield finding('', f"The copies of the model have drifted apart: the weights of ranks {c['with']} and {c['rank']} differ from step {w['first']} on. "
+        f"The largest difference is in `{c['tensor']}`{differ}. {why}{others}{again}",
         min([w['first'], *c['grads']['at'][:1]]), w['last'], severity=severity_of_drift(c, rounding),
         ttype='weight', look="read(run, per_rank=True)", advice=advice, stands=True, rank=c['rank'], weights=w['steps'],
         gradients=c['grads']['steps'], of=c['grads']['of'], zero=c['zero'], relative=c['relative'])

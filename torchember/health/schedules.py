@@ -40,8 +40,8 @@ def schedule_per_batch(h, times=2, low=.01):
         at = find_minima(v, low)
         if len(at)<times or not all(is_flat_at(v, i) for i in at): continue
         period = int(plain_median(np.diff(at))) if len(at)>1 else int(2*at[0])
-        yield finding('', f"The learning rate `{n.name}` falls to zero and rises again {len(at)} times, once in {period} steps: "
-            f"the schedule is too short. It takes {period//2} steps from {fmt(v.max())} to zero, but the training has {len(h.steps):,} steps.",
+        yield finding('', f"The learning rate `{n.name}` falls to zero and rises again {len(at)} times, about every {period} steps. "
+            f"The schedule is too short: it takes {period//2} steps from {fmt(v.max())} to zero, but the training has {len(h.steps):,} steps.",
             h.steps[0], h.steps[-1], ttype='scalar', look="overview(run)", minima=len(at), period=period,
             advice="If T_max is a number of epochs, call scheduler.step() once per epoch. "
             "For a schedule per batch, set T_max to the number of batches in the whole training.")
@@ -62,7 +62,7 @@ def clipped_early(h, least=3, share=.9):
     if not early or sum(c[3] for c in counts)<share*sum(c[2] for c in counts): return
     path,name,checked,n,first = max(early, key=lambda c: (c[3], (c[0], c[1]) in h.matrices))
     label,many = '.'.join(filter(None, [path, name])),f'all {n} checked steps' if n==checked else f'{n} of {checked} checked steps'
-    yield finding('', f"Gradients are clipped too early, so clipping has no effect: in {many}, the gradient of `{label}` was clipped before backward() "
+    yield finding('', f"Gradients are clipped too early, so clipping has no effect. In {many}, the gradient of `{label}` was clipped before backward() "
         "computed it, and not again before optimizer.step().", first or 0, h.steps[-1] if len(h.steps) else first, ttype='weight_grad', stands=True,
         look="overview(run)", parameters=len(early), steps=n,
         advice="Call torch.nn.utils.clip_grad_norm_(model.parameters(), ...) after loss.backward() and before optimizer.step().")

@@ -15,7 +15,7 @@ import numpy as np
 from ..frames.tables import mark_columns
 from ..ground.needs import pd
 from ..ground.not_finite import counts
-from ..ground.record import computed, computed_in, identity, of_pieces, optional
+from ..ground.record import computed, builtin_scalar_name, identity, of_pieces, optional
 from .finding import find_true_tail, finding, name_module
 from ..measure.summary import derived
 
@@ -162,7 +162,7 @@ class Series:
         if 'max' in self and 'min' in self: return (self['max']==0) & (self['min']==0) & (self.bad==0)
         return self.abs_max==0
 
-    def until_bad(self):
+    def without_nonfinite_end(self):
         """Return the series without its last steps, if the tensor has NaN or infinities in each of them. Keep at least the first step.
 
         The first step is always kept, so that each rule knows of the tensor. Some steps do not count as steps with
@@ -252,8 +252,8 @@ def find_lost_values(df, values):
     known = {c: set(steps[h].tolist()) for c,h in has.items()}
     often = {call: {c: int(h[calls==call].sum()) for c,h in has.items()} for call in set(calls.tolist())}
     tnames = df['tname'].astype(object).to_numpy() if 'tname' in df else np.full(len(df), 'log', object)
-    by_user = {c for c,h in has.items() if not computed_in(c) or h[~np.isin(tnames, computed)].any()}
-    def may_have(i, c): return computed_in(c)==tnames[i] if tnames[i] in computed else c in by_user
+    by_user = {c for c,h in has.items() if not builtin_scalar_name(c) or h[~np.isin(tnames, computed)].any()}
+    def may_have(i, c): return builtin_scalar_name(c)==tnames[i] if tnames[i] in computed else c in by_user
     n = np.nan_to_num(to_floats(df['nan'])).astype(int)
     for i in np.flatnonzero(n>0):
         holes = [c for c,v in values.items() if np.isnan(v[i]) and steps[i] not in known[c] and may_have(i, c)]

@@ -8,18 +8,25 @@ __all__ = ['update_too_large', 'update_too_small', 'poor_scale', 'poor_input_sca
 # %% ../../nbs/55_health/30_sizes.ipynb #f32f9f25
 import numpy as np
 
-from .finding import confidence_from, finding, find_true_tail, fmt, fmt_times, median, plain_median, finite_max, list_names
+from .finding import confidence_from, finding, find_true_tail, fmt, format_ratio, median, plain_median, finite_max, list_names
 from .moves import count_inputs, is_linear, is_norm, relative_updates, any_weight_changes
 from .progress import guessing_losses
 from .rules import rule
 
 # %% ../../nbs/55_health/30_sizes.ipynb #661033d2
 # Verdict of `LossProgress` ('falls', ...) -> sentence in a finding. The two {} are the loss at the start and at the end
-loss_sentences = {'none': "The loss was not recorded (te.log(loss=loss)).", 'short': "Too few losses were recorded to say whether the loss falls.",
-    'means nothing': "The values of this loss cannot tell whether the training gets worse.", 'stalls': "The loss does not fall ({} to {})."}
+loss_sentences = {'none': "The loss was not recorded. To record it: te.log(loss=loss).", 'short': "Too few losses were recorded to judge whether the loss "
+    "falls.",
+    'means nothing': "The recorded loss cannot be judged, because a good training need not lower it.", 'stalls': "The loss does not fall ({} to {})."}
+
+unclear_sentences = { # reason of the verdict 'means nothing' (`LossProgress.unclear`) -> sentence in a finding
+    'names': "Names in this run suggest adversarial or reinforcement learning, where the loss need not fall.",
+    'sign': "The loss changes its sign around zero, so its direction does not show progress.",
+    'reward': "The name of the loss suggests a quantity that should rise, so its fall does not show progress."}
 
 def loss_sentence(p):
     "Return a sentence about the progress of the loss, for the text of a finding. `p`: a `LossProgress`."
+    if p.verdict=='means nothing' and p.unclear: return unclear_sentences[p.unclear]
     return loss_sentences.get(p.verdict, f"The loss {p.verdict} from {{}} to {{}}.").format(fmt(p.start), fmt(p.end))
 
 def is_harmed(h):
@@ -50,7 +57,7 @@ def growth_factor(w):
 
 def share_phrase(ratio):
     "Return a ratio of update to weight as a phrase: '0.3 of its size' or '2 times its size'."
-    return f"{fmt(ratio)} of its size" if ratio<1 else f"{fmt_times(ratio)} its size"
+    return f"{fmt(ratio)} of its rms" if ratio<1 else f"{format_ratio(ratio)} its rms"
 
 def lower_rate_advice(ratio, most=1000):
     """Return advice to divide the learning rate by a power of ten, so that an update changes about 0.003 of a weight.
@@ -59,7 +66,7 @@ def lower_rate_advice(ratio, most=1000):
     """
     by = 10**max(1, int(round(np.log10(min(max(ratio, 1e-9), 1e9)/3e-3))))
     if by<=most: return f"Divide the learning rate by {by:,}, or start with a warm-up."
-    return f"Divide the learning rate by {most:,}, and again until the loss falls. Check the size of the data, of the targets and of the initial weights."
+    return f"Divide the learning rate by {most:,}, and repeat until the loss falls. Check the scale of the data, the targets and the initial weights."
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ed9125c0
 def report_large_steps(h, moves, large, ratio):
@@ -67,8 +74,8 @@ def report_large_steps(h, moves, large, ratio):
     first = {k: m.median(0, .2) for k,m in moves.items()}
     k = max(large, key=lambda k: np.nan_to_num(first[k]))
     w,size = moves[k].s,max(first[k], finite_max(moves[k].ratio[:3]))
-    return finding('', f"The updates are too large: each of the first updates changes {w.title} by {share_phrase(size)}, and "
-        f"{len(large)} of {len(moves)} weights change by more than {ratio:g}. About 0.001 is usual. {loss_sentence(h.progress)}",
+    return finding('', f"The updates are too large: the first updates change {w.title} by {share_phrase(size)} per step. "
+        f"{len(large)} of {len(moves)} weights change by more than {ratio:g} of their rms per step; about 0.001 is usual. {loss_sentence(h.progress)}",
         moves[k].steps[0], w.steps[-1], ttype='weight', look="updates(run)",
         advice=lower_rate_advice(size),
         ratio=size, weights=len(large), of=len(moves), loss=h.progress.verdict, confidence=confidence_from(size, ratio, len(large)/len(moves)))
@@ -82,11 +89,11 @@ def report_larger_steps(h, moves, late, limit):
     k = min(late, key=lambda k: (late[k], h.graph.position(k[0])))
     m,i = moves[k],late[k]
     step,before = int(m.steps[i]),median(m.ratio[:i])
-    return finding(m.s if len(late)==1 else '', f"The update of step {step} changes {m.s.title} by {share_phrase(m.ratio[i])}, where "
-        f"{fmt(before)} was usual. {len(late)} of {len(moves)} weights have such updates. {loss_sentence(h.progress)}",
+    return finding(m.s if len(late)==1 else '', f"The update of step {step} changes {m.s.title} by {share_phrase(m.ratio[i])}. Before, "
+        f"{fmt(before)} was usual. Updates are too large for {len(late)} of {len(moves)} weights. {loss_sentence(h.progress)}",
         step, m.s.steps[-1], ttype='weight', look="updates(run)", ratio=float(m.ratio[i]), before=before, weights=len(late),
         confidence=confidence_from(m.ratio[i], limit, len(late)/len(moves)),
-        advice="Print x.abs().max() and y of the batch of this step. If they are as usual, divide the learning rate by 10, or clip the gradients after "
+        advice="Print x.abs().max() and the targets y of this batch. If both are as usual, divide the learning rate by 10, or clip the gradients after "
         "backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e63dddfe
@@ -125,10 +132,11 @@ def report_small_steps(h, moves, k, n, ratio, limit):
     limit: relative change below which updates are too small
     """
     w = moves[k].s
-    return finding('', f"The updates are too small: the largest, of {w.title}, is {fmt(ratio)} of the weight, where 0.001 is usual. "
-        f"{loss_sentence(h.progress)}", h.steps[0], h.steps[-1], severity='error' if h.progress.verdict=='stalls' and not h.started_low else None,
+    return finding('', f"The updates are too small: the largest update, that of {w.title}, is {fmt(ratio)} of the weight (rms). About 0.001 is usual. "
+        f"{loss_sentence(h.progress)}", h.steps[0], h.steps[-1], severity='error' if h.progress.verdict=='stalls' and not h.started_with_low_loss else None,
         ttype='weight', confidence=confidence_from(ratio, limit, n/len(moves), h.progress.verdict!='stalls'), ratio=ratio, weights=n,
-        look="updates(run)", advice="Multiply the learning rate by 10 until the loss falls. Then also try 3 times more and 3 times less.")
+        look="updates(run)", advice="Multiply the learning rate by 10, and repeat until the loss falls. Then also try a learning rate 3 times larger and 3 "
+            "times smaller.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #2f8c8086
 def gradients_continue(grad, steps, start):
@@ -149,7 +157,8 @@ def explain_small_steps(h, step, drop):
     if fell := [f for f in falls if f[1]<100*drop*f[2]]: return (
         f"The schedule lowered the learning rate too early: {fell[0][0]} is {fmt(fell[0][1])}, and was {fmt(fell[0][2])} before.",
         "Let the schedule end at the last step: count T_max, step_size and milestones in the unit in which you call scheduler.step() (steps or epochs).")
-    if bad := [f for f in falls if not np.isfinite(f[1])]: return (f"The learning rate {bad[0][0]} is {bad[0][1]}.", "Check the code that sets it.")
+    if bad := [f for f in falls if not np.isfinite(f[1])]: return (f"The learning rate {bad[0][0]} is {bad[0][1]}.", "Check the code that sets the learning "
+        "rate.")
     if falls: return "The learning rate has not fallen as much, so something else makes the updates small.", ("Print the gradients before "
         "optimizer.step(): clip_grad_norm_ or a mask may make them zero. Then check the eps of the optimizer, and code that restores old weights.")
     return "The learning rate was not recorded.", ("Print the learning rate: optimizer.param_groups[0]['lr']. "
@@ -191,10 +200,10 @@ def find_early_end(h, moves, drop, many=.7):
     rare = {k for k,w in h.weights.items() if 'Embedding' in w.kind}
     # no finding if other weights still change, because `not_trained` reports weights that stop alone
     if any_weight_changes(h, step, rare): return
-    smaller = f"{fmt_times(peak/now)} smaller than before" if now>0 else "zero"
+    smaller = f"{format_ratio(peak/now)} smaller than before" if now>0 else "zero"
     gradients = ", while the gradients stay about as large" if k in h.grads else ''
     why,advice = explain_small_steps(h, step, drop)
-    yield finding('', f"From step {step} on, the updates are {smaller} ({fmt(now)} in {moves[k].s.title}, {fmt(peak)} before){gradients}. "
+    yield finding('', f"From step {step} on, the updates are {smaller} (rms {fmt(now)} in {moves[k].s.title}, {fmt(peak)} before){gradients}. "
         f"The last {(h.steps>=step).sum():,} of {len(h.steps):,} steps hardly change the weights. "
         f"{why} {loss_sentence(p)}", step, h.steps[-1], ttype='weight',
         look="updates(run)", advice=advice, before=peak, now=now,
@@ -216,9 +225,9 @@ def find_slow_group(h, moves, usual, ratio):
     slow = [k for k in slow if rate[k]<1e-2*median([rate[k] for k in rest])]
     if not slow: return
     k = min(slow, key=lambda k: h.graph.position(k[0]))
-    w,more = moves[k].s,f" {len(slow)} weights have such updates." if len(slow)>1 else ''
-    yield finding(w, f"{w.title} hardly changes: its updates are {fmt(usual[k])} of its size, and those of the other weights {fmt(largest)}."
-        f"{more}", h.steps[0], h.steps[-1],
+    w,more = moves[k].s,f" In total, {len(slow)} weights have such small updates." if len(slow)>1 else ''
+    yield finding(w, f"{w.title} hardly changes: its updates are {fmt(usual[k])} of its rms. The updates of other weights are up to "
+        f"{fmt(largest)} of their rms.{more}", h.steps[0], h.steps[-1],
         advice="Print optimizer.param_groups: the group of this weight may have another learning rate than the other groups.", look="updates(run)",
         confidence=confidence_from(usual[k], min(ratio/10, largest*1e-3)), ratio=usual[k], usual=largest, weights=list_names([moves[k].s.label for k in slow]))
 
@@ -319,9 +328,9 @@ def find_large_embeddings(h, embedded):
         if not is_norm(h.kinds.get(user)): yield w, float(w.rms[0]), float(out.rms[0])
 
 # %% ../../nbs/55_health/30_sizes.ipynb #d3d4c649
-init_advice = "Use the default initialization of torch, or torch.nn.init.kaiming_normal_(weight)."
+init_advice = "Initialize with torch.nn.init.kaiming_normal_(layer.weight), or with the default of PyTorch: layer.reset_parameters()."
 
-def report_start(h, w, text, severity, advice=f"{init_advice} If the scale is intended, normalize after this layer.", **evidence):
+def report_start(h, w, text, severity, advice=f"{init_advice} If the scale is intended, add a normalization after this layer.", **evidence):
     "Return a finding about the initial values of the weight `w`. `evidence`: the numbers in `text`, by name."
     return finding(w, text, h.steps[0], severity=severity, advice=advice, **evidence,
         look="scalar_global_heatmap(run, ttype='output', stat='std')")
@@ -332,11 +341,11 @@ def report_large_start(h, large, away):
     `large`: list of (weight, ratio of its rms to the suitable rms, ratio of output to input).
     """
     w,scaled,by = min(large, key=lambda f: h.graph.position(f[0].path))
-    n,gain = len({w.path for w,*_ in large}),f", and its output is {fmt_times(by)} its input at step {h.steps[0]}"
+    n,gain = len({w.path for w,*_ in large}),f". The rms of its output is {format_ratio(by)} that of its input at step {h.steps[0]}"
     if 'Attention' in w.kind or 'Embedding' in w.kind: gain = ''
-    more,most = f' {n} layers begin too large.' if n>1 else '',finite_max([o.abs_max[0] for o in h.outputs.values()])
-    return report_start(h, w, f"{w.title} begins with weights that are {fmt_times(scaled)} too large to keep the size of a signal{gain}.{more} "
-        f"The largest value in the model is {fmt(most)}.", 'error' if is_harmed(h) and by>10*away else None,
+    more,most = f' The initial weights of {n} layers are too large.' if n>1 else '',finite_max([o.abs_max[0] for o in h.outputs.values()])
+    return report_start(h, w, f"The initial weights of {w.title} are {format_ratio(scaled)} as large as in a suitable initialization{gain}.{more} "
+        f"The largest output value in the model is {fmt(most)}.", 'error' if is_harmed(h) and by>10*away else None,
         gain=by, scaled=scaled, layers=n, confidence=confidence_from(scaled, away, against=h.progress.is_good))
 
 def report_growing_start(h, growing, limit):
@@ -346,9 +355,9 @@ def report_growing_start(h, growing, limit):
     limit: rms of an output, above which the output is too large
     """
     first,last = min(growing, key=lambda s: h.graph.position(s.w.path)),max(growing, key=lambda s: s.out_rms)
-    return report_start(h, first.w, f"The signal grows from layer to layer, to {fmt(last.out_rms)} in `{last.w.path}` at step {h.steps[0]}: "
-        f"{len(growing)} layers begin with weights that are about {fmt_times(median([s.scaled for s in growing]))} too large to keep its size. "
-        f"The first is {first.w.title}.", 'error' if is_harmed(h) else None, largest=last.out_rms,
+    return report_start(h, first.w, f"The activations grow from layer to layer, to an rms of {fmt(last.out_rms)} in `{last.w.path}` at step {h.steps[0]}. "
+        f"The initial weights of {len(growing)} layers are about {format_ratio(median([s.scaled for s in growing]))} as large as in a suitable initialization. "
+        f"The first of these layers is {first.w.title}.", 'error' if is_harmed(h) else None, largest=last.out_rms,
         scaled=first.scaled, layers=len(growing), confidence=confidence_from(last.out_rms, limit, against=h.progress.is_good))
 
 def report_tiny_start(h, tiny, limit):
@@ -358,8 +367,8 @@ def report_tiny_start(h, tiny, limit):
     limit: ratio of the weights to their suitable rms, below which nothing is left of a signal
     """
     s,n = min(tiny, key=lambda s: h.graph.position(s.w.path)),len(tiny)
-    return report_start(h, s.w, f"{s.w.title} begins with weights of only {fmt_times(s.scaled)} the size that keeps a signal"
-        f"{f' ({n} layers do so)' if n>1 else ''}: the next layers see its bias and hardly any data.",
+    return report_start(h, s.w, f"The initial weights of {s.w.title} are only {format_ratio(s.scaled)} as large as in a suitable initialization"
+        f"{f' (true of {n} layers)' if n>1 else ''}. The next layers receive the bias and hardly any information about the data.",
         'error' if n>1 and is_harmed(h) else None, init_advice, gain=s.gain, scaled=s.scaled, layers=n,
         confidence=confidence_from(s.scaled, limit, against=h.progress.is_good))
 
@@ -417,9 +426,9 @@ def report_not_normalised(h, s, size, bad, limit):
     bad: True if the loss may suffer
     """
     worst = 'error' if h.is_broken or h.progress.verdict=='rises' else None if bad else 'info'
-    return s.finding(0, f"The data are not normalized: the input of {s.title} has an rms of {fmt(size)} and reaches "
-        f"{fmt(finite_max(s.abs_max))}, where about 1 is usual. {loss_sentence(h.progress)}", severity=worst,
-        advice="Normalize each feature with mean and standard deviation of the training set: (x-mean)/std. Or put a BatchNorm first.",
+    return s.finding(0, f"The data are not normalized: the input of {s.title} has an rms of {fmt(size)} and absolute values up to "
+        f"{fmt(finite_max(s.abs_max))}. An rms of about 1 is usual. {loss_sentence(h.progress)}", severity=worst,
+        advice="Normalize each feature with mean and standard deviation of the training set: (x-mean)/std. Or begin the model with a BatchNorm.",
         rms=size, largest=finite_max(s.abs_max), confidence=confidence_from(size, limit, against=h.progress.is_good))
 
 def report_not_centred(s, size, spread, limit):
@@ -475,7 +484,7 @@ def stay_equal(h, k):
 def consequence_phrase(h, k):
     "Return the consequence of equal units in a layer, as the end of a sentence. `k`: (path, pname) of the equal weight."
     if not later_weights(h, k): return ", and have equal outputs at first"
-    return ", get equal gradients, and stay one unit" if stay_equal(h, k) else ", and only later weights distinguish them"
+    return ", get equal gradients, and remain equal" if stay_equal(h, k) else ", and only later weights make them differ"
 
 # %% ../../nbs/55_health/30_sizes.ipynb #1370bcce
 @rule(severity='error', needs='weight', stats='max')
@@ -489,11 +498,11 @@ def equal_units(h, least=5):
         value,same,last = float(w['max' if 'max' in w else 'mean'][0]),w.constant,not later_weights(h, k)
         if value==0 and (last or not same.all() or len(w)<least or k not in h.grads): continue
         until = int(w.steps[same][-1])
-        why = f", and stay zero up to step {until}: no signal and no gradient passes." if value==0 else f": its units are equal{consequence_phrase(h, k)}."
+        why = f", and stay zero up to step {until}. No signal and no gradient passes." if value==0 else f": all units are equal{consequence_phrase(h, k)}."
         yield w.finding(0, f"All {int(np.prod(w.shape)):,} weights of {w.title} are {fmt(value)} at step {w.steps[0]}{why}",
             last=np.flatnonzero(same)[-1], severity=None if not last and (value==0 or stay_equal(h, k)) else 'warning', value=value,
-            advice="Initialize with random numbers: torch.nn.init.kaiming_normal_(weight), or the default of torch. "
-            "Biases may begin equal, weights may not.")
+            advice="Initialize the weights randomly: torch.nn.init.kaiming_normal_(layer.weight), or layer.reset_parameters(). "
+            "Biases may start with equal values, weights may not.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #75a70348
 def falls_steadily(values):
@@ -520,8 +529,8 @@ def weights_decay(h, left=.15, many=.6):
     k = min(gone, key=share)
     w,first = ws[k],ws[min(gone, key=lambda k: h.graph.position(k[0]))]
     half = int(w.steps[np.flatnonzero(w.rms<.5*w.rms[0])[0]])
-    yield finding('' if len(gone)==len(ws) else first, f"The weights shrink to nothing: {w.title} has {fmt(share(k))} of its size left at step "
-        f"{w.steps[int(np.nanargmin(w.rms))]}, after it lost half at step {half}. {len(gone)} of {len(ws)} weights shrink. "
+    yield finding('' if len(gone)==len(ws) else first, f"The weights shrink towards zero: the rms of {w.title} is only {fmt(share(k))} of its initial value "
+        f"at step {w.steps[int(np.nanargmin(w.rms))]}, and was already halved at step {half}. {len(gone)} of {len(ws)} weights shrink in this way. "
         f"{loss_sentence(h.progress)}", w.steps[0], w.steps[-1], severity=None if is_harmed(h) else 'warning', ttype='weight',
         look="scalar_global_heatmap(run, ttype='weight', stat='std')",
         advice="Lower weight_decay: 0.01 is usual with AdamW, and 1e-4 with SGD. Each step removes lr*weight_decay of a weight.",

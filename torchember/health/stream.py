@@ -88,14 +88,14 @@ def stream_grows(h, factor=1.3, times=10., blocks=6, records=3):
         middle = np.median(np.where(known[:, None], growth, 0), 1)
         at = start_of_last_true((middle>factor) & (total>times), records)
         if at is None: continue
-        yield finding(b.paths[-1], f"The residual stream grows with depth: from step {b.steps[at]} on, the rms after a block is {fmt(middle[-1])} "
-            f"times that after the block before (median of {size.shape[1]} blocks). It is {fmt(size[-1, 0])} after {b.titles[0]}, and "
+        yield finding(b.paths[-1], f"The residual stream grows with depth. From step {b.steps[at]} on, its rms grows by a factor of {fmt(middle[-1])} "
+            f"per block (median of {size.shape[1]} blocks). Its rms is {fmt(size[-1, 0])} after {b.titles[0]}, and "
             f"{fmt(size[-1, -1])} after {b.titles[-1]}.",
             int(b.steps[at]), int(b.steps[-1]), ttype='stream', factor=float(middle[-1]), times=float(total[-1]),
             severity='info' if h.progress.is_good else None, confidence=confidence_from(middle[-1]-1, factor-1),
             look=f"scalar_line(run, {b.glob!r}, 'stream', 'rms')",
-            advice="Normalize the input of each block (pre-norm), initialize the weights of the last layer of each block to zero, or "
-                "divide these initial weights by the square root of the number of blocks.")
+            advice="Normalize the input of each block (pre-norm). Or initialize the last layer of each block to zero, or "
+                "divide its initial weights by the square root of the number of blocks.")
         return
 
 # %% ../../nbs/55_health/43_stream.ipynb #2bc6402d
@@ -121,8 +121,10 @@ def idle_blocks(h, least=.001, wait=100., records=5):
         step = int(b.steps[at])
         which = f"{names[0]} adds" if len(names)==1 else f"{len(names)} of {len(idle)} blocks, such as {names[0]}, add"
         yield finding(b.paths[int(np.flatnonzero(idle)[0])], f"From step {step} on, {which} almost nothing to the residual stream: at most "
-            f"{fmt(added[:, idle].max())} of the size of the input. Without {'this block' if len(names)==1 else 'these blocks'}, the output of the model "
+            f"{fmt(added[:, idle].max())} of the size of the block's input. "
+            f"Without {'this block' if len(names)==1 else 'these blocks'}, the output of the model "
             "would be almost the same.", step, int(b.steps[-1]), ttype='stream', blocks=len(names), added=float(added[:, idle].max()),
             look=f"scalar_line(run, {b.glob!r}, 'stream', 'added')",
-            advice="Check the factor or the gate that scales what the block adds, its initial weights, and whether the optimizer has its parameters.")
+            advice="Check the factor or the gate that scales the output of the block. Then check its initial weights, and that the optimizer has its "
+                "parameters.")
         return

@@ -21,7 +21,7 @@ smallest_numbers = {'float16': (6.104e-5, 5.96e-8)} # Dtype -> (its smallest nor
 half_digit = {'bfloat16': 2**-8, 'float16': 2**-11}
 
 # %% ../../nbs/55_health/20_values.ipynb #f98b30a5
-def flag_bad_steps(s):
+def flag_nonfinite_steps(s):
     """Return the mask of the steps in which a tensor has NaN or infinities.
 
     -inf in an activation does not count, because it is usually a mask. Steps that a loss scaler skipped do not count,
@@ -35,7 +35,7 @@ def quantity_phrase(s):
     if s.ttype in ('weight_grad', 'unclipped_grad'): return f'The gradient of {s.title}'
     return f"{'The gradient of ' if s.ttype in ('output_grad', 'input_grad') else ''}{s.tname} of {s.title}"
 
-def count_bad(s, i):
+def count_nonfinite(s, i):
     "Return the numbers of NaN and infinities of a tensor in one step as text, such as '2 NaN and 1 inf'. `i`: index of the step."
     words = zip(counts, ('NaN', 'inf', '-inf'), strict=True)
     return ' and '.join(f'{int(s[c][i]):,} {w}' for c,w in words if c in s.rows.columns and s[c][i]>0)
@@ -47,7 +47,7 @@ step_order = dict(weight=0, buffer=0, input=1, output=1, probe=1, output_grad=3,
 
 def order_of(s): return step_order.get(s.ttype, 1) # position in the order in which the tensors of a step are computed
 
-def find_bad_loss(h):
+def find_nonfinite_loss(h):
     "Return (first step with a NaN or infinite loss, `LoggedSeries` of the loss), or None if the loss is always finite."
     bad = np.flatnonzero(~np.isfinite(h.loss.values)) if h.loss is not None else ()
     return (h.loss.steps[bad[0]], h.loss) if len(bad) else None
@@ -62,9 +62,9 @@ def find_minus_infinity(h, step):
     reaches_end = any(s.path=='' or s.path in h.graph.last_modules for s,_ in with_minus)
     return min(with_minus, key=lambda f: f[0].order) if reaches_end else None
 
-def find_bad_series(h, loss):
+def find_nonfinite_series(h, loss):
     "Return a list of (series, indices of the steps with NaN or infinities), and the number of the first of these steps, or None."
-    found = [(s, np.flatnonzero(b)) for s in h.trained if (b := flag_bad_steps(s)).any()]
+    found = [(s, np.flatnonzero(b)) for s in h.trained if (b := flag_nonfinite_steps(s)).any()]
     step = min((s.steps[i[0]] for s,i in found), default=None)
     loss_first = loss and (step is None or loss[0]<=step)
     if loss_first or step is not None and min(order_of(s) for s,i in found if s.steps[i[0]]==step)>1:
@@ -72,7 +72,7 @@ def find_bad_series(h, loss):
         if masks: return [masks, *found], masks[0].steps[masks[1][0]]
     return found, step
 
-def choose_first_bad(h, found, step):
+def choose_first_nonfinite(h, found, step):
     "Return the series of the first computed tensor with NaN or infinities in a step, and the index of the step."
     at = [(s, int(i[0])) for s,i in found if s.steps[i[0]]==step]
     first = min(order_of(s) for s,_ in at)
@@ -81,7 +81,7 @@ def choose_first_bad(h, found, step):
     return min(group, key=lambda f: f[0].order)
 
 # %% ../../nbs/55_health/20_values.ipynb #1909092b
-anomaly_hint = "torch.autograd.set_detect_anomaly(True) names the operation."
+anomaly_hint = "Call torch.autograd.set_detect_anomaly(True), which names the operation."
 loss_advice = ("Check each division, logarithm and square root in the loss: use log(x+eps), torch.nn.functional.cross_entropy on logits "
     f"instead of log(softmax), and clamp before sqrt. {anomaly_hint}")
 
@@ -96,21 +96,21 @@ def explain_input(h, s):
     if s.path=='' or s.order==min(o.order for o in h.series('input')): return ("The data already contain NaN or infinities.",
         "Check the data of this step: run np.isfinite over the data set, and check the divisors used to normalize the data. "
         "Remove samples with NaN or infinities, or replace these values.")
-    return ("The fault is in the code between two modules, before this module.",
+    return ("The fault is in the code before this module, outside of any module.",
         f"Check the operations before {name_module(s.path)}: a division, log, sqrt, or a softmax in which all entries are -inf.")
 
 def explain_forward(h, s, i):
     "Explain a NaN or infinity in an output. Return the reason as a sentence, and advice. `s`: `Series` of the output; `i`: index of the step."
     top,huge = largest_number.get(s.dtype),find_largest_input(h, s, s.steps[i])
     if top and 'posinf' in s.rows.columns and (s['posinf'][i]>0 or huge>top/8): return (
-        f"The largest number of {s.dtype} is {top:,.0f}. The input was finite, up to {fmt(huge)}.",
+        f"The largest number of {s.dtype} is {top:,.0f}. The input of this module was finite, with absolute values up to {fmt(huge)}.",
         "Train in bfloat16, which has the range of float32, or keep this module in float32. "
         "Smaller activations (normalization, smaller weights) also help.")
     if not h.inputs.get(s.path): return (
-        "Its input was not recorded, so the value comes from this module or from its input.",
+        "The input of this module was not recorded, so the fault is in this module or in its input.",
         "Record the inputs to tell the two apart: ttypes=[..., 'input']. "
         f"Then check the data of this step, or the computation of {s.title}.")
-    return (f"Its input was finite{f', up to {fmt(huge)}' if huge else ''}, so the fault is in this module.",
+    return (f"The input of this module was finite{f' (at most {fmt(huge)})' if huge else ''}, so the fault is in this module.",
         f"Check the computation of {s.title}: log or sqrt of values at or below zero, a division by a standard deviation of zero, "
         "exp of large values, or a softmax in which all entries are -inf.")
 
@@ -134,13 +134,14 @@ def find_finite_after(h, s, step, bad):
 def explain_backward(h, s, step, bad):
     "Explain a NaN or infinity in a gradient. Return the reason as a sentence, and advice. `bad`: as in `explain_source`."
     known,after = describe_forward(h, step),find_finite_after(h, s, step, bad)
-    if after: return (f"{known} The gradients of the later module {name_module(after)} are finite, too, so the fault is in the backward pass between the two.",
-        f"{anomaly_hint} sqrt and norm have no gradient at 0, and where(ok, f(x), 0) uses the gradient of f also for the other branch: "
-        "add an eps inside, or mask the input of f.")
+    if after: return (f"{known} The gradients of the later module {name_module(after)} are also finite, so the fault is in the backward pass between the "
+        f"two modules.",
+        f"{anomaly_hint} sqrt and norm have no finite gradient at 0: add an eps inside. torch.where(ok, f(x), 0) computes the gradient of f for all "
+        "elements: mask the input of f.")
     of_loss = "Either the loss itself is NaN or infinite, or" if h.loss is None or step not in h.loss.steps else 'So'
     return (f"{known} {of_loss} the fault is in the backward pass of the loss, or of operations after this module.",
-        f"{'' if h.loss is not None else 'Record the loss: te.log(loss=loss). '}{anomaly_hint} sqrt, norm and std have no gradient at 0, and the gradient "
-        "of log grows without limit there: add an eps inside.")
+        f"{'' if h.loss is not None else 'Record the loss: te.log(loss=loss). '}{anomaly_hint} sqrt, norm and std have no finite gradient at 0, "
+        "and the gradient of log grows without limit there: add an eps inside.")
 
 def explain_weight(h, step):
     "Explain a NaN or infinity in a weight, update or optimizer state. Return the reason as a sentence, and advice."
@@ -169,18 +170,18 @@ def explain_source(h, s, i, bad):
     'poor_scale', 'poor_input_scale', 'loss_spike', 'scaler_skips', 'gradients_add_up'))
 def not_finite(h):
     "Find the first NaN or infinity of a training, and its source: data, forward pass, loss, backward pass, or range of a dtype"
-    loss = find_bad_loss(h)
-    found,step = find_bad_series(h, loss)
-    if loss and (not found or loss[0]<step): yield report_bad_loss(h, *loss, found)
-    elif found: yield report_bad_tensors(h, found, step, loss)
+    loss = find_nonfinite_loss(h)
+    found,step = find_nonfinite_series(h, loss)
+    if loss and (not found or loss[0]<step): yield report_nonfinite_loss(h, *loss, found)
+    elif found: yield report_nonfinite_tensors(h, found, step, loss)
 
 # %% ../../nbs/55_health/20_values.ipynb #55c32276
-def report_bad_loss(h, step, loss, found):
+def report_nonfinite_loss(h, step, loss, found):
     "Return a finding about a loss that becomes NaN or infinite before any tensor does."
     bad = np.flatnonzero(~np.isfinite(loss.values))
     text,advice = f"{loss.name} is {loss.values[bad[0]]} at step {step}",loss_advice
     if len(h.steps) and step not in h.steps:
-        text += ". No tensor of this step was recorded, so it may come from the model or from the loss."
+        text += ". No tensor of this step was recorded, so the fault may be in the model or in the loss."
         advice = f"Record every step (every=1), or keep the last steps with blackbox=20. {anomaly_hint}"
     else: text += f", while all tensors of the model are{' still' if found else ''} finite: the fault is in the computation of the loss."
     return finding('', text, step, loss.steps[bad[-1]], advice=advice, look='overview(run)', ttype='scalar')
@@ -192,15 +193,15 @@ def does_harm(h, found, loss):
     finite at the end.
     Otherwise the training skipped the step, or the model replaces NaN and infinities.
 
-    found, loss: results of `find_bad_series` and `find_bad_loss`
+    found, loss: results of `find_nonfinite_series` and `find_nonfinite_loss`
     """
     if loss and ((~np.isfinite(loss[1].values)).sum()>1 or not np.isfinite(loss[1].values[-1])): return True
     ends = {'', *h.graph.last_modules} if loss is None and h.loss is None else ()
     return any(i[-1]==len(s)-1 and (order_of(s)!=1 or s.path in ends) for s,i in found)
 
-def report_bad_tensors(h, found, step, loss):
-    "Return a finding about tensors with NaN or infinities. `found`, `step`: results of `find_bad_series`; `loss`: result of `find_bad_loss`."
-    s,i = choose_first_bad(h, found, step)
+def report_nonfinite_tensors(h, found, step, loss):
+    "Return a finding about tensors with NaN or infinities. `found`, `step`: results of `find_nonfinite_series`; `loss`: result of `find_nonfinite_loss`."
+    s,i = choose_first_nonfinite(h, found, step)
     last,n = max(int(s.steps[i[-1]]) for s,i in found),len({s.path for s,_ in found})
     evidence = dict(tensors=sum(len(i) for _,i in found), reached=n)
     # the loss is the source if the loss is not finite, and all tensors before the gradients are finite
@@ -210,8 +211,8 @@ def report_bad_tensors(h, found, step, loss):
             f"the computation of the loss. Then the gradients of {'one module' if n==1 else f'{n} modules'} are not finite either.",
             step, last, advice=loss_advice, look="overview(run)", ttype='scalar', **evidence)
     why,advice = explain_source(h, s, i, {(o.path, o.ttype) for o,at in found if o.steps[at[0]]==step})
-    reached = f" It reached {n} modules by step {last}." if n>1 else ''
-    return finding(s, f"{quantity_phrase(s)} has {count_bad(s, i)} at step {step}, the first NaN or infinity of the run. {why}{reached}", step, last,
+    reached = f" NaN or infinities reached {n} modules by step {last}." if n>1 else ''
+    return finding(s, f"{quantity_phrase(s)} has {count_nonfinite(s, i)} at step {step}, the first NaN or infinity of the run. {why}{reached}", step, last,
         advice=advice, look=f"overview(run, ttype='{s.ttype}')", severity=None if does_harm(h, found, loss) else 'warning',
         stands=s.dtype in largest_number and order_of(s)==1, **evidence)
 
@@ -232,11 +233,11 @@ def scaler_skips(h, share=.5, most=20):
     bad = [s for s in skipped if s.ttype=='weight_grad' and s.bad[s.skipped].any()]
     s = max(bad, key=lambda s: h.graph.position(s.path)) if bad else None
     effect = 'the weights do not change' if tail>=most or flags.all() else 'the weights change in the other steps only'
-    text = f"The loss scaler skipped {n} of {len(flags)} steps{f', among them the last {tail}' if tail>1 else ''}: {effect}."
+    text = f"The loss scaler skipped {n} of {len(flags)} steps{f', including the last {tail}' if tail>1 else ''}: {effect}."
     where = f" In the backward pass, the first gradient that is not finite is that of {s.title}." if s else ''
     yield finding(s or '', text+where, h.steps[len(flags)-tail] if tail>=most else at[0], at[-1],
-        advice="If the scale keeps falling, the gradients are not finite at any scale: find their origin with "
-        "torch.autograd.set_detect_anomaly(True). If only the first scale is too high, use GradScaler(init_scale=...) with a smaller "
+        advice="Print scaler.get_scale(). If the scale keeps falling, the gradients are not finite at any scale: find their origin with "
+        "torch.autograd.set_detect_anomaly(True). If only the initial scale is too high, use GradScaler(init_scale=...) with a smaller "
         "value, and keep backoff_factor below 1.", look="updates(run)", skipped=n, of=len(flags),
         confidence=max(confidence_from(flags.mean(), share), confidence_from(max(tail, 1), most)))
 
@@ -251,8 +252,8 @@ def find_lost_gradients(h, share, many):
     s = (zero or tiny)[0]
     size = 'exactly zero' if zero else f'at most {fmt(median(s.abs_max))}'
     return s.finding(0, f"Gradients underflow in float16: the gradient of {s.title} is {size} in nearly all steps. "
-        f"{len(zero)} of {len(grads)} gradients are zero, and {len(tiny)} are below the normal range (6.1e-05). "
-        "Values below 6e-08 become zero.", severity='error' if len(zero)>=.5*len(grads) else None,
+        f"{len(zero)} of {len(grads)} gradients are zero, and {len(tiny)} more are below 6.1e-05, the smallest normal number. "
+        "The smallest positive number of float16 is 6e-08.", severity='error' if len(zero)>=.5*len(grads) else None,
         advice="Scale the loss (torch.amp.GradScaler), or train in bfloat16.", look="out_of_range(run, ttype='weight_grad')",
         zero=len(zero), small=len(tiny), of=len(grads))
 
@@ -263,8 +264,8 @@ def find_lost_steps(h, few):
     still = [w for w,grad in trained if len(w)>4 and (grad.rms>0).mean()>.5 and w.rms[0]>0 and never_changes(w)]
     if len(still)<max(1, few*len(trained)): return None
     w = still[0]
-    more = f" In all, {len(still)} of {len(trained)} weights did not change." if len(trained)>1 else ''
-    return w.finding(0, f"Updates are too small for {w.dtype}, which has {2 if w.dtype=='bfloat16' else 3} digits: {w.title} did not change "
+    more = f" In total, {len(still)} of {len(trained)} weights did not change." if len(trained)>1 else ''
+    return w.finding(0, f"Updates are too small for {w.dtype}, which has {2 if w.dtype=='bfloat16' else 3} significant digits: {w.title} did not change "
         f"in {len(w)} steps, although it gets gradients.{more}", '' if len(still)>1 else w,
         severity='error' if h.progress.is_bad else None, look="updates(run)", weights=len(still), of=len(trained),
         advice="Keep the weights in float32 and train under torch.autocast, or let the optimizer keep float32 copies. "
@@ -294,7 +295,7 @@ def overflow(h, share=.25):
         near = np.flatnonzero((s.abs_max>share*top) & (s.bad==0))
         if not len(near): continue
         step,size = s.steps[near[0]],float(s.abs_max[near].max())
-        yield s.finding(near[0], f"{s.tname} of {s.title} reaches {fmt(size)} from step {step} on, close to {top:,.0f}, "
+        yield s.finding(near[0], f"{s.tname} of {s.title} has values up to {fmt(size)} from step {step} on, close to {top:,.0f}, "
             f"the largest number of {s.dtype}.", last=near[-1], stat='max', largest=size, confidence=confidence_from(size, share*top),
-            advice="Train in bfloat16, normalize before this module, or keep it in float32.")
+            advice="Train in bfloat16, normalize before this module, or keep this module in float32.")
         return

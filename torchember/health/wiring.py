@@ -9,7 +9,7 @@ __all__ = ['find_only_frozen', 'longest_pause', 'last_change', 'has_gradients_af
 # %% ../../nbs/55_health/25_wiring.ipynb #f8684b37
 import numpy as np
 
-from ..store.parameters import cut_off, parameter_entry, forgotten, frozen, label_of, not_called, parts_alike, reasons, why_not
+from ..store.parameters import cut_off, parameter_entry, forgotten, frozen, label_of, not_called, largest_matching_modules, reasons, why_not
 from .finding import name_module, finding, find_true_tail, fmt, median, list_names
 from .history import find_changes, never_changes
 from .moves import any_weight_changes
@@ -41,7 +41,7 @@ class ParameterStates:
 
     def parts(self, own):
         "Yield (path, parameters) of the largest modules with all their parameters in `own`. The path of the whole model is ''."
-        for part,_ in parts_alike(self.ps, {id(p) for p in own}):
+        for part,_ in largest_matching_modules(self.ps, {id(p) for p in own}):
             yield part, [p for p in own if part in ('', label_of(p)) or label_of(p).startswith(part+'.')]
 
 def describe_part(part, own):
@@ -108,7 +108,7 @@ def is_intended(h, known, held):
 # words in the names of modules that are usually left untrained on purpose
 untrained_names = 'teacher', 'target', 'ema', 'momentum', 'fixed', 'frozen'
 
-def comes_first(h, known, own):
+def is_before_all_trained(h, known, own):
     """Return True if all trained modules are called after the modules of the untrained parameters `own`.
 
     If so, the untrained modules may be a feature extractor that is fixed on purpose.
@@ -120,17 +120,17 @@ def explain_forgotten(h, known, part, own, held):
     what,has_gradient = describe_part(part, own),any(p.get('gradient') for p in own)
     # 'warning' if a weight changed at least once, by `load_state_dict` or by an optimizer that rarely steps
     wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own)
-    effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'warning' if comes_first(h, known, own) else 'error')
+    effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'warning' if is_before_all_trained(h, known, own) else 'error')
     if not known.learn and part=='': return (
         f"No parameter of the model is in the optimizer: {what[0].lower()+what[1:]} gets gradients, but {effect}.", severity,
         "Create the optimizer after the model is final (after .to(device), new heads, load_model), or add the new parameters: "
         "optimizer.add_param_group({'params': model.parameters()}).")
     named = all(any(w in p['path'].lower() for w in untrained_names) for p in own)
     if named or is_intended(h, known, held): return (
-        f"{what} is not in the optimizer, so it {effect}. It is {known.share(own):.0%} of the model.", 'info',
-        "If you train only a part of the model, this is right. Then requires_grad_(False) saves the time for its gradients.")
+        f"{what} is not in the optimizer, so it {effect}. It has {known.share(own):.0%} of the model's values.", 'info',
+        "If you train only a part of the model, keep this part fixed: requires_grad_(False) also saves the time for its gradients.")
     return (f"{what} is not in the optimizer, so it {effect}{', although it gets gradients' if has_gradient else ''}.", severity,
-        "Give it to the optimizer: torch.optim.Adam(model.parameters()), or optimizer.add_param_group({'params': ...}) for new parameters. "
+        "Pass its parameters to the optimizer: torch.optim.Adam(model.parameters()), or optimizer.add_param_group({'params': ...}) for new parameters. "
         "To keep it fixed, call requires_grad_(False).")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #94c07f74
@@ -139,12 +139,12 @@ def explain_cut_off(h, known, part, own):
     if not known.learn or not len(h.steps): return None
     what = describe_part(part, own)
     if later := find_trained_users(h, own, known.learn): return (
-        f"{what} is called and never gets a gradient, although later modules are trained ({list_names(later)}): the graph is cut between them.",
+        f"{what} is called, but never gets a gradient. Later modules ({list_names(later)}) are trained, so the autograd graph is cut between them.",
         # 'warning' if the optimizer lacks some parameters: torch.no_grad() may then freeze this part of the model on purpose
         'error' if all(p.get('optimizer') for p in own) else 'warning',
         "Search for .detach(), .data, .item(), .numpy(), torch.no_grad() or torch.tensor(...) between this part and the loss, "
         "and for comparisons or rounding (argmax, >, round).")
-    return (f"{what} requires gradients and never gets one: the loss does not depend on it.",
+    return (f"{what} requires gradients, but never gets one. The loss does not depend on it.",
         # 'info' for a called module, because its output may have another purpose than the loss
         'info' if any(p['path'] in h.graph.calls for p in own) else 'warning',
         "If its output should matter, use it in the loss. If not, remove the part, or call requires_grad_(False).")
@@ -152,7 +152,7 @@ def explain_cut_off(h, known, part, own):
 def explain_not_called(part, own):
     "Return a sentence about a module that is never called, the severity of the finding, and advice."
     return (f"{describe_part(part, own)} is never called, so it has no effect.", 'warning',
-        "Call it in forward, or remove it from the model. A parameter that is used without calling its module does get gradients; this one got none.")
+        "Call this module in forward(), or remove it from the model. A parameter used without a call of its module would get gradients; this one got none.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #4303e381
 frozen_names = ('pos', 'embed', *untrained_names) # words in the names of modules that are usually frozen on purpose
@@ -171,11 +171,11 @@ def is_unexpected(h, known, own, part):
 def explain_frozen(h, known, part, own, most):
     "Return a sentence about a frozen module, the severity of the finding, and advice."
     what = describe_part(part, own)
-    if not known.learn: return f"{what} is frozen: nothing is trained.", 'warning', "To train it: model.requires_grad_(True)."
+    if not known.learn: return f"{what} is frozen, so nothing is trained.", 'warning', "To train it: model.requires_grad_(True)."
     if is_unexpected(h, known, own, most): return (f"{what} is frozen, while the layers before and after it are trained.", 'warning',
-        "Call requires_grad_(True) if this is a leftover of an earlier fine-tuning. Nothing to do if it is intended.")
-    return (f"{what} is frozen. It is {known.share(own):.0%} of the model.", 'info',
-        "If this is intended, change nothing. Otherwise call requires_grad_(True) before you create the optimizer.")
+        "Call requires_grad_(True) if this is a leftover of an earlier fine-tuning. If it is intended, change nothing.")
+    return (f"{what} is frozen. It has {known.share(own):.0%} of the model's values.", 'info',
+        "To train it, call requires_grad_(True) before you create the optimizer. If freezing is intended, change nothing.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #6e0f5c1a
 # value of 'reason' in a finding about parameters of an optimizer that was not passed to torchEmber
@@ -196,11 +196,11 @@ def find_trained_elsewhere(known, h):
         yield finding(own[0]['path'] if len(own)==1 else '', f"{list_names(parts)} {verb} not in the optimizer that torchEmber was given "
             f"({len(own):,} parameter{'s'*(len(own)>1)}, {n:,} values), {reason}", h.steps[0], h.steps[-1], severity='info',
             look="updates(run)", ttype='weight', parameters=len(own), values=n, reason=other_optimizer,
-            advice="Give torchEmber all optimizers: optimizer=[a, b]. Then a step ends when all have stepped, "
+            advice="Give torchEmber all optimizers: optimizer=[a, b]. Then a step ends after the steps of all optimizers, "
             "and all updates and states are recorded.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #77b5d3b8
-def find_never_moved(h, known, reported, least, tiny, most):
+def find_never_changed(h, known, reported, least, tiny, most):
     """Yield findings about weights that keep the same values, although they get gradients.
 
     reported: names of parameters that already have a finding
@@ -212,7 +212,7 @@ def find_never_moved(h, known, reported, least, tiny, most):
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed | moved]
     same = [s for s in asked if never_changes(s) and not has_values(h.updates.get((s.path, s.pname)))]
     still = [s for s in same if s.dtype not in half_digit and gets_gradients(s, h.grads.get((s.path, s.pname)), min(3, least-1))]
-    if still and len(same)==len(asked) and not moved & h.weights.keys(): yield report_none_moved(h, still); return
+    if still and len(same)==len(asked) and not moved & h.weights.keys(): yield report_no_change(h, still); return
     for s in still[:most]:
         size = median(h.grads[s.path, s.pname].rms)
         # no finding if the gradient is so small that its update may be rounded to zero
@@ -233,7 +233,7 @@ def has_values(s):
     "Return True if a tensor was recorded and is not zero in at least one step. `s`: its `Series`, or None."
     return s is not None and bool((s.rms>0).any())
 
-def report_none_moved(h, still):
+def report_no_change(h, still):
     "Return a finding that no weight of the run changes. `still`: list of the `Series` of the weights that get gradients."
     n = 'the only trained weight has' if len(still)==1 else f'all {len(still)} trained weights have'
     return finding('', f"No weight changed in {len(h.steps)} steps, although there are gradients: {n} the same numbers in the first "
@@ -280,8 +280,8 @@ def find_all_stopped(h, least):
     if not rates or (step := last_change(h, least)) is None: return
     now = [float(n.values[-1]) for n in rates]
     if not all(v>.01*np.max(n.values)>0 for v,n in zip(now, rates, strict=True)) or not has_gradients_after(h, step): return
-    yield finding('', f"No weight changes from step {step} on, although there are gradients and the learning rate is {fmt(max(now))}: "
-        f"the optimizer does nothing in the last {(h.steps>step).sum():,} of {len(h.steps):,} steps.", step, h.steps[-1],
+    yield finding('', f"No weight changes from step {step} on, although there are gradients and the learning rate is {fmt(max(now))}. "
+        f"The optimizer does nothing in the last {(h.steps>step).sum():,} of {len(h.steps):,} steps.", step, h.steps[-1],
         ttype='weight', look="updates(run)", rate=max(now),
         advice="Check that optimizer.step() is still called, and is not compiled or captured in a step without gradients. "
         "Check that the model has not been copied or moved: the optimizer must have list(model.parameters()).")
@@ -300,7 +300,7 @@ def find_unreached(h, known, least):
     if not weights or not all(map(never_changes, weights)) or any(map(has_values, h.updates.values())): return
     # no finding if the run only evaluates the model
     if all(s.phase=='eval' for s in h.trained if s.ttype=='output'): return
-    yield finding('', f"No weight changed in {len(h.steps)} steps, and the run has no gradient of any weight: {explain_unreached(h)}.",
+    yield finding('', f"No weight changed in {len(h.steps)} steps, and no gradient of any weight was recorded. Probably, {explain_unreached(h)}.",
         h.steps[0], h.steps[-1], look="updates(run)", ttype='weight', parameters=len(held), severity='error' if h.loss is not None or h.losses else 'warning',
         advice="Search for .detach(), .data, .item(), .numpy(), torch.tensor(...), torch.no_grad() or argmax between the model and the loss. "
         "Check that loss.backward() is called before optimizer.step(). If you record no gradients, check that the learning rate is not zero.")
@@ -376,18 +376,18 @@ def explain_stopped(h, part, own, s, by_mistake=False):
     s: `StoppedWeight` of one of its weights
     by_mistake: True if the module was probably frozen by mistake, see `is_late_freeze`
     """
-    what = f"{describe_part(part, own)} was trained at first and"
+    what = f"{describe_part(part, own)} was trained at first, but"
     if not s.frozen: return (
         f"{what} does not change from step {s.step} on, while other weights do. {stop_reasons[s.gradient]}", 'info',
-        "If this is intended, change nothing. Otherwise search for requires_grad_(False), detach() or a mask, check the learning rate of its group, "
-        "and check that it is called.")
+        "Search for requires_grad_(False), detach() or a mask. Check the learning rate of its parameter group, and that the module is called. "
+        "If this is intended, change nothing.")
     moves,goes_on = "Its values stay the same.",h.loss is not None and h.loss.steps[-1]>s.step
-    if s.still_moves: moves = "It still changes: momentum or weight decay moves it, as its gradient is zero and not None."
-    held = " The optimizer still has it."*(s.p.get('optimizer') is True)
+    if s.still_moves: moves = "It still changes through momentum or weight decay, because its gradient is zero and not None."
+    held = " The optimizer still has its parameters."*(s.p.get('optimizer') is True)
     severity = 'warning' if goes_on and (not part or by_mistake) else 'info'
     return (f"{what} is frozen from step {s.step} on (requires_grad is False). {moves}{held}", severity,
-        "If this is intended, change nothing. Otherwise search for requires_grad_(False) in code that runs after the start, such as train(), "
-        "and call requires_grad_(True) for each part to train.")
+        "Search for requires_grad_(False) in code that runs after the start, such as train(), and call requires_grad_(True) for each part to train. "
+        "If this is intended, change nothing.")
 
 def is_late_freeze(h, known, groups, most=.5, longer=1.5):
     """Return True if a small part of the model was frozen in one step while its parameters stay in the optimizer, probably by mistake.
@@ -439,6 +439,6 @@ def not_trained(h, held=.6, part=.5, least=5, tiny=1e-4, most=6):
             if explanation is None: continue
             reported |= {label_of(p) for p in own}
             yield report_part(h, name, own, explanation, h.steps[0] if len(h.steps) else 0, reason)
-    yield from find_never_moved(h, known, reported, least, tiny, most)
+    yield from find_never_changed(h, known, reported, least, tiny, most)
     yield from find_trained_elsewhere(known, h)
     yield from find_stopped_parts(h, known, reported, least)

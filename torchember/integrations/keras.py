@@ -244,7 +244,7 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         first = max(0 if o is None else batches_applied(o), self.next_steps.get(self.model, 0))
         with expose_modules(self.model): te = self.recording.begin(self.model, self.optimizer, first, self.scaler)
         for st in te.recorder.sources.states: st.made_of = EqualsEverything()
-        self.recording.record_only(self.is_recorded)
+        self.recording.record_only_if(self.is_recorded)
         self.recording.mark(epoch=self.epoch)
 
     def is_recorded(self, phase, grad):

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['from_trainer', 'callback_arguments', 'wrappers', 'check_options', 'loggable_scalars', 'unwrap_optimizer',
-           'learning_rates_of', 'MethodPatch', 'choose_run', 'first_process_value', 'TrainingRecorder',
+           'learning_rates_of', 'MethodPatch', 'choose_run_name', 'first_process_value', 'TrainingRecorder',
            'RecordingCallback']
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #9dcefbf4
@@ -82,7 +82,7 @@ class MethodPatch:
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #d9c190e4
 # Returns (chosen name, True to continue the run of this name, last step of the run `name`)
-def choose_run(name, first_step, home=None) -> tuple:
+def choose_run_name(name, first_step, home=None) -> tuple:
     "Choose the name of a run: `name`, or `name_2`, `name_3`, ... if `name` is taken. All processes use the choice of the first process."
     rank,world = rank_and_size()
     def log_of(n):
@@ -122,7 +122,7 @@ class TrainingRecorder:
         self.end()
         options,resume = dict(self.options),False
         if (name := options.pop('name', None)) is not None:
-            name,resume,last = choose_run(name, first_step, options.get('home'))
+            name,resume,last = choose_run_name(name, first_step, options.get('home'))
             if last is not None and not self.has_warned: self.warn_of_new_run(name, last, first_step)
         opts = [unwrap_optimizer(o) for o in (optimizers if isinstance(optimizers, list|tuple) else [optimizers])
             if o is not None]
@@ -157,7 +157,7 @@ class TrainingRecorder:
         "Add columns, such as `epoch=2`, to all following rows."
         if self.te is not None: self.te.mark(**marks)
 
-    def record_only(self, is_recorded): # is_recorded: function of the phase of a pass ('eval', 'no_grad' or None), and True if the pass has gradients
+    def record_only_if(self, is_recorded): # is_recorded: function of the phase of a pass ('eval', 'no_grad' or None), and True if the pass has gradients
         "Record a forward pass of the model only if the function `is_recorded` returns True for this pass."
         if self.te is not None: self.te.recorder.events.pass_events.wanted = is_recorded
 

@@ -30,7 +30,7 @@ class EmberCallback(RecordingCallback, TrainerCallback):
         self.recording.begin(model, optimizer, state.global_step, getattr(optimizer, 'scaler', None))
         # the Trainer logs its own `grad_norm`, so torchember must not record a scalar with this name
         if args.max_grad_norm and args.logging_strategy!='no': self.recording.claim('grad_norm')
-        self.recording.record_only(self.is_recorded)
+        self.recording.record_only_if(self.is_recorded)
         self.has_epoch,self.control = False,control
         self.recording.mark(epoch=as_whole_number(state.epoch))
 

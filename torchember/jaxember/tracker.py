@@ -25,7 +25,7 @@ from .recorder.processes import Agreement, agreed_name, key_value_store
 from .recorder.recorder import JaxRecorder
 from .recorder.states import expected_trees
 from .recorder.twins import UserStatistic, Summaries
-from .recorder.watching import Watching, current_trace, trace_of_jax
+from .recorder.watching import MeasuringTrace, current_trace, trace_of_jax
 from ..measure.columns import as_dicts
 from ..measure.summary import groups_for
 from ..store.jsonl import new_run
@@ -134,7 +134,7 @@ class JaxTracker(Tracker):
             optimizer_state: Optimizer state after the step
             gradients: Gradients of the parameters
         """
-        with take_current_trace() as t: inside = not isinstance(t, Watching | type(self.recorder.watching.below))
+        with take_current_trace() as t: inside = not isinstance(t, MeasuringTrace | type(self.recorder.watching.below))
         if inside:
             raise RuntimeError("step is called inside of jit, grad or another function of JAX, where arrays are tracers without values. "
                 "Return the arrays from the function, and call step outside: state = tracker.intercept(update, ...), then tracker.step(state).")
@@ -263,5 +263,5 @@ def track(
         Stash(lambda got: got, lambda: tracker.folder()), agreement, attended)
     tracker = JaxTracker(recorder, offload_inc=offload_inc, offload_fn=offload_fn, offload_type=offload_type,
         wandb=wandb)
-    if recorder.on: recorder.states.at_begin(model_state, optimizer_state)
+    if recorder.on: recorder.states.measure_parameters_at_begin(model_state, optimizer_state)
     return tracker

@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['pinned', 'unsent', 'unknown_to_numpy', 'has_float64', 'widest', 'accelerator', 'chosen_device', 'on', 'wait_for',
-           'current_stream', 'stream_of', 'after', 'capture_of', 'being_captured', 'disturbs', 'undisturbed', 'Pinned',
-           'has_arrived', 'Pending', 'start_copy', 'copies_async', 'to_host', 'to_device']
+           'current_stream', 'stream_of', 'after', 'capture_of', 'is_being_captured', 'disturbs', 'without_torch_modes',
+           'Pinned', 'has_arrived', 'Pending', 'start_copy', 'copies_async', 'to_host', 'to_device']
 
 # %% ../../nbs/20_measure/01_devices.ipynb #e998600b
 import ctypes, threading
@@ -81,7 +81,7 @@ def capture_of(kind):
     """
     return getattr(torch.get_device_module(kind), 'is_current_stream_capturing', None) if kind==accelerator() else None
 
-def being_captured(kind):
+def is_being_captured(kind):
     "Return True if a CUDA graph is being captured on the current stream. Launches are then only recorded, and run when the graph is replayed."
     captures = capture_of(kind)
     try: return captures is not None and captures()
@@ -94,7 +94,7 @@ def disturbs(kind) -> bool:
     return torch.is_autocast_enabled(kind) or count_dispatch_modes()>0 or count_function_modes()>0 or inside_transform() is not None
 
 @contextmanager
-def undisturbed(kind):
+def without_torch_modes(kind):
     "Return a context manager to switch off torch modes, function transforms, and autocast for a kind of device."
     with torch.autocast(kind, enabled=False), without_dispatch_modes(), without_function_modes(), without_transforms(): yield
 
@@ -200,7 +200,7 @@ def to_device(numbers, device) -> torch.Tensor:
     with on(device):
         copy = memory[:n].view(a.dtype).view(a.shape).copy_(a).to(device, non_blocking=True)
         # the pinned memory stays allocated, because the CUDA graph reads it at each replay
-        if being_captured(device.type): return copy
+        if is_being_captured(device.type): return copy
         done = torch.Event(device)
         done.record()
     pinned.release(memory, done)

@@ -8,7 +8,7 @@ __all__ = ['neutral', 'LogColumns', 'first_number', 'finite_only', 'mean_and_m2'
 # %% ../../nbs/20_measure/12_inverse.ipynb #07e807df
 import numpy as np
 
-from .summary import index, no_elements, parts, sums, width
+from .summary import index, empty_summary, parts, sums, width
 
 # %% ../../nbs/20_measure/12_inverse.ipynb #2f499918
 class LogColumns:
@@ -55,7 +55,7 @@ def vectors_of(columns, count) -> np.ndarray:
     for p,x in got.items(): out[:, index[p]] = x
     # for a tensor with NaN or infinity, unknown sums of finite elements get neutral values: no statistic needs them
     lost = ~np.isfinite(out) & (n<count)[:, None]
-    return np.where((lost | (n==0)[:, None]) & neutral, no_elements()[:width], out)
+    return np.where((lost | (n==0)[:, None]) & neutral, empty_summary()[:width], out)
 
 # %% ../../nbs/20_measure/12_inverse.ipynb #bde0d670
 def scaled(vectors, factor) -> np.ndarray:

@@ -19,8 +19,8 @@ from .devices import has_float64, on, widest
 from .elements import as_float64, dense, flat, format_for, formats, layout, ordinary, piece
 from .loading import loader, loops
 from .readers.torch import read_cpu, read_device
-from .self_check import first_wrong, run_checks
-from .summary import Summary, index, length, merge, no_elements, not_in_loops, of_each, read_array, scalars, sums, width
+from .self_check import find_reader_mistake, run_checks
+from .summary import Summary, index, length, merge, empty_summary, sums_not_in_loops, compute_named_sum, read_array, scalars, sums, width
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #394535ee
 def float_for(dtype):
@@ -37,7 +37,7 @@ def read_by_loops(x, wanted=('basic',)) -> np.ndarray:
     fmt = formats.get(x.dtype)
     if fmt is None: return read_by_pieces(x, wanted)
     if x.is_contiguous(): return loops().read_on_cores(x.data_ptr(), x.numel(), fmt, wanted, torch.get_num_threads())
-    if not x.numel(): return no_elements(wanted)
+    if not x.numel(): return empty_summary(wanted)
     sizes,strides,times = layout(x)
     n = math.prod(sizes)
     if strides==(1,): v = loops().read_on_cores(x.data_ptr(), n, fmt, wanted, torch.get_num_threads())
@@ -51,7 +51,7 @@ def read_by_pieces(x, wanted):
     for p in x.split(piece) if x.numel() else ():
         p = torch.from_numpy(as_float64(p)) if x.is_complex() else p.to(to)
         got.append(loops().read_at(p.data_ptr(), p.numel(), formats[p.dtype], wanted))
-    v = got[0] if len(got)==1 else merge(np.stack([no_elements(wanted), *got]))
+    v = got[0] if len(got)==1 else merge(np.stack([empty_summary(wanted), *got]))
     return v if times==1 else repeat(v, times)
 
 def compiled_row_writer(tap, fmt, wanted):
@@ -76,13 +76,13 @@ def read(x, wanted=('basic',)):
 
 def add_expressions(v, x, wanted):
     "Compute the sums that no compiled reader computes, by their Python expressions. Write them into `v`, the summary vector of the CPU tensor `x`."
-    todo = not_in_loops(wanted)
+    todo = sums_not_in_loops(wanted)
     if not todo: return
     x,times = flat(x)
     got = {p: [sums[p].nothing] for p in todo}
     for a in map(as_float64, x.split(piece) if x.numel() else ()):
         a = a[np.isfinite(a)]
-        for p in todo if len(a) else (): got[p].append(of_each(p, a))
+        for p in todo if len(a) else (): got[p].append(compute_named_sum(p, a))
     # suppress numpy warnings, because a sum may be infinite, such as the sum of log(0)
     with np.errstate(all='ignore'):
         for p in todo: v[index[p]] = sum(got[p])*times if sums[p].merge=='sum' else getattr(np, sums[p].merge)(got[p])
@@ -149,7 +149,7 @@ def operations_are_right(device, dtype, wanted):
     def read_on_tested_device(x, wanted):
         "Measure the tensor `x` by torch operations on the tested device. Return the summary vector on the CPU."
         with on(device): return read_device(flat(x.to(device))[0], wanted).cpu()
-    why = run_checks(lambda: first_wrong(read_on_tested_device, dtype, wanted, rel=1e-9 if has_float64(device.type) else 1e-3))
+    why = run_checks(lambda: find_reader_mistake(read_on_tested_device, dtype, wanted, rel=1e-9 if has_float64(device.type) else 1e-3))
     if why: warn(f"Operations of torch on {device} give wrong numbers: {why}. Tensors of {str(dtype)[6:]} are copied to the CPU to be measured, "
         f"which is slower. Please send this message to the developers of torchember (torch {torch.__version__}).")
     return not why

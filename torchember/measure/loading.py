@@ -19,7 +19,7 @@ from ..ground.messages import warn
 from ..ground.progress import waiting
 from .elements import converted_formats, format_for, formats, layout
 from .head import EVENT, HEADS, LAID, ROWS, address_of, head_width, tap_width
-from .self_check import first_wrong, run_checks
+from .self_check import find_reader_mistake, run_checks
 from .summary import groups, length
 
 # %% ../../nbs/20_measure/07_loading.ipynb #d43ea568
@@ -52,7 +52,7 @@ def check_loops(cpu, fmt):
         y = x.to(getattr(torch, format_for(dtype)))
         same = (np.array_equal(into_row(x, w), cpu.read_at(y.data_ptr(), len(y), format_for(dtype), w), equal_nan=True) for w in (('basic',), tuple(groups)))
         return '' if all(same) else f'other sums than those of the same numbers as {format_for(dtype)}'
-    return run_checks(*(partial(first_wrong, way, dtype, wanted) for way in (by_address, into_row) for wanted in (('basic',), tuple(groups))))
+    return run_checks(*(partial(find_reader_mistake, way, dtype, wanted) for way in (by_address, into_row) for wanted in (('basic',), tuple(groups))))
 
 # %% ../../nbs/20_measure/07_loading.ipynb #5b63fadb
 # progress message, shown only in the first process that compiles, because numba caches the loops on disk

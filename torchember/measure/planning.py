@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_wanted', 'loaded_objects', 'load_objects', 'objects', 'load_quickly', 'objects_are_cached', 'load_in_thread',
-           'SameDicts', 'SameLists']
+           'WatchedDicts', 'WatchedLists']
 
 # %% ../../nbs/20_measure/53_planning.ipynb #d8eaa762
 import os, weakref
@@ -63,7 +63,7 @@ def load_in_thread():
     if is_wanted(): loader.request('objects', lambda what: load_objects())
 
 # %% ../../nbs/20_measure/53_planning.ipynb #fdbe30e5
-class SameDicts:
+class WatchedDicts:
     "Stores the keys and values of some dicts. Its method `unchanged` uses compiled code to detect changes of the dicts."
     def __init__(self, dicts):
         self.kinds,dicts = objects(),list(dicts)
@@ -84,7 +84,7 @@ class SameDicts:
         return self.is_possible and not self.freed and self.check(self.address, len(self.dicts))==1
 
 # %% ../../nbs/20_measure/53_planning.ipynb #5c1b0e07
-class SameLists:
+class WatchedLists:
     "Stores the addresses of the objects in some lists. Its method `unchanged` uses compiled code to detect changes of the lists."
     def __init__(self, lists):
         self.kinds = objects()

@@ -137,7 +137,7 @@ class Snapshot:
 
     def __len__(self): return sum(len(h) for h,_ in self.parts)
 
-    def as_pass(self, micro):
+    def merge_into_pass(self, micro):
         "Return a new snapshot with the rows of this and earlier snapshots, all assigned to the micro-batch `micro`."
         parts = [(h.copy(), v) for s in (*self.earlier, self) for h,v in s.parts]
         for h,_ in parts: h[:, MICRO] = micro

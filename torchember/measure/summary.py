@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['sums', 'fast', 'parts', 'index', 'width', 'bins', 'wide', 'groups', 'scalars', 'moments', 'slots', 'derived',
-           'counts', 'also_called', 'Sum', 'length', 'no_elements', 'parts_in', 'not_in_loops', 'of_each', 'read_array',
-           'finite', 'merged_moments', 'merge', 'Parts', 'squares', 'sums_of_squares', 'derive', 'groups_for',
-           'lost_value', 'Summary']
+           'counts', 'also_called', 'Sum', 'length', 'empty_summary', 'parts_in', 'sums_not_in_loops',
+           'compute_named_sum', 'read_array', 'finite', 'merged_moments', 'merge', 'Parts', 'squares',
+           'sums_of_squares', 'derive', 'groups_for', 'value_of_null', 'Summary']
 
 # %% ../../nbs/20_measure/00_summary.ipynb #a7050ae5
 from collections.abc import Callable
@@ -63,7 +63,7 @@ def length(wanted):
     return wide if 'exponents' in wanted else width
 
 # %% ../../nbs/20_measure/00_summary.ipynb #0a08bc59
-def no_elements(wanted=scalars):
+def empty_summary(wanted=scalars):
     "Return the summary vector of a tensor without elements. `wanted`: groups of sums; the sums of other groups are NaN."
     v = np.full(length(wanted), np.nan)
     v[width:] = 0
@@ -77,12 +77,12 @@ def parts_in(wanted) -> tuple:
     return tuple(dict.fromkeys(p for g in wanted for p in groups[g]))
 
 @cache
-def not_in_loops(wanted) -> tuple:
+def sums_not_in_loops(wanted) -> tuple:
     "Return the names of the sums in the groups `wanted` (a tuple) that the compiled readers do not compute."
     return tuple(p for p in parts_in(wanted) if p not in fast)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #ef91351c
-def of_each(part, x, xp=np, ok=None):
+def compute_named_sum(part, x, xp=np, ok=None):
     """Compute the sum named `part` from its expression in `sums`. Return an array without dimensions.
 
     `x`: float array, not empty. `xp`: numpy, torch or jax.numpy. `ok`: mask of the finite elements, None if all are finite."""
@@ -96,7 +96,7 @@ def of_each(part, x, xp=np, ok=None):
 # %% ../../nbs/20_measure/00_summary.ipynb #d4787f50
 def read_array(x, wanted=scalars) -> np.ndarray:
     "Return the summary vector of an array, computed by numpy in float64, in several passes. Complex numbers are measured by magnitude."
-    v,x = no_elements(wanted),np.asarray(values_of(x))
+    v,x = empty_summary(wanted),np.asarray(values_of(x))
     x = (np.abs(x) if np.iscomplexobj(x) else x).astype(np.float64).ravel()
     ok = x[np.isfinite(x)]
     # if all elements are equal, use this number as mean, because a computed mean is rounded
@@ -105,7 +105,7 @@ def read_array(x, wanted=scalars) -> np.ndarray:
     with np.errstate(all='ignore'):
         new = dict(count=x.size, nan=np.isnan(x).sum(), posinf=np.isposinf(x).sum(), neginf=np.isneginf(x).sum(),
             mean=mean, m2=(d**2).sum(), m3=(d**3).sum(), m4=(d**4).sum())
-        for p in parts_in(wanted): v[index[p]] = new[p] if p in new else of_each(p, ok) if ok.size else sums[p].nothing
+        for p in parts_in(wanted): v[index[p]] = new[p] if p in new else compute_named_sum(p, ok) if ok.size else sums[p].nothing
     if 'exponents' in wanted: v[width:] = np.bincount(np.clip(np.frexp(ok[ok!=0])[1]+126, 0, bins-1), minlength=bins)
     return v
 
@@ -198,7 +198,7 @@ def sums_of_squares(vectors) -> np.ndarray:
     return np.where(p.bad, np.nan, np.where(p.pos|p.neg, np.inf, known))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #27dbb192
-def biggest(p):
+def largest_magnitude(p):
     "Return the largest magnitude of the finite elements."
     return np.maximum(np.abs(p.min), np.abs(p.max))
 
@@ -214,7 +214,7 @@ derived = dict(
     l2=lambda p: p.added(np.sqrt(squares(p))),
     abs_mean=lambda p: p.sized(p.l1/np.maximum(p.n, 1)),
     abs_min=lambda p: np.where(p.bad|(p.count==0), np.nan, p.min_abs),
-    abs_max=lambda p: p.sized(biggest(p)),
+    abs_max=lambda p: p.sized(largest_magnitude(p)),
     skew=lambda p: p.spoiled(p.m3/p.n / (p.m2/p.n)**1.5),
     kurtosis=lambda p: p.spoiled(p.m4/p.n / (p.m2/p.n)**2 - 3),
     rm4=lambda p: p.sized((p.s4/np.maximum(p.n, 1))**(1/4)),
@@ -234,10 +234,10 @@ also_called = dict(norm='l2', norm2='l2', l2_norm='l2', norm1='l1', l1_norm='l1'
 
 # %% ../../nbs/20_measure/00_summary.ipynb #d28891d1
 @cache
-def groups_behind(name):
+def additional_groups(name):
     "Return the groups of sums that a statistic needs in addition to the group 'basic'."
     if name.startswith('exponents'): return 'exponents',
-    p = Parts(no_elements())
+    p = Parts(empty_summary())
     with np.errstate(all='ignore'): derived.get(name, lambda p: None)(p)
     return tuple(g for g in groups if any(sums[part].group==g for part in p.asked) and g!='basic')
 
@@ -254,17 +254,17 @@ def derive(v, names=tuple(derived)) -> dict:
 
 def groups_for(names) -> tuple:
     "Return the groups of sums to measure for the statistics `names`."
-    return ('basic', *dict.fromkeys(g for n in names for g in groups_behind(n)))
+    return ('basic', *dict.fromkeys(g for n in names for g in additional_groups(n)))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #9683bc68
 @cache
-def lost_value(name, nan, posinf, neginf) -> float:
+def value_of_null(name, nan, posinf, neginf) -> float:
     """Return the value of a statistic that a file has stored as null: NaN or infinity.
 
     `nan`, `posinf`, `neginf`: True if the tensor had such elements."""
     # all elements were finite: the tensor was empty, or the statistic is too large for a float. Both cases give NaN
     if not (nan or posinf or neginf): return np.nan
-    v = no_elements()
+    v = empty_summary()
     for p,any_ in (('nan', nan), ('posinf', posinf), ('neginf', neginf)): v[index[p]] = v[index['count']] = bool(any_)
     v[index['count']] = nan+posinf+neginf
     return float(derive(v, [name])[name])

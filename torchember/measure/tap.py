@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['divide_early', 'divides_out', 'remove_transforms', 'write_cpu_row', 'read_vector', 'find_row', 'cache_row',
-           'write_device_row', 'read_into_row', 'OnMeta', 'InGraph', 'observe_any', 'write_row', 'observe']
+           'write_device_row', 'read_into_row', 'OnMetaDevice', 'InGraph', 'observe_any', 'write_row', 'observe']
 
 # %% ../../nbs/20_measure/50_tap.ipynb #e0947a4a
 import math, weakref
@@ -15,7 +15,7 @@ import torch
 
 from ..capture.private_torch import count_dispatch_modes, count_function_modes, may_free_parameters, inside_transform, is_wrapped, unwrap
 from .blocks import address, cpu, write_dtype_and_shape
-from .devices import being_captured, disturbs, stream_of, undisturbed
+from .devices import is_being_captured, disturbs, stream_of, without_torch_modes
 from .elements import Unmeasurable, ordinary
 from .head import CALL, CALLS, DTYPE, EVENT, MICRO, NEXT, SCALE, TAP, head_width
 from .kernels import list_kernels, read, read_into
@@ -99,7 +99,7 @@ def write_device_row(x, tap, call, later):
     """
     arena,plan,cursor,at = tap.arena,tap.device,tap.cursor.cells,x.data_ptr()
     stream = plan.reading.stream()
-    if stream is None or being_captured(plan.device.type) or (plan.count and not at): return False
+    if stream is None or is_being_captured(plan.device.type) or (plan.count and not at): return False
     # the plan converts the dtype, and an active dispatch mode of the user would intercept the conversion
     if plan.made is not None and (later or count_dispatch_modes()): return False
     if plan.block is None or plan.block is not tap.rows.block or plan.stream!=stream:
@@ -146,7 +146,7 @@ def read_into_row(x, tap, row, scale):
     block.source[row] = row if known is None else known
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90011
-class OnMeta(Unmeasurable):
+class OnMetaDevice(Unmeasurable):
     "Raised for a tensor on the meta device, which has no values"
     def __init__(self): super().__init__("the tensor is on the meta device, which has no values. Where weights are offloaded, arm the model before "
         "the offload hooks are added")
@@ -159,11 +159,11 @@ class InGraph(Unmeasurable):
 def observe_any(x, tap, call, scale, later):
     "Measure any tensor into the next row of `tap`, without torch modes, transforms and autocast."
     kind = x.device.type
-    if kind=='meta': raise OnMeta()
-    if being_captured(kind): raise InGraph()
+    if kind=='meta': raise OnMetaDevice()
+    if is_being_captured(kind): raise InGraph()
     if not disturbs(kind): return write_row(x, tap, call, scale, later)
     x = remove_transforms(x)
-    with undisturbed(kind): write_row(x, tap, call, scale, later)
+    with without_torch_modes(kind): write_row(x, tap, call, scale, later)
 
 def write_row(x, tap, call=None, scale=None, later=False):
     "Measure any tensor into the next row of `tap`, while no torch mode or transform is active. Arguments: as in `observe`."

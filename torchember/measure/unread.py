@@ -9,7 +9,7 @@ __all__ = ['ListPlan', 'is_freed', 'read_in_one_launch', 'UnreadTensors']
 import numpy as np
 import torch
 
-from .devices import after, to_device, undisturbed
+from .devices import after, to_device, without_torch_modes
 from .head import CALLS, EVENT, LIKE, MICRO, NEXT, SCALE
 from .kernels import list_kernels
 
@@ -51,7 +51,7 @@ def is_freed(x):
 
 def read_in_one_launch(block, wanted, scale, xs, rows):
     "Measure the tensors `xs` in one launch, into some rows of a block. `rows`: numbers of these rows. `scale`: factor of the tensors, or None."
-    with undisturbed(block.device.type), after(block.stream, block.device):
+    with without_torch_modes(block.device.type), after(block.stream, block.device):
         numbers = block.rows.data
         list_kernels(xs[0], wanted).read_list(xs, wanted, numbers, rows)
         if isinstance(scale, torch.Tensor): scale = scale.to(numbers.device, numbers.dtype)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..capture.forward import arm, armed_by
+from ..capture.forward import arm, find_exclusive_listener
 from ..capture.tree import tracks, tree_dict, unwrap
 from ..ground.choose import schedule, select
 from ..measure.kernels import no_autocast
@@ -285,7 +285,7 @@ class Monitor:
         if scaler is not None and not hasattr(scaler, 'unscale_'):
             raise TypeError(f"scaler= must be a torch.amp.GradScaler, got {an(scaler)}.")
         check_store(store)
-        recorder = None if name or home or resume else getattr(armed_by(self.model), 'recorder', None)
+        recorder = None if name or home or resume else getattr(find_exclusive_listener(self.model), 'recorder', None)
         self.run = OwnRun(tracked[0], name, resume, home, store) if recorder is None else recorder
         self.t,optimizers = self.run.t,getattr(recorder, 'watch', None)
         self.passes = ModelPasses(tracked[0], optimizers.scaler if scaler is None and optimizers is not None else scaler)

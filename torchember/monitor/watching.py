@@ -21,7 +21,7 @@ def pass_rank(training, grad):
     return 2*bool(grad)+bool(training)
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #28910dee
-class BestRank:
+class BestPassSelector:
     "Selects the forward passes of each step that are most similar to training (by `pass_rank`), to ignore validation passes."
     def __init__(self):
         # best rank of a pass in this step (best), in the step before (previous), and of ignored passes (ignored)
@@ -55,7 +55,7 @@ class StepPredictor:
         self.regular_steps,self.needed_steps = 0,1
         self.pass_ = 0 # number of the latest accepted pass, counted from the start of the training
         # skipped: True if the running pass is ignored, such as a validation pass
-        self.ranks,self.skipped = BestRank(),False
+        self.ranks,self.skipped = BestPassSelector(),False
         self.varies = False # True if a step had fewer passes than the step before
 
     @property
@@ -272,7 +272,7 @@ class Watch(Listener):
     # quantities: quantities that were created for `view`; passes: `ModelPasses` of the model
     def __init__(self, track, quantities, view, passes):
         self.track,self.quantities,self.view,self.passes = track,quantities,view,passes
-        self.captured,self.ranks = CapturedTensors(view, quantities, passes),BestRank()
+        self.captured,self.ranks = CapturedTensors(view, quantities, passes),BestPassSelector()
         self.wants = always(*(bool(self.captured.needed[t]) for t in captured_ttypes))
         self.gradients = Gradients(captured_ttypes, passes.predictor, self.gradient)
         # pass_: (number, rank) of the pass with the captured tensors; failed: True if this pass raised an exception
@@ -336,7 +336,7 @@ class Watch(Listener):
 
     def forget(self):
         "Remove all captured tensors, and the hooks on leaf tensors."
-        self.gradients.step_over()
+        self.gradients.handle_step_end()
         self.captured.clear()
         self.pass_ = None
 

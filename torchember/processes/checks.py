@@ -32,7 +32,7 @@ def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last st
     for r,about in metadata.items(): worlds[about['world']].append(r)
     if len(worlds)>1:
         yield "The ranks disagree about their number: " + ', '.join(f"{n} ({join_ranks(ranks)})" for n,ranks in sorted(worlds.items())) + (
-            ". If a run is resumed with fewer ranks, logs of the former ranks are left beside its own.")
+            ". If a run is resumed with fewer ranks, the logs of the earlier ranks remain in its folder.")
     if not known: return
     first,last = min(a for a,_ in known.values()),max(z for _,z in known.values())
     late = [f'rank {r} has no rows before step {a}' for r,(a,_) in known.items() if a>first]
@@ -63,7 +63,7 @@ def drift_message(row, rank, first, step, n):
     row: row of the tensor on this rank
     first: the first rank with a replica of the tensor
     n: number of tensors that differ"""
-    more = f", and {n-1} more tensors follow" if n>1 else ''
+    more = f" (further tensors that differ: {n-1})" if n>1 else ''
     return f"Replicas have drifted apart: {describe(row)} differs between rank {rank} and rank {first} since step {step}{more}. Rows show rank {first} only."
 
 class DriftWatch:
@@ -124,8 +124,8 @@ def unknown_scale(rows):
     unknown = rows.shards.roles.along('world', '?') & rows.shards.unsettled | rows.filled
     n = int((unknown & rows.df['ttype'].isin(['output_grad', 'input_grad']).to_numpy()).sum())
     if not n: return None
-    return (f"Gradients of activations ({n} rows) are those of each rank's own loss, because nothing says how these losses are combined. If their mean is "
-        "trained, the true gradients are smaller by the number of ranks.")
+    return (f"Gradients of activations ({n} rows) belong to each rank's own loss, because it is unknown how these losses are combined. If training minimizes "
+        "their mean, divide these gradients by the number of ranks.")
 
 def same_batch(rows):
     "Return a message if all ranks train on the same samples in most steps, or None. `rows`: rows of all ranks, as `RankRows`."
@@ -139,4 +139,4 @@ def same_batch(rows):
     same = ~each[each['ranks']>1].groupby('step')['differs'].any()
     if 2*same.sum()<=len(same): return None
     when = '' if same.all() else f' in {int(same.sum())} of {len(same)} steps'
-    return f"All ranks get the same batch{when}: each input has the same statistics on all of them. Does the sampler know the ranks?"
+    return f"All ranks get the same batch{when}: each input has the same statistics on all ranks. Use a DistributedSampler."

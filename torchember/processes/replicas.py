@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['zero_rows', 'relative_difference', 'steps_with', 'count_differing_steps', 'compare_with', 'name_of_row',
-           'compare_replicas', 'own_modules']
+           'compare_replicas', 'rank_specific_modules']
 
 # %% ../../nbs/42_processes/09_replicas.ipynb #2907b7a4
 import numpy as np
@@ -68,7 +68,7 @@ def compare_replicas(rows) -> list: # rows: rows of all ranks, as `RankRows`
     "Return a list of dicts, one for each rank with replicas that differ from the first rank with the same tensors. See `compare_with`."
     df,found = rows.df,[]
     trained = df['ttype'].isin(['weight', 'weight_grad']).to_numpy()
-    for apart,(at,may) in ((False, rows.shards.replicas(df['ttype'])), (True, own_modules(rows))):
+    for apart,(at,may) in ((False, rows.shards.replicas(df['ttype'])), (True, rank_specific_modules(rows))):
         differs = differs_from(df, at) & may & trained if may.any() else may
         pairs = sorted({(int(r), int(f)) for r,f in zip(rows.rank[differs], rows.rank[at[differs]], strict=True)})
         each = [compare_with(rows, np.where(may & trained, at, np.arange(len(at))), differs, r, f) for r,f in pairs]
@@ -76,7 +76,7 @@ def compare_replicas(rows) -> list: # rows: rows of all ranks, as `RankRows`
         found += [c | {'apart': True} for c in each if c['weights']['first'] not in (None, c['weights']['begin'])] if apart else each
     return found
 
-def own_modules(rows):
+def rank_specific_modules(rows):
     """Return two arrays about the modules that `RankRows` renamed because their weights differ between ranks.
 
     The first has for each row the index of the row on the first rank with the same old module name. The second is the mask of these rows."""

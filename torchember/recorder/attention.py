@@ -12,9 +12,9 @@ from collections import Counter, namedtuple
 
 import torch
 
-from ..capture.attention import AttentionWatch, first_head, heads_of, is_attention, running_modules, split_heads
+from ..capture.attention import AttentionWatch, first_head, count_heads, is_attention, running_modules, split_heads
 from ..measure.attention import measure_logits, measure_products
-from ..measure.devices import being_captured, undisturbed
+from ..measure.devices import is_being_captured, without_torch_modes
 from .budget import clock
 from .pass_numbers import PassNumbers, local_part
 
@@ -85,10 +85,10 @@ class Attention(PassNumbers):
     def end(self, micro):
         if self.path is not None and self.measured:
             called = [st.track for st in self.sources.states if st.watched and st.pass_==self.training.pass_]
-            if left := tracks_without_attention(called, {c.name for c in self.measured}): self.warn_left(left)
+            if left := tracks_without_attention(called, {c.name for c in self.measured}): self.warn_of_missing_attention(left)
         super().end(micro)
 
-    def warn_left(self, left):
+    def warn_of_missing_attention(self, left):
         "Warn that no attention was found in some modules. `left`: their `moduleTrack`s."
         names = ', '.join(t.name for t in left[:3])+(f' and {len(left)-3} more modules' if len(left)>3 else '')
         self.buffer.notices.once('other attention', other_attention.format(modules=names, advice=no_attention.split('. ', 1)[1]), 'info')
@@ -135,8 +135,8 @@ class Attention(PassNumbers):
             # tensors of other classes, such as fake tensors of torch.compile, have no values to measure
             if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_meta or not x.numel(): return
             # skip the capture of a CUDA graph: values cannot be read, and each replay would repeat the measurement
-            if being_captured(x.device.type): return
-            with torch.no_grad(), undisturbed(x.device.type): numbers = measure(heads_of(module))
+            if is_being_captured(x.device.type): return
+            with torch.no_grad(), without_torch_modes(x.device.type): numbers = measure(count_heads(module))
             if numbers is None: return
             first = first_head(given, module, len(numbers['logit_max']))
             call,self.calls[track.name] = self.calls[track.name],self.calls[track.name]+1

@@ -18,7 +18,7 @@ import torch
 from ..capture.module_state import KEY
 from ..capture.private_torch import never_compile
 from ..capture.tensors import inputs, outputs
-from ..measure.blocks import as_cells
+from ..measure.blocks import as_memoryview
 from ..measure.elements import ordinary
 from ..measure.head import address_of
 from ..measure.planning import load_in_thread, objects
@@ -80,12 +80,12 @@ class PlannedPass:
         kinds = objects()
         if self.compiled is None and kinds is not None:
             self.words = np.zeros(kinds.run_words, np.int64)
-            self.cells = as_cells(self.words)
+            self.cells = as_memoryview(self.words)
             for i,x in kinds.shared_words().items(): self.words[i] = x
             self.compiled = kinds
         return kinds is not None
 
-    def is_usual(self, here) -> bool:
+    def can_use_compiled_code(self, here) -> bool:
         """Return True if compiled code can record the calls of the pass that begins now. Return False, for example, if tensors are sharded.
 
         `here`: this thread's `ThreadContext`.
@@ -106,7 +106,7 @@ class PlannedPass:
 
     def begin(self, here):
         "Let compiled code record the calls of the pass that begins now in this thread, if possible."
-        if not self.is_usual(here) or self.compiled is None and not self.has_become_ready(): return
+        if not self.can_use_compiled_code(here) or self.compiled is None and not self.has_become_ready(): return
         k,c,arena,seen = self.compiled,self.cells,self.buffer.rows.arena,self.sources.parameters.seen
         self.held = here.outermost,self.steps.pass_,here.stack,here.log,self.calls,here,arena.clock,arena.seen,seen,arena
         for i,o in zip((k.OUTERMOST, k.PASS, k.STACK, k.LOG, k.CALLS, k.HERE, k.CLOCK, k.SEEN), self.held, strict=False): c[i] = id(o)
@@ -114,10 +114,10 @@ class PlannedPass:
         c[k.MEASURED] = (id(seen) if self.steps.manual else -1) if ttypes else 0
         c[k.MORE_INPUTS],c[k.MORE_OUTPUTS] = (any(map(partial(needs, t), self.sources.at_calls[1:])) for t in ('input', 'output'))
         c[k.BUSY],c[k.THREAD] = address_of(arena.cursors.busy),get_ident()
-        self.begin_box(here)
+        self.begin_black_box(here)
         c[k.ON] = 1
 
-    def begin_box(self, here):
+    def begin_black_box(self, here):
         "Let compiled code write the running module calls into the black box, if the run has a black box."
         k,c,box = self.compiled,self.cells,self.calls.box
         c[k.BOX] = 0
@@ -229,7 +229,7 @@ class CallPlan:
         "Record the remaining inputs of a call that the compiled function `enter` could not record. `code`: result of `enter`."
         since,st,run = clock(),self.state,self.run
         tensors,call,done = st.named_tensors('input', inputs, args, kwargs, *self.names),st.calls-1,code!=self.kinds.OTHER
-        if code>=self.kinds.FIRST: done = self.measure_some(code, 'input', tensors, call, lambda k: self.enter(self.address, args, kwargs, k))
+        if code>=self.kinds.FIRST: done = self.measure_by_python(code, 'input', tensors, call, lambda k: self.enter(self.address, args, kwargs, k))
         if code!=self.kinds.MORE:
             st.track.input_dt = shapes_of(tensors)
             if code==self.kinds.OTHER: run.sources.at_calls[0].flow(st, 'input', tensors, call, None)
@@ -238,7 +238,7 @@ class CallPlan:
         if not done: run.calls.enter(st.track, call)
         run.cost.add_work(since)
 
-    def measure_some(self, code, ttype, tensors, call, go_on):
+    def measure_by_python(self, code, ttype, tensors, call, go_on):
         """Measure a tensor that compiled code cannot measure, then let compiled code continue. Return True if compiled code finished the call.
 
         `go_on`: function that continues with the tensor of a given number.
@@ -286,7 +286,7 @@ class CallPlan:
     def finish_rows(self, code, tensors, call, result):
         "Measure the outputs that compiled code has not measured, and end the call."
         st,run,k = self.state,self.run,self.kinds
-        if code>=k.FIRST: self.measure_some(code, 'output', tensors, call, lambda i: self.leave(self.address, result, i))
+        if code>=k.FIRST: self.measure_by_python(code, 'output', tensors, call, lambda i: self.leave(self.address, result, i))
         if code!=k.MORE:
             st.track.output_dt = shapes_of(tensors)
             if code==k.OTHER: run.sources.at_calls[0].flow(st, 'output', tensors, call, None)

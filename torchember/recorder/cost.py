@@ -81,7 +81,7 @@ class Cost:
         "Stop the clock of the current step until recording of a model starts again."
         self.step_began = None # the time until recording starts again is not counted as training
 
-    def disown(self):
+    def handle_fork(self):
         "Remove the budget in a forked process, because the budget belongs to the parent process."
         self.budget = None
 

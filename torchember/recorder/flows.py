@@ -19,4 +19,4 @@ class Flows:
         if ttype in self.ttypes:
             for n,x in named: self.buffer.measure(state, ttype, n, x, None, call, phase)
 
-    def step_over(self): "Do nothing at the end of a step, because this class keeps no data of a step."
+    def handle_step_end(self): "Do nothing at the end of a step, because this class keeps no data of a step."

@@ -49,7 +49,7 @@ class Gradients:
             if ttype not in self.ttypes: continue
             self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.grads_arrived(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
 
-    def step_over(self):
+    def handle_step_end(self):
         "Remove the gradient hooks of the ended step, unless this step may become a micro-batch of the next step."
         if self.keeps_hooks: return
         for h in self.handles: h.remove()

@@ -269,7 +269,7 @@ class Graphs(CapturedEvents):
     def graph_begins(self, graph):
         "Send the events of the model to a new `Tape`, because the capture of a CUDA graph begins."
         if self.tape is not None or not self.events.sources.states: return
-        self.gradients.step_over()
+        self.gradients.handle_step_end()
         self.depth,self.stack = 0,[]
         self.tape = Tape(GraphRows(graph, devices.chosen_device()), self.events.buffer.rows.arena)
         # switched off, so that hooks of earlier passes measure nothing during the capture
@@ -288,7 +288,7 @@ class Graphs(CapturedEvents):
         tape,self.tape,self.events.on = self.tape,None,self.was_on
         tape.rows.end()
         self.set_listeners(self.events, self.optimizer_events)
-        self.events.buffer.rows.forget_seen()
+        self.events.buffer.rows.forget_cached_summaries()
         return tape
 
     def tape_of(self, graph) -> Tape|None:
@@ -313,7 +313,7 @@ class Graphs(CapturedEvents):
         "Repeat the captured events that belong after the replay, such as optimizer steps."
         if (tape := self.tape_of(graph)) is None: return
         # a replay changes tensors without a change of their version counters, so all must be measured again
-        self.events.buffer.rows.forget_seen()
+        self.events.buffer.rows.forget_cached_summaries()
         if whole: self.player.play(tape.events[tape.before:])
         else: drop_graph_rows(tape.arena, tape.rows)
 

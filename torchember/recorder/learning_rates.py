@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 import torch
 
-from ..measure.devices import Pending, being_captured, to_host
+from ..measure.devices import Pending, is_being_captured, to_host
 from ..measure.elements import Unmeasurable
 from ..measure.tap import InGraph
 
@@ -22,7 +22,7 @@ def as_number(
 ): # The number, or a `Pending` if the device has not sent the number yet
     "Convert a tensor with one element to a number, without waiting for its device. Raise `InGraph` during a CUDA graph capture."
     if not isinstance(v, torch.Tensor): return v.item() if isinstance(v, np.ndarray) else v
-    if being_captured(v.device.type): raise InGraph()
+    if is_being_captured(v.device.type): raise InGraph()
     v = to_host(v.detach().reshape(()))
     return v if isinstance(v, Pending) else v.item()
 

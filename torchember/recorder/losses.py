@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..capture.loss_graph import find_terms
-from ..measure.devices import being_captured, copies_async, to_host
+from ..measure.devices import is_being_captured, copies_async, to_host
 from ..store.losses import most_labels, most_losses
 
 # %% ../../nbs/40_recorder/36_losses.ipynb #e3dfbbf4
@@ -29,7 +29,7 @@ class ArrivingCopies:
         "Pass the values of a tensor to the function: at once for the CPU, after their copy has arrived for a GPU. Else drop them."
         # a clone is read, because `numpy()` on the user's tensor would forbid resizing its storage
         if x.is_cpu: self.function(x.clone().numpy(), *more)
-        elif copies_async(x.device) and not being_captured(x.device.type) and len(self.pending)<most_pending: self.pending.append((to_host(x), more))
+        elif copies_async(x.device) and not is_being_captured(x.device.type) and len(self.pending)<most_pending: self.pending.append((to_host(x), more))
 
     def read(self, wait=False):
         "Pass the copies that have arrived to the function. `wait`: True to wait for all copies, because the run ends."
@@ -210,7 +210,7 @@ class SparseSteps:
 class LossReader:
     "Reads the autograd graphs of logged losses. Makes rows of predictions and targets, and metadata about losses."
     ttypes = 'prediction','target'
-    def __init__(self, pipe, lock, notify): # pipe: `Pipe`; lock: the recorder's lock; notify: function to call with changed metadata
+    def __init__(self, pipe, lock, notify): # pipe: `StepController`; lock: the recorder's lock; notify: function to call with changed metadata
         self.pipe,self.lock,self.notify = pipe,lock,notify
         self.ttypes = tuple(t for t in self.ttypes if t in pipe.sources.ttypes)
         # keys: (name of a loss, `tname` of its rows). facts: `TermFacts`; states: `TermFacts.state` at the last write
@@ -273,7 +273,7 @@ class LossReader:
         prediction = None if term.kind=='cross_entropy' and term.takes=='logits' else term.prediction
         for ttype,x in (('prediction', prediction), ('target', term.target)):
             if x is not None and ttype in self.ttypes: buffer.measure(states[0], ttype, tname, x, None, call, phase)
-        buffer.rows.forget_seen()
+        buffer.rows.forget_cached_summaries()
 
     def add_facts(self, name, tname, term):
         "Add the facts about a loss term of one batch to the metadata of the run."

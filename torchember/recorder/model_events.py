@@ -13,8 +13,8 @@ import torch
 
 from .black_box import AFTER, OPTIMIZER
 from .budget import clock, timed
-from ..capture.events import Listener, Wants
-from ..capture.optimizer import count_writes
+from ..capture.events import Listener, WantedTypes
+from ..capture.optimizer import sum_version_counters
 from ..capture.private_torch import is_trace_check, enclosing_call, in_training_function, calling_module, is_metadata_pass, is_same_call
 from ..capture.tree import unwrap
 from ..measure.elements import Unmeasurable
@@ -66,7 +66,7 @@ class OtherModels:
         caller = calling_module(self.known)
         if caller is None or self.acts_for_root(caller): return False
         if self.root_called: return True
-        now = count_writes(self.sources.sampled)
+        now = sum_version_counters(self.sources.sampled)
         if self.at_first is None: self.at_first = now
         return now==self.at_first
 
@@ -186,7 +186,7 @@ class RunningPasses:
         self.events.after_end()
         return self.events.is_next_recorded(here) if compiled else None
 
-    def disown(self, lock):
+    def handle_fork(self, lock):
         "Use a new lock in a forked process, because a thread of the parent process may hold the old lock."
         self.lock = lock
         # the fork may happen during a pass, and compiled code must not write into the black box of the parent
@@ -227,12 +227,12 @@ class ModelEvents(Listener):
     "Listener of a recorded model: handles its passes, module calls and gradients."
     exclusive = True
     def __init__(self, recorder, pipe, lock, only_training:bool=False):
-        self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: read by callers of `armed_by`
+        self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: read by callers of `find_exclusive_listener`
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
         self.pass_events,self.planned = PassEvents(pipe, only_training),PlannedPass(pipe)
         self.passes = RunningPasses(self.pass_events, self.planned, lock)
         self.on = False # True if the current step is measured
-        self.wants = Wants(**{t: t in self.sources.ttypes for t in ('input_grad', 'output_grad')})
+        self.wants = WantedTypes(**{t: t in self.sources.ttypes for t in ('input_grad', 'output_grad')})
 
     step,running = property(lambda self: self.steps.number),property(lambda self: self.passes.running)
     lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)),
@@ -244,10 +244,10 @@ class ModelEvents(Listener):
         self.planned.stop()
         self.wants.switch(on)
 
-    def disown(self, lock):
+    def handle_fork(self, lock):
         "Use a new lock in a forked process, because a thread of the parent process may hold the lock of the parent."
         self.lock = lock
-        self.passes.disown(lock)
+        self.passes.handle_fork(lock)
 
     # ---- events of passes. In these methods, `here` is the `ThreadContext` of this thread
     @timed
@@ -312,7 +312,7 @@ class ModelEvents(Listener):
     def plan_of(self, state, names): # None for the root: Python code handles its calls, because they begin passes
         return CallPlan(state, names, self.planned) if self.planned.compiled is not None and not state.root else None
 
-    def calls_pending(self, state, last): self.calls.note_pending(state.track.name, last.track.name)
+    def compiled_graph_begins(self, state, last): self.calls.note_pending(state.track.name, last.track.name)
 
     def call_fails(self, state): self.calls.fail(state.track.name)
 
@@ -330,7 +330,7 @@ class ModelEvents(Listener):
             # number of the module's running call, because the tensor belongs to this call; else number of the last call
             call = next((n for track,n in reversed(here.stack) if track is state.track), here.call)
             self.buffer.measure(state, 'probe', name, x, None, call, here.phase)
-        if not here.depth: self.buffer.rows.forget_seen()
+        if not here.depth: self.buffer.rows.forget_cached_summaries()
 
     @timed
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
@@ -341,7 +341,7 @@ class ModelEvents(Listener):
     @timed
     def recomputed(self, state, inputs, outputs): self.sources.gradients.recomputed(state, inputs, outputs)
 
-    def memory_reused(self): self.buffer.rows.forget_seen()
+    def memory_reused(self): self.buffer.rows.forget_cached_summaries()
 
     def failed(self, state, ttype, tname, error): self.buffer.notices.failed(state.track.name, tname, error, self.buffer.stats.get(ttype))
 
@@ -352,7 +352,7 @@ class OptimizerEvents(Listener):
     "Listener of optimizers: measures the gradients before a step, and the changed weights after the step."
     def __init__(self, pipe, lock): self.pipe,self.sources,self.cost,self.lock = pipe,pipe.sources,pipe.cost,lock
 
-    def disown(self, lock):
+    def handle_fork(self, lock):
         "Use a new lock in a forked process, because a thread of the parent process may hold the lock of the parent."
         self.lock = lock
 
@@ -411,5 +411,5 @@ class OptimizerEvents(Listener):
         "Count an optimizer step that a `GradScaler` skipped, and handle the end of this optimizer step."
         self.pipe.writer.note_skipped()
         self.pipe.tally.skipped += 1
-        self.sources.updates.step_over()
+        self.sources.updates.handle_step_end()
         self.step_ends(optimizer)

@@ -7,7 +7,7 @@ __all__ = ['optimizer_names', 'Updates']
 
 # %% ../../nbs/40_recorder/50_optimizer.ipynb #733259d2
 from ..capture.optimizer import parameters_of, state_tensors
-from .step_buffer import is_part, place_of, placement
+from .step_buffer import is_part, tensor_key_in_step, placement
 
 # %% ../../nbs/40_recorder/50_optimizer.ipynb #bd913fff
 def optimizer_names(optimizers) -> str:
@@ -44,11 +44,11 @@ class Updates:
         A DTensor must have the same placement as `old`.
         """
         buffer = self.buffer
-        columns = buffer.shards.columns.get(place_of((state.track.name, 'weight', tname, name, None, 0), 0), {})
+        columns = buffer.shards.columns.get(tensor_key_in_step((state.track.name, 'weight', tname, name, None, 0), 0), {})
         if is_part(old) and columns.get('placement')!=placement(old): return False
         if callable(buffer.stats['weight']) or buffer.rows.is_partly_logged: return False
         return 'weight' in self.ttypes and (state.track.id, name) in self.parameters.seen
 
-    def step_over(self):
+    def handle_step_end(self):
         "Delete the copied weights at the end of a step. Copies are left if a scaler skipped the optimizer's step."
         self.copies.clear()

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from ..capture.private_torch import inside_transform
-from ..measure.devices import disturbs, undisturbed
+from ..measure.devices import disturbs, without_torch_modes
 
 # %% ../../nbs/40_recorder/39_output_facts.ipynb #e530c8a0
 most_rows,most_columns = 32,4096 # maximum numbers of rows and columns of the matrix that is read from each output
@@ -75,13 +75,13 @@ class OutputRanks:
         if self.chosen is not None and path not in self.chosen or inside_transform() is not None or x.is_meta: return
         kind = x.device.type
         # autocast and similar modes are switched off only if active, because the first such context takes 13 ms
-        with torch.no_grad(), undisturbed(kind) if disturbs(kind) else nullcontext():
+        with torch.no_grad(), without_torch_modes(kind) if disturbs(kind) else nullcontext():
             rows = sample_rows(x)
             if rows is not None:
                 self.seen[path] = type(state.track.module).__name__
                 self.pending.append((path, step, tuple(rows.shape), products(rows)))
 
-    def step_over(self):
+    def handle_step_end(self):
         "Choose the modules to compare at the end of the first step: evenly spaced among all called modules."
         if self.chosen is None and self.seen:
             paths = [*self.seen]
@@ -140,9 +140,9 @@ class OutputFacts:
             elif state.root or not state.track.children: self.ranks.note(state, x, self.steps.number)
         except Exception: self.has_failed,self.is_due = True,False # an error ends only the collection of these facts
 
-    def step_over(self):
+    def handle_step_end(self):
         "Choose the modules to compare at the end of the first step. Decide if facts are collected in the next step."
-        if self.is_due: self.ranks.step_over()
+        if self.is_due: self.ranks.handle_step_end()
         self.number += 1
         self.is_due = not self.number & self.number-1 and not self.has_failed
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..measure.head import address_of
-from ..measure.planning import SameDicts
+from ..measure.planning import WatchedDicts
 
 # %% ../../nbs/40_recorder/25_parameter_plan.ipynb #751e813d
 class ParameterPlan:
@@ -20,7 +20,7 @@ class ParameterPlan:
     """
     def __init__(self, states, which, uses): # which: tuples from `Parameters.each`; uses: `StepBuffer.uses`
         self.states,self.uses = states,uses
-        self.dicts = SameDicts(st.track.parameters for st in states if st.watched)
+        self.dicts = WatchedDicts(st.track.parameters for st in states if st.watched)
         self.which = [(st, i, n) for st,i,n,_ in which]
         self.ids = [id(p) for *_,p in which]
         self.container = None # last frozenset that contained all parameters in `is_within`

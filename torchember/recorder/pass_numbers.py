@@ -56,7 +56,7 @@ class PassNumbers:
     """
     ttype,unseen = '',''
     reads_calls = True # False if a derived class ignores the inputs and outputs of calls
-    # when: argument of `PassSteps`; pipe: `Pipe` of the recorder; wants: `Wants` of the model's listener
+    # when: argument of `PassSteps`; pipe: `StepController` of the recorder; wants: `WantedTypes` of the model's listener
     def __init__(self, when, pipe, wants=None):
         self.steps,self.sources,self.buffer,self.cost,self.training = PassSteps(when),pipe.sources,pipe.buffer,pipe.cost,pipe.steps
         self.wants = wants
@@ -68,7 +68,7 @@ class PassNumbers:
 
     def detach(self): "Do nothing. A derived class may override this method, called when recording of the model stops."
 
-    def step_over(self): "Do nothing at the end of a step, because all rows are made at the end of a pass."
+    def handle_step_end(self): "Do nothing at the end of a step, because all rows are made at the end of a pass."
 
     def needs(self, ttype) -> bool:
         "Return True if `flow` must get the inputs and outputs of module calls in the current pass."

@@ -74,7 +74,7 @@ class PlannedTensor(NamedTuple):
     read:bool # True if reading the tensor takes time, False if the summary of another row is reused
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4062864a
-class Rehearsal(Listener):
+class ExamplePass(Listener):
     "Listener for one example pass of a model: lists the rows that recording would write, but measures nothing."
     running = 1
 
@@ -122,20 +122,20 @@ class Rehearsal(Listener):
         self.seen[id(x)] = weakref.ref(x),version
         return known is None or known[0]() is not x or known[1]!=version
 
-def eagerly():
+def disable_compile():
     "Return a context manager that switches `torch.compile` off."
     return torch.compiler.set_stance('force_eager') if hasattr(torch.compiler, 'set_stance') else nullcontext()
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4bc4b785
-def rehearse(model, recorder, args, kwargs) -> tuple: # returns a list of `PlannedTensor`, and the states in the order in which their calls ended
+def run_example_pass(model, recorder, args, kwargs) -> tuple: # returns a list of `PlannedTensor`, and the states in the order in which their calls ended
     "Run a model once on an example input. Return the rows that recording would write, without writing any."
     states = recorder.sources.states
-    listener,by_id,ts = Rehearsal(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
+    listener,by_id,ts = ExamplePass(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
     arm(ts, listener, {st.track.id for st in states if st.watched})
     try:
         # enable gradients if they are recorded, because their rows depend on `requires_grad` of activations
         grads = bool({'input_grad', 'output_grad'} & set(listener.ttypes))
-        with notify_only(model, listener), restored(model), eagerly(), torch.set_grad_enabled(grads): model(*args, **kwargs)
+        with notify_only(model, listener), restored(model), disable_compile(), torch.set_grad_enabled(grads): model(*args, **kwargs)
     finally: disarm(ts, listener)
     return listener.places, [by_id[st.track.id] for st in listener.ended]
 
@@ -238,7 +238,7 @@ def row_times(stats) -> tuple:
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #0ebf059a
 def parameter_rows(r, ended=()) -> tuple: # (list of `PlannedTensor`, remarks about unknown rows)
-    "Return the expected rows of all tensors that are not inputs or outputs, such as parameters. `ended`: from `rehearse`."
+    "Return the expected rows of all tensors that are not inputs or outputs, such as parameters. `ended`: from `run_example_pass`."
     (places,notes),s = ([], set()),r.sources
     def add(st, ttype, tname, n, p, shape=None):
         "Add the expected row of a parameter, or of a tensor that belongs to it. `shape`: None for the shape of the parameter."
@@ -375,7 +375,7 @@ def plan_of(model, recorder, args:tuple=(), kwargs:dict=None, name:str='') -> Pl
             raise ValueError("the model has lazy parameters, which an example input would initialize. Run the model once, then call plan.")
         frames = recorder.events.pass_events.extra_frames
         raise_recursion_limit(frames)
-        try: flow,ended = rehearse(model, recorder, args, kwargs or {})
+        try: flow,ended = run_example_pass(model, recorder, args, kwargs or {})
         finally: raise_recursion_limit(-frames)
     else: flow,more = flow_rows(recorder)
     own,notes = parameter_rows(recorder, ended)

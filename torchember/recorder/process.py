@@ -36,14 +36,14 @@ def last_exception():
     shell = hasattr(sys, 'ps1') or 'IPython' in sys.modules and sys.modules['IPython'].get_ipython() is not None
     return None if shell else getattr(sys, 'last_value', None)
 
-def disown_open_recorders():
+def stop_open_recorders_after_fork():
     "Stop all recorders in a forked process, without waiting for locks that threads of the parent hold."
     for r in list(open_recorders): r.leave()
     open_recorders.clear()
 
 # registered after the exit function of `store`, to run before it: Python calls exit functions in reverse order
 atexit.register(finish_open_recorders)
-if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=disown_open_recorders)
+if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=stop_open_recorders_after_fork)
 
 # %% ../../nbs/40_recorder/70_process.ipynb #78226770
 def release_run(name):

@@ -19,28 +19,28 @@ from ..ground.choose import StepSubset
 from ..ground.messages import printable
 from ..ground.record import line_of, of_no_tensor, of_passes, ttypes
 from .attention import Attention
-from .black_box import RunBox, held_steps
+from .black_box import BlackBoxOwner, steps_in_black_box
 from .calls import Calls
 from .cost import Cost
 from .graphs import Graphs, UnrecordedGraphs
 from .model_events import ModelEvents, OptimizerEvents
 from .notices import ChangingMarks, Notices
-from .parameters import Containers, with_other_children
-from .pipe import Gate, Pipe, end_step, finish, measure_now
+from .parameters import Containers, with_changed_children
+from .pipe import MeasuringSwitch, StepController, end_step, finish, measure_now
 from .process import open_recorders
 from .routers import Routers
 from .row_writer import RowWriter
 from ..measure import devices
 from ..measure.columns import stat_names
 from ..measure.elements import Unmeasurable
-from ..measure.planning import SameDicts, objects
+from ..measure.planning import WatchedDicts, objects
 from .learning_rates import as_number
 from .losses import LossReader
 from .sources import Sources
 from .step_buffer import StepBuffer
 from .steps import Decision, Steps
 from .stream import Stream
-from .tally import Tally
+from .tally import RunCounts
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #c461705f
 recorded = tuple(t for t in ttypes if t not in of_no_tensor) # tensor types that can be recorded
@@ -92,22 +92,22 @@ def statistics_of_types(stats) -> dict:
     own = dict.fromkeys(LossReader.ttypes, stat_names('basic')) if callable(stats) else {}
     return dict.fromkeys(recorded, stats) | own
 
-def make_pipe(t, s, lock, gradient, turn, look_for_modules):
-    """Create the `Pipe` of a recorder. `t`: run; `s`: `Settings`.
+def make_step_controller(t, s, lock, gradient, turn, look_for_modules):
+    """Create the `StepController` of a recorder. `t`: run; `s`: `Settings`.
 
     `gradient`: called with each gradient; `turn`: called to switch measuring on or off; `look_for_modules`: called to find new modules.
     """
     # `SilentListener` does nothing, and is replaced when `ArmedModel` sets the listeners
     watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None
     awaited = {id(o) for o in watch.optimizers} if watch and s.ends!='step' else ()
-    steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),held_steps(s.blackbox)
+    steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),steps_in_black_box(s.blackbox)
     writer = RowWriter(t, s.rank, s.root_name, held)
     notices = Notices(s.on_error, partial(writer.extra.report, steps))
     buffer = StepBuffer(statistics_of_types(s.stats), notices, Calls(), lock, s.ranks)
-    box = None if s.blackbox is False else RunBox(t, s.root_name, writer, buffer, s.blackbox)
+    box = None if s.blackbox is False else BlackBoxOwner(t, s.root_name, writer, buffer, s.blackbox)
     sources = Sources(s.ttypes, buffer, steps, gradient, watch, s.note)
-    gate = Gate(Decision(s.when, s.budget, notices), steps, cost, turn, bool(held) and s.budget is None)
-    return Pipe(steps, sources, buffer, writer, gate, Tally(), cost, box, lock, look_for_modules)
+    gate = MeasuringSwitch(Decision(s.when, s.budget, notices), steps, cost, turn, bool(held) and s.budget is None)
+    return StepController(steps, sources, buffer, writer, gate, RunCounts(), cost, box, lock, look_for_modules)
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #a0c1d2e3
 class ArmedModel:
@@ -120,7 +120,7 @@ class ArmedModel:
         self.tracks,self.owner = (),None
         # watches modules without torchember's hooks for new child modules, because these must be recorded
         self.containers = Containers()
-        self.same_modules = None # `SameDicts` of all modules, to detect changed modules quickly; None before it is made
+        self.same_modules = None # `WatchedDicts` of all modules, to detect changed modules quickly; None before it is made
 
     def arm(self, tracks, watched=None, owner=None, methods=None):
         """Install the listeners on the modules of a model.
@@ -162,7 +162,7 @@ class ArmedModel:
     def look_for_modules(self):
         "Search new modules of the model and start to record them. Warn if recording cannot start."
         if self.same_modules is not None and self.same_modules.unchanged(): return
-        if not (with_other_children(self.sources.states) or self.containers.changed()) or self.owner is None: return self.note_modules()
+        if not (with_changed_children(self.sources.states) or self.containers.changed()) or self.owner is None: return self.note_modules()
         try: self.arm_new_modules(self.owner())
         except Exception as e:
             self.sources.buffer.notices.once('changed', f"{self.tracks[0].name} has new modules, which torchember could not begin to record "
@@ -171,7 +171,7 @@ class ArmedModel:
     def note_modules(self):
         "Store the parameters and children of all modules, to detect later changes quickly."
         modules = [*(st.track.module for st in self.sources.states), *(m for m,_ in self.containers.known)]
-        self.same_modules = SameDicts(d for m in modules for d in (m._parameters, m._modules)) if objects() is not None else None
+        self.same_modules = WatchedDicts(d for m in modules for d in (m._parameters, m._modules)) if objects() is not None else None
 
     def arm_new_modules(self, owner):
         """Install hooks on new modules of the model, and remove the hooks of modules that no longer belong to the model.
@@ -221,7 +221,7 @@ def make_model(events, optimizer_events, pipe, settings, drain):
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #631f32d8
 def pipe_property(path):
-    "Return a property of `Recorder` that reads an attribute of its `Pipe`. `path`: path of the attribute, such as 'buffer.calls'."
+    "Return a property of `Recorder` that reads an attribute of its `StepController`. `path`: path of the attribute, such as 'buffer.calls'."
     first,_,then = path.partition('.') # `operator.attrgetter` would be shorter, but Dynamo cannot trace it
     return property((lambda self: getattr(getattr(self.pipe, first), then)) if then else lambda self: getattr(self.pipe, first))
 
@@ -239,7 +239,7 @@ class Recorder:
     def __init__(self, t, settings):
         "Create a recorder for the run `t`, with these `Settings`."
         self.t,self.lock,self.marks = t,threading.RLock(),ChangingMarks()
-        self.pipe = make_pipe(t, settings, self.lock, lambda *args: self.events.gradient(*args), lambda on: self.events.turn(on),
+        self.pipe = make_step_controller(t, settings, self.lock, lambda *args: self.events.gradient(*args), lambda on: self.events.turn(on),
             lambda: self.model.look_for_modules())
         self.events = ModelEvents(self, self.pipe, self.lock, settings.only_training)
         self.optimizer_events = OptimizerEvents(self.pipe, self.lock)
@@ -324,9 +324,9 @@ class Recorder:
         if self.pipe.gate.disowned: return ['This process was forked from the process that records the run, so it records nothing.']
         return [*self.tally.remarks(self.sources, self.steps.manual), *self.losses.remarks()]
 
-    def keep_last(self, why='finding'):
+    def write_black_box_steps(self, why='finding'):
         "Write the unrecorded steps of the black box to the log, because a problem was found. `why`: the reason in one word."
-        with self.lock: self.writer.release_held(self.step, why)
+        with self.lock: self.writer.write_recent_steps(self.step, why)
 
     def finish(self):
         "Queue the rows of the current step for the log at the end of recording."
@@ -341,13 +341,13 @@ class Recorder:
 
     def record_exception(self, error):
         "Write a finding about the exception that ends the process into the run."
-        self.keep_last('exception')
+        self.write_black_box_steps('exception')
         if self.box is not None and (row := self.box.exit_finding(error)): self.t.file.put(partial(list, [line_of(row)]), joins=None)
 
     def leave(self):
         "Stop recording in a forked child process, because the run belongs to the parent process."
         self.lock = threading.RLock()
-        for part in (self.events, self.optimizer_events, self.pipe): part.disown(self.lock)
+        for part in (self.events, self.optimizer_events, self.pipe): part.handle_fork(self.lock)
 
     def __del__(self):
         if getattr(self, 'pipe', None) is None: return

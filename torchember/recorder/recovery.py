@@ -31,10 +31,10 @@ from ..store.parts import parts_and_lines
 from ..store.reading import path_of
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #f01ba6ea
-class BoxError(Exception):
+class BlackBoxError(Exception):
     "Raised for a black box that is damaged, or that another version of torchember wrote."
 
-class BoxContent:
+class BlackBoxContent:
     "Parsed files of a black box: copied steps, the last step, and the modules that were running when the process ended."
     fault = '' # call stacks that Python wrote when the process crashed
 
@@ -43,11 +43,11 @@ class BoxContent:
         with open(f'{path}.told', 'rb') as f: lines = [json.loads(line) for line in f.read().split(b'\n')[:-1]]
         self.w = w = np.frombuffer(self.data, np.int64, len(self.data)//8)
         if len(self.data)<NOTES+2*most_text or w[MAGIC]!=magic or not lines:
-            raise BoxError("the file is not a black box, or is incomplete because the disk was full")
+            raise BlackBoxError("the file is not a black box, or is incomplete because the disk was full")
         self.about = lines[0] # metadata of the run, and of the process that wrote the black box
         safe_name(self.about['run'], 'run') # a forged file must not cause writes in other folders
         if w[VERSION]!=version or (self.about['sums'], self.about['width'], self.about['head'])!=(sum_names, width, head_width):
-            raise BoxError("another version of torchember wrote the file. Read the run with that version")
+            raise BlackBoxError("another version of torchember wrote the file. Read the run with that version")
         self.taps = [SimpleNamespace(**{**t, 'key': tuple(t['key']), 'names': tuple(t['names'])}) for t in lines if 'tap' in t]
         # display names of modules. An entry for a compiled graph is a pair: its first and its last called module
         self.modules = [(line['module'], line['last']) if 'last' in line else line['module'] for line in lines if 'module' in line]
@@ -155,7 +155,7 @@ def local_time(ns):
     return datetime.fromtimestamp(int(ns)/1e9).strftime('%Y-%m-%d %H:%M:%S') # same format as `store.base.now`
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #7dbe60bc
-def lines_of_box(box) -> tuple:
+def lines_of_black_box(box) -> tuple:
     "Return (lines of copied and late rows, number of the unfinished step or None, lines of the unfinished step)."
     def lines(rows):
         "Return rows as JSON lines. A row that is already a line stays unchanged."
@@ -220,7 +220,7 @@ def last_loss(lines) -> tuple|None:
 # %% ../../nbs/40_recorder/95_recovery.ipynb #3ed1678c
 fatal = re.compile(r'Fatal Python error: ([^\n]{1,100})')
 
-def cause_of_death(box):
+def cause_of_process_end(box):
     "Return a phrase about the cause of the process's end: a crash of Python, a restart of the machine, or a kill by the system."
     if m := fatal.search(box.fault): return m[1].strip()
     before,kills = box.about.get('killed'),count_memory_kills()
@@ -232,7 +232,7 @@ def cause_of_death(box):
     return 'killed without a message (by SIGKILL from the kernel or the scheduler, for lack of memory or time; or by os._exit)'
 
 def advice_for(cause, graph=None):
-    "Return advice for the user of a process that died. `cause`: result of `cause_of_death`. `graph`: True if the process died in compiled code."
+    "Return advice for the user of a process that died. `cause`: result of `cause_of_process_end`. `graph`: True if the process died in compiled code."
     if any(word in cause for word in ('Segmentation', 'Bus', 'Abort', 'Illegal')):
         if graph: return "Train without torch.compile: if the training dies again, this finding names the one module that was running."
         return "Save the input of this module (torch.save in its forward), and call the module alone on it. " \
@@ -244,22 +244,22 @@ def advice_for(cause, graph=None):
 def split_running(stacks) -> tuple:
     """Return the innermost module that was running, and the (first, last) module names of a compiled graph that was running.
 
-    Either may be None. `stacks`: property `running` of a `BoxContent`.
+    Either may be None. `stacks`: property `running` of a `BlackBoxContent`.
     """
     names = max(stacks, key=len, default=[])
     *outer,last = names or [None]
     return (outer[-1] if outer else None, last) if isinstance(last, tuple) else (last, None)
 
-def place_of_death(inside, graph, phase) -> str:
+def place_of_process_end(inside, graph, phase) -> str:
     "Return a phrase about the place of death. `inside`, `graph`: result of `split_running`; `phase`: number of the phase of the training."
     what = 'forward' if phase==FORWARD else phases[phase]
     if graph: return f"in code compiled by torch.compile, which calls modules from {quote_module(graph[0])} to {quote_module(graph[1])} ({what})"
     return f"in {quote_module(inside)} ({what})" if inside else phases[phase]
 
-def death_row(box, step, lines:list) -> dict:
+def process_end_row(box, step, lines:list) -> dict:
     """Return a finding about the death of the process, with the last step, the running modules, and the probable cause.
 
-    `box`: a `BoxContent`; `step`: number of the unfinished step, or None; `lines`: lines of the run's last steps.
+    `box`: a `BlackBoxContent`; `step`: number of the unfinished step, or None; `lines`: lines of the run's last steps.
     """
     w,running,fault = box.w,box.running,box.fault
     phase,last = int(w[PHASE]),int(box.slots[-1].step) if box.slots else None
@@ -269,7 +269,7 @@ def death_row(box, step, lines:list) -> dict:
     at = int(w[STEP]) if phase else 0
     began,alive = int(w[BEGAN]),max(int(w[ALIVE]), int(w[BEGAN]))
     seconds = (alive-began)/1e9 if began else 0.
-    where,loss,cause = place_of_death(inside, graph, phase),last_loss(lines),cause_of_death(box)
+    where,loss,cause = place_of_process_end(inside, graph, phase),last_loss(lines),cause_of_process_end(box)
     text = 'The training died '+(f'after step {last}' if is_over and last is not None else f'in step {at}, {where}' if phase else where)
     if phase and not is_over and seconds>=.05: text += f", at least {seconds:.1f} s after it began"
     text += f": {cause}."
@@ -291,10 +291,10 @@ def recover(path) -> str|None:
     """
     path = str(path)
     try:
-        box = BoxContent(path)
-        done,step,rest = lines_of_box(box)
+        box = BlackBoxContent(path)
+        done,step,rest = lines_of_black_box(box)
         with suppress(FileNotFoundError), open(f'{path}.fault', errors='replace') as f: box.fault = f.read(8000)
-        end = line_of(death_row(box, step, [*done, *rest]))
+        end = line_of(process_end_row(box, step, [*done, *rest]))
     except Exception as e: # only warn, because the run can be read without its black box
         warn_once(path, f"The black box {printable(path)}.box cannot be read ({type(e).__name__}: {printable(e, 200)}), "
             "so the run contains only the rows of its log. Delete this file and its .told file if you do not need them.")

@@ -9,7 +9,7 @@ __all__ = ['gradient_state', 'is_removed', 'RefusedPasses']
 import torch
 from torch.nn.parameter import is_lazy
 
-from ..capture.optimizer import evenly_spaced, count_writes
+from ..capture.optimizer import evenly_spaced, sum_version_counters
 from ..capture.private_torch import call_after_backward, is_wrapped, running_backward, writes_gradients
 from .parameters import grad_of, plain_floats
 
@@ -96,7 +96,7 @@ class RefusedPasses:
 
     def add_pass(self, number:int, micro:int, first:int): # arguments of `TrainingPass`
         "Add a `TrainingPass` for the training pass that begins now."
-        if self.parameters: self.passes.append(TrainingPass(number, micro, first, count_writes(self.parameters)))
+        if self.parameters: self.passes.append(TrainingPass(number, micro, first, sum_version_counters(self.parameters)))
 
     def hook_outputs(self, outputs): # outputs: pairs (name, tensor)
         "Install hooks on the outputs of the last pass, to detect a backward that reaches them."
@@ -133,7 +133,7 @@ class RefusedPasses:
         if not any(p.before for p in self.passes): return []
         now = gradient_state(self.parameters)
         if now==self.last: return []
-        weights = count_writes(self.parameters)
+        weights = sum_version_counters(self.parameters)
         return [p for p in self.passes if p.weights==weights and p.is_removed(self.parameters, now)]
 
     def unreached(self) -> list:
@@ -159,6 +159,6 @@ class RefusedPasses:
         "Return the number of the first event of the pass that follows pass `p`. Return None if no pass follows."
         return next((q.first for q in self.passes if q.number>p.number), None)
 
-    def step_over(self):
+    def handle_step_end(self):
         "Forget the passes of the ended step."
         self.passes,self.taken,self.made = [],0,[]

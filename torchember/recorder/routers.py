@@ -15,7 +15,7 @@ from itertools import islice
 import torch
 
 from ..capture.routers import RouterWatch, experts_in, has_experts, running_calls
-from ..measure.devices import being_captured, undisturbed
+from ..measure.devices import is_being_captured, without_torch_modes
 from .budget import clock
 from .pass_numbers import PassNumbers, local_part
 
@@ -132,7 +132,7 @@ class Routers(PassNumbers):
         running = list(islice(((m, kwargs) for m,kwargs in running_calls() if id(m) in self.tracks), 2))
         try:
             scores,indices = local_part(scores),local_part(indices)
-            if type(scores) not in (torch.Tensor, torch.nn.Parameter) or scores.is_meta or being_captured(scores.device.type): return
+            if type(scores) not in (torch.Tensor, torch.nn.Parameter) or scores.is_meta or is_being_captured(scores.device.type): return
             if running and has_experts([m for m,_ in running], scores.shape[-1]): self.count(running, scores, indices, is_topk)
         except Exception as e: self.failed(self.tracks[id(running[0][0])] if running else self.sources.states[0].track, e)
         finally: self.cost.add_work(since)
@@ -140,7 +140,7 @@ class Routers(PassNumbers):
     def count(self, running, scores, indices, is_topk):
         "Count the tokens of each expert in a choice of experts. `running`: (module, kwargs) of the choosing module and of its caller."
         n,tokens = scores.shape[-1],scores.numel()//scores.shape[-1]
-        with torch.no_grad(), undisturbed(scores.device.type): counts = count_choices(indices, n)
+        with torch.no_grad(), without_torch_modes(scores.device.type): counts = count_choices(indices, n)
         call = next((c for c in self.measured if c.running is running[0][1]), None)
         if call is None:
             name = self.tracks[id(running[0][0])].name

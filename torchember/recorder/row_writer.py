@@ -96,7 +96,7 @@ class ExtraRows:
         """
         self.noted[first] = sum(e.noted for e in earlier)+self.noted[step]
 
-    def step_over(self, step):
+    def handle_step_end(self, step):
         "Forget the numbers of rows that `te.log` has added to earlier steps."
         # keep the count of this step, because numbers logged before the next pass still belong to it
         if self.noted: self.noted = Counter({step: self.noted[step]})
@@ -104,7 +104,7 @@ class ExtraRows:
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #6be1d0aa
 not_finite = [index[n] for n in ('nan', 'posinf', 'neginf')]
 
-class HeldSteps:
+class RecentUnrecordedSteps:
     "Keeps recent unrecorded steps for the black box. These steps are written to the log only if a problem is found."
     def __init__(self, n):
         self.steps = deque(maxlen=n) # queue with a `Measured` for each kept step
@@ -148,7 +148,7 @@ class RowWriter:
 
         `rank`: rank of this process, if there are several processes. `held`: number of unrecorded steps to keep.
         """
-        self.lines,self.log,self.held = LineMaker(),StepLog(t, rank),HeldSteps(held)
+        self.lines,self.log,self.held = LineMaker(),StepLog(t, rank),RecentUnrecordedSteps(held)
         self.extra = ExtraRows(self.log, self.lines.scalars, root_name)
         self.ts = None # local time of the first row of the current step; None if the step has no rows yet
         self.skipped = False # True if a scaler skipped the optimizer's step
@@ -183,7 +183,7 @@ class RowWriter:
         columns = self.columns()
         # copy `passes`, because a signal handler may change it during the loop
         many_passes = {phase: n>1 for phase,n in dict(steps.passes).items()}
-        if columns!=self.marks: rows.clear_taken() # rows with new marks do not supersede earlier rows
+        if columns!=self.marks: rows.forget_logged_rows() # rows with new marks do not supersede earlier rows
         self.marks = columns
         joins = shown!=steps.number # True for an evaluation: its rows belong to the previous step
         again = {'supersedes': True} if joins and steps.evaluated==shown else {}
@@ -195,13 +195,13 @@ class RowWriter:
         measured = Measured(*buffer.take(over, metadata), shown, ts, marks, many_passes, dict(buffer.shards.columns), **norms)
         self.ts,self.last = None,measured
         self.custom = self.custom+measured.custom
-        if self.held.has_first_not_finite(measured): self.release_held(shown, 'not finite')
+        if self.held.has_first_not_finite(measured): self.write_recent_steps(shown, 'not finite')
         if held and self.held.wants(shown): return self.held.steps.append(measured)
         if wait: return self.waiting.append(measured)
         if joins: self.log.put_late(measured, by=self.lines)
         else: self.log.t.put(measured, over, self.lines)
 
-    def release_held(self, step, why): # arguments of `HeldSteps.release`
+    def write_recent_steps(self, step, why): # arguments of `RecentUnrecordedSteps.release`
         "Write the kept steps to the log because of a problem, although the schedule does not select these steps."
         for measured in self.held.release(step, why): self.log.t.put(measured, True, self.lines)
 
@@ -223,11 +223,11 @@ class RowWriter:
         "Drop the waiting steps in a forked process, because the parent process writes their rows."
         self.waiting = []
 
-    def step_over(self, step:int, on:bool): # on: True if the step was recorded
+    def handle_step_end(self, step:int, on:bool): # on: True if the step was recorded
         "Begin a new step without rows of users' functions or of `te.log`."
         self.log.was_on,self.skipped = on,False
         self.custom,self.ended = [],self.custom
-        self.extra.step_over(step)
+        self.extra.handle_step_end(step)
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5a100002
 def write_refused(writer, buffer, steps, p, until, whole:bool, on:bool):
@@ -237,7 +237,7 @@ def write_refused(writer, buffer, steps, p, until, whole:bool, on:bool):
     and none of its rows is in the log. `on`: True if the current step is recorded.
     """
     writer.release()
-    snapshot,custom,numbers = buffer.rows.take_out(p, until, whole)
+    snapshot,custom,numbers = buffer.rows.pop_pass(p, until, whole)
     writer.extra.noted[steps.number] -= numbers
     step = steps.number if steps.closed is None else steps.closed
     n = writer.refused[1] if writer.refused[0]==step else 0

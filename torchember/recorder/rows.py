@@ -14,7 +14,7 @@ import numpy as np
 
 from ..measure.summary import index
 from ..measure.snapshot import columns_of
-from ..ground.record import line_of, place_of, regular_line, texts_of
+from ..ground.record import line_of, tensor_key_in_step, regular_line, texts_of
 from .row import one_row
 from .step_scalars import StepScalars
 
@@ -44,7 +44,7 @@ class Measured:
     ts:str # Local time of the step's first row
     marks:dict # name of a user's mark -> value of this column in each row
     many_passes:dict # Phase -> True if the step had several passes of this phase
-    parts:dict # `place_of` a row -> columns about the shard of this row
+    parts:dict # `tensor_key_in_step` a row -> columns about the shard of this row
     norms:list|None = None # Result of `StepScalars.ask`, to compute the gradient norms of a finished step, or None
 
     def __len__(self): return len(self.snapshot)+len(self.custom)
@@ -53,7 +53,7 @@ class Measured:
 
     def columns(self, key, call):
         "Return the columns about the shard of a row. Return an empty dict if the tensor is not sharded."
-        return self.parts.get(place_of(key, call), {})
+        return self.parts.get(tensor_key_in_step(key, call), {})
 
     def row(self, key, call, micro, dtype, stats):
         "Return a row of this step as a dict."

@@ -10,10 +10,10 @@ from importlib import import_module
 
 from torch.nn.parameter import is_lazy
 
-from ..capture.optimizer import evenly_spaced, parameters_of, trained_by, count_writes
+from ..capture.optimizer import evenly_spaced, parameters_of, trained_parameters, sum_version_counters
 from ..capture.private_torch import is_unscaled, loss_scale
 from ..ground.record import flowing
-from ..measure.planning import SameLists
+from ..measure.planning import WatchedLists
 from .buffers import Buffers
 from .gradients import Gradients
 from .optimizer import Updates
@@ -61,13 +61,13 @@ class FollowedTensors:
 # %% ../../nbs/40_recorder/75_sources.ipynb #c11b9ed1
 class ParameterIds:
     "Ids of the parameters of some optimizers. A call returns the same frozenset until the parameters change, so `is` can compare two results."
-    def __init__(self): self.lists,self.ids = None,frozenset() # lists: `SameLists` of the parameter lists
+    def __init__(self): self.lists,self.ids = None,frozenset() # lists: `WatchedLists` of the parameter lists
 
     def __call__(self, optimizers) -> frozenset:
         "Return the ids of all parameters of these optimizers."
         lists = [g['params'] for o in optimizers for g in o.param_groups]
         if self.lists is None or not self.lists.unchanged(lists):
-            self.lists,ids = SameLists(lists),frozenset(id(p) for ps in lists for p in ps)
+            self.lists,ids = WatchedLists(lists),frozenset(id(p) for ps in lists for p in ps)
             if ids!=self.ids: self.ids = ids
         return self.ids
 
@@ -146,7 +146,7 @@ class Sources:
     def prepare(self, root):
         "Prepare the measurement of a model before recording starts: create an empty arena, and choose some weights to sample."
         self.buffer.rows.renew_arena()
-        ps = trained_by(self.watch.optimizers) if self.watch else root.parameters()
+        ps = trained_parameters(self.watch.optimizers) if self.watch else root.parameters()
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
 
     def armed(self, states, again:bool=False):
@@ -182,7 +182,7 @@ class Sources:
         """
         # not while an optimizer steps, because LBFGS changes weights within its step
         needed = not (root and steps.manual) if self.watch is None else steps.opened and not self.watch.busy
-        return count_writes(self.sampled) if self.sampled and needed else None
+        return sum_version_counters(self.sampled) if self.sampled and needed else None
 
     def flow(self, state, ttype:str, named, call:int, phase):
         """Measure the inputs or outputs of a module call, and install hooks to measure their gradients.
@@ -217,6 +217,6 @@ class Sources:
         for o in self.watch.optimizers if self.watch else (): self.updates.after(o)
         for source in self.at_step_end: source.measure_all(self.states)
 
-    def step_over(self):
+    def handle_step_end(self):
         "Notify all parts that measure tensors of the end of a step."
-        for part in (*self.at_calls, self.parameters, self.updates): part.step_over()
+        for part in (*self.at_calls, self.parameters, self.updates): part.handle_step_end()

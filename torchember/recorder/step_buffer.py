@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from ..measure.elements import Unmeasurable
-from ..measure.graph_rows import GraphTensor, count_row
+from ..measure.graph_rows import GraphTensor, assign_graph_row
 from ..measure.head import EVENT
 from ..measure.arena import Arena, queue_of, rows_of_pass
 from ..measure.snapshot import Snapshot
-from ..measure.tap import OnMeta, observe
+from ..measure.tap import OnMetaDevice, observe
 from ..ground.messages import an, printable
-from ..ground.record import place_of, plain, json_pointer_part, reserved
+from ..ground.record import tensor_key_in_step, plain, json_pointer_part, reserved
 from .calls import Calls
 from .notices import Notices
 
@@ -28,7 +28,7 @@ from .notices import Notices
 def custom_row(f, x, call=lambda f, x: f(x)):
     "Call the user's statistics function `f` with the tensor `x`. Check the returned dict, and convert its values to Python numbers."
     version = None if x.is_inference() else x._version
-    if x.is_meta: raise OnMeta()
+    if x.is_meta: raise OnMetaDevice()
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False): got = call(f, x.detach())
     name = getattr(f, '__name__', f)
     if version is not None and x._version!=version:
@@ -132,11 +132,11 @@ class LocalShards:
     def __init__(self, ranks, notices):
         # ranks: `capture.ranks.Ranks`; None for a single process, and after an error
         self.ranks,self.notices = ranks,notices
-        self.columns = {} # `place_of` a row -> columns about the shard of this row
+        self.columns = {} # `tensor_key_in_step` a row -> columns about the shard of this row
 
     def local(self, state, key, call:int, x) -> torch.Tensor:
         "Return this rank's shard of a tensor, and store the columns that describe this shard. `key`: argument of `one_row`."
-        place,piece = place_of(key, call),self.piece(state, key, x)
+        place,piece = tensor_key_in_step(key, call),self.piece(state, key, x)
         self.columns.pop(place, None)
         if piece: self.columns[place] = piece
         if not hasattr(x, 'to_local'): return x
@@ -185,11 +185,11 @@ class CustomRows:
     "Stores the custom rows of the current step: results of users' functions, and numbers of `te.log`."
     def __init__(self, lock):
         self.lock,self.rows,self.box = lock,[],None # box: a `BlackBox` or None
-        self.clear_taken()
+        self.forget_logged_rows()
 
     def __len__(self): return len(self.rows)
 
-    def clear_taken(self):
+    def forget_logged_rows(self):
         "Forget the rows that were queued for the log. New rows no longer supersede these rows."
         # sets of (key, call, micro). taken: rows queued for the log; discarded: queued rows of failed or refused passes
         self.taken,self.discarded = set(),set()
@@ -204,23 +204,23 @@ class CustomRows:
         "Drop the custom rows of a tensor, because new rows will replace them. `place`: module name, tensor type, tensor name."
         self.rows = [r for r in self.rows if r.key[:3]!=place]
 
-    def take_back(self, micro):
+    def drop_failed_pass(self, micro):
         "Drop the custom rows of a failed pass, except rows of parameters. `micro`: number of the pass's micro-batch."
         self.rows = [r for r in self.rows if r.micro!=micro or r.key[3]]
         self.discarded |= {k for k in self.taken if k[2]==micro}
 
-    def take_out(self, p, until, whole):
+    def pop_pass(self, p, until, whole):
         """Remove the custom rows of the pass `p`, and numbers logged during this pass. Return these rows, and the count of logged numbers.
 
         `until`: number of the first event of the next pass, or None. `whole`: True to remove all rows.
         """
-        def is_mine(r):
+        def is_row_of_pass(r):
             "Return True if a custom row belongs to the pass `p`."
             if whole: return True
             if r.is_number: return p.first<=r.event and (until is None or r.event<until)
             return r.micro==p.micro and r.is_of_call and belongs_to(p, r.key)
         with self.lock:
-            mine,rest = [r for r in self.rows if is_mine(r)],[r for r in self.rows if not is_mine(r)]
+            mine,rest = [r for r in self.rows if is_row_of_pass(r)],[r for r in self.rows if not is_row_of_pass(r)]
             self.discarded |= {k for k in self.taken if k[2]==p.micro and not k[0][3] and k[0][4] is None}
             self.rows,numbers = [],0
             for r in rest: # renumber the remaining rows, because numbers of calls and micro-batches must have no gaps
@@ -288,24 +288,24 @@ class Snapshots:
         if not over and len(snapshot): self.taken.append(snapshot); self.any = True
         return snapshot
 
-    def take_out(self, arena, p, whole):
+    def pop_pass(self, arena, p, whole):
         """Remove the rows of the pass `p`, except rows of parameters. Return the removed rows as a `Snapshot`.
 
         `whole`: True to remove all rows.
         """
         stay = np.array([t.once or not belongs_to(p, t.key) for t in arena.taps], dtype=bool)
-        def is_mine(h):
+        def is_row_of_pass(h):
             "Return a boolean array: True for each header of a row that belongs to the pass `p`."
             return h[:, EVENT]!=0 if whole else rows_of_pass(h, p.number, stay)
         taken,here = [part for s in self.taken for part in s.parts],[*self.joined, *arena.take([]).parts]
-        mine,self.joined = split_parts(here, is_mine)
-        mine = split_parts(taken, is_mine)[0]+mine
-        if taken: arena.take_back(p.number, self.taken)
+        mine,self.joined = split_parts(here, is_row_of_pass)
+        mine = split_parts(taken, is_row_of_pass)[0]+mine
+        if taken: arena.drop_failed_pass(p.number, self.taken)
         return Snapshot(mine, arena.taps, [])
 
     def join(self, earlier):
         "Add the rows of earlier steps as rows of passes. The log already has the rows of the first of these steps."
-        first,*more = [[e.measured.snapshot.as_pass(i)] if e.measured is not None else [] for i,e in enumerate(earlier)]
+        first,*more = [[e.measured.snapshot.merge_into_pass(i)] if e.measured is not None else [] for i,e in enumerate(earlier)]
         self.taken,self.joined,self.any = first,[p for some in more for s in some for p in s.parts],bool(first)
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #dca70632
@@ -319,27 +319,27 @@ class StepRows:
     def renew_arena(self):
         "Create an empty arena when recording of a model starts, so that new rows do not supersede earlier rows."
         self.arena,self.snapshots.taken = Arena(),[]
-        self.custom.clear_taken()
+        self.custom.forget_logged_rows()
 
-    def use_box(self, box):
+    def use_black_box(self, box):
         "Store new rows in a black box from now on. `box`: a `BlackBox`, or None to use ordinary memory."
         self.box = self.custom.box = box
-        self.arena.use_box(box)
+        self.arena.use_black_box(box)
 
     is_partly_logged = property(lambda self: self.snapshots.any, doc="True if some rows of the open step are in the log")
     size = property(lambda self: self.arena.filled+len(self.custom)+len(self.snapshots.joined), doc="Number of rows, approximately")
 
-    def forget_seen(self):
+    def forget_cached_summaries(self):
         "Forget the cached summaries of tensors, because the values of these tensors may have changed."
         self.arena.seen.clear()
 
-    def take_back(self, number, micro):
+    def drop_failed_pass(self, number, micro):
         """Drop the rows of a failed pass. New rows will supersede the rows of this pass that are in the log.
 
         `number`: number of the pass in the step; `micro`: number of its micro-batch.
         """
-        self.arena.take_back(number, self.snapshots.taken)
-        self.custom.take_back(micro)
+        self.arena.drop_failed_pass(number, self.snapshots.taken)
+        self.custom.drop_failed_pass(micro)
 
     def join(self, earlier):
         "Merge earlier steps into this step as passes. `earlier`: `ProvisionalStep`s."
@@ -361,14 +361,14 @@ class StepRows:
         try: return self.snapshots.take(self.arena, over, None if box is None else keep), custom
         except RuntimeError as e: return self.report_device(e), custom
 
-    def take_out(self, p, until, whole:bool) -> tuple:
+    def pop_pass(self, p, until, whole:bool) -> tuple:
         """Remove the rows of the `TrainingPass` `p` from the step. `until`: number of the first event of the next pass, or None.
 
         `whole`: True if the step has no other pass. Return a `Snapshot`, the custom rows, and how many numbers were
         logged during the pass.
         """
-        custom,numbers = self.custom.take_out(p, until, whole)
-        try: return self.snapshots.take_out(self.arena, p, whole), custom, numbers
+        custom,numbers = self.custom.pop_pass(p, until, whole)
+        try: return self.snapshots.pop_pass(self.arena, p, whole), custom, numbers
         except RuntimeError as e: return self.report_device(e), custom, numbers
 
     def report_device(self, error):
@@ -376,14 +376,14 @@ class StepRows:
         self.notices.failed('model', 'rows of this step on a device', error)
         return Snapshot([], self.arena.taps, [])
 
-    def clear_taken(self):
+    def forget_logged_rows(self):
         "Forget the rows in the log. Later rows no longer supersede these rows."
         if self.snapshots.taken: self.snapshots.taken = []
-        if self.custom.taken: self.custom.clear_taken()
+        if self.custom.taken: self.custom.forget_logged_rows()
 
-    def step_over(self):
+    def handle_step_end(self):
         "Forget the rows of the ended step."
-        self.clear_taken()
+        self.forget_logged_rows()
         self.snapshots.any = False
 
 def new_tap(arena, state, place, how, once):
@@ -399,7 +399,7 @@ def count_graph_row(arena, how, state, place, x, call, once, replace):
     if callable(how): return
     tap = state.taps.get(place) or new_tap(arena, state, place, how, once)
     if replace: arena.forget(tap)
-    count_row(x, tap, call)
+    assign_graph_row(x, tap, call)
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #2a1e4b42
 class StepBuffer:
@@ -481,13 +481,13 @@ class StepBuffer:
         "True if all statistics are built in and no tensor is sharded. Then compiled code may write rows."
         return not (self.shards.ranks is not None or self.shards.columns or self.rows.custom or any(map(callable, self.stats.values())))
 
-    def in_micro(self, micro:int):
+    def set_micro_batch(self, micro:int):
         "Set the micro-batch of the rows that follow. `micro`: number of the pass among the passes of its phase."
         self.micro = micro
 
-    def take_back(self, number):
+    def drop_failed_pass(self, number):
         "Drop the rows of a failed pass. `number`: number of the pass in the step."
-        self.rows.take_back(number, self.micro)
+        self.rows.drop_failed_pass(number, self.micro)
 
     def join(self, earlier):
         "Add the rows of earlier steps to this step, as passes. `earlier`: `row_writer.ProvisionalStep`s."
@@ -497,7 +497,7 @@ class StepBuffer:
 
     def read_pending(self, module='model'):
         "Measure all queued parameters in one kernel launch, before their values change. Then drop the references to the parameters."
-        self.rows.forget_seen()
+        self.rows.forget_cached_summaries()
         try: self.rows.arena.read_pending()
         except Exception as e: self.notices.failed(module, 'a parameter', e, self.stats.get('weight'))
 
@@ -505,17 +505,17 @@ class StepBuffer:
         "Remove all rows. Return a `Snapshot` of the summaries, and the custom rows. `over`: True if the step has ended."
         return self.rows.take(over, metadata and dict(of_parts=self.shards.columns, **metadata))
 
-    def use_box(self, box):
+    def use_black_box(self, box):
         "Store new rows and the running modules in a black box. `box`: a `BlackBox`, or None to use ordinary memory."
-        self.rows.use_box(box)
+        self.rows.use_black_box(box)
         self.calls.box = None if box is None else box.position
 
     def leave(self, lock):
         "Begin with an empty buffer in a forked process, because rows and black box belong to the parent process."
         self.functions.lock,self.calls.box,self.rows = lock,None,StepRows(self.notices, lock)
 
-    def step_over(self):
+    def handle_step_end(self):
         "Forget the measurements of the ended step."
-        self.rows.step_over()
+        self.rows.handle_step_end()
         self.micro,self.gradients = 0,None
         self.on_device = any(b.device.type!='cpu' for b in self.rows.arena.blocks)

@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from ..ground.record import computed_in, norm_names
+from ..ground.record import builtin_scalar_name, norm_names
 from ..measure.head import EVENT, TAP
 from ..measure.summary import sums_of_squares, width
 from ..measure.snapshot import unscaled
@@ -101,7 +101,7 @@ class StepScalars:
 
     def claim(self, names) -> set:
         "Reserve the names of the user's numbers. Return new names that torchember uses for its own numbers, too."
-        new = {n for n in names if computed_in(n) and not n.startswith('recorded_')}-self.taken
+        new = {n for n in names if builtin_scalar_name(n) and not n.startswith('recorded_')}-self.taken
         self.taken |= new
         return new
 

@@ -138,7 +138,7 @@ class StepState:
 class Steps:
     "Number and state of the current step, and results of the previous step."
     def __init__(self, number:int=0, manual:bool=False, awaited=()):
-        """Begin with the training step `number`. No pass has begun yet. No pass has begun yet. No pass has begun yet.
+        """Begin with the training step `number`. No pass has begun yet.
 
         `manual`: True if optimizers or `torchEmber.step` end the steps, False if the begin of each pass ends the step before. `awaited`: ids of the
         optimizers that all must step before a step is over.
@@ -229,7 +229,7 @@ class Steps:
         self.state = StepState()
         return True
 
-    def absorb_previous(self, n):
+    def merge_previous_steps(self, n):
         "Merge the previous `n` steps into the current step, because they turned out to be its first micro-batches."
         self.number -= n
         self.closed = None if self.closed is None or self.closed<n else self.closed-n
@@ -242,7 +242,7 @@ class Steps:
         "Count passes with gradients in `eval()` mode as training, because the user ends the step after them."
         self.state.measured = self.state.measured or self.state.eval_grads
 
-    def disown(self):
+    def handle_fork(self):
         "Forget the current step in a forked process, because the step belongs to the parent process."
         self.state = StepState()
 

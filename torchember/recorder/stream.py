@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..ground.choose import select
-from ..measure.devices import being_captured, undisturbed
+from ..measure.devices import is_being_captured, without_torch_modes
 from ..measure.stream import block_numbers, channels_last, rms_of, sample_tokens
 from .pass_numbers import PassNumbers, local_part
 
@@ -83,8 +83,8 @@ class Stream(PassNumbers):
         x = next((local_part(x) for _,x in named if isinstance(x, torch.Tensor)), None)
         if type(x) not in (torch.Tensor, nn.Parameter) or x.dim()<2 or not x.numel() or not x.is_floating_point() or x.is_meta: return
         try:
-            if being_captured(x.device.type) or x.is_nested: return
-            with torch.no_grad(), undisturbed(x.device.type): self.measure(state, ttype, x, call)
+            if is_being_captured(x.device.type) or x.is_nested: return
+            with torch.no_grad(), without_torch_modes(x.device.type): self.measure(state, ttype, x, call)
         except Exception as e: self.failed(state.track, e)
 
     def measure(self, state, ttype, x, call):

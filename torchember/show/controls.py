@@ -23,7 +23,7 @@ def tensor_rows(table):
     "Return the rows of tensors in a table, without the rows of logged numbers such as the loss."
     return table[~has_ttype(table, 'scalar')]
 
-def to_our_ttype(tt):
+def to_torchember_ttype(tt):
     "Translate a tensor type of the library Track & Visualize to torchember: 'Optimiser_State.exp_avg' becomes 'optimizer.exp_avg'."
     return '.'.join(filter(None, ttype_of(tt))) if isinstance(tt, str) else tt
 
@@ -276,7 +276,7 @@ class ControlRequest:
         return 'str' in self.kind and 'list' not in self.kind
 
     @property
-    def maybe(self):
+    def automatic_choice(self):
         "Return a dict with the additional choice 'automatic' if the default of the argument is None. Else return an empty dict."
         return {'automatic': None} if self.default is None else {}
 
@@ -286,9 +286,9 @@ class ControlRequest:
 
 def ttype_control(a):
     "Return a control to choose a tensor type."
-    every = {} if a.one else {'each type': None} if a.default is not None else a.maybe
+    every = {} if a.one else {'each type': None} if a.default is not None else a.automatic_choice
     return a.choose(type_labels(a.table)|every,
-        means=lambda v: [to_our_ttype(o) for o in v] if isinstance(v, list|tuple) else to_our_ttype(v))
+        means=lambda v: [to_torchember_ttype(o) for o in v] if isinstance(v, list|tuple) else to_torchember_ttype(v))
 
 def stat_control(a):
     "Return a control to choose one statistic, or several."
@@ -298,7 +298,7 @@ def stat_control(a):
         try: return s if s is None or s in stats else find_stat(t, s)
         except ValueError: return s
     labels = {s: s for s in stats}
-    if a.one: return a.choose(a.maybe|labels, means=means)
+    if a.one: return a.choose(a.automatic_choice|labels, means=means)
     return make_choices(a.W, a.name, labels, a.value, ValueError(f"Choose a statistic: {a.name} is empty."), means)
 
 def format_control(a):
@@ -341,7 +341,7 @@ def count_control(a, most):
 
 def choose_up_to(n, a):
     "Return a control to choose a number from 1 to `n`."
-    return a.choose(a.maybe|{str(i): i for i in range(1, n+1)})
+    return a.choose(a.automatic_choice|{str(i): i for i in range(1, n+1)})
 
 shared = {'automatic': None, 'the same': {'sharex': True, 'sharey': True},
     'the same across': {'sharex': True, 'sharey': False},
@@ -358,12 +358,12 @@ control_makers = {
     'kind': lambda a: a.choose({k: k for k in {'exp_hist': ('bar', 'line', 'kde')}.get(a.f, ('line', 'scatter'))}),
     'inc': lambda a: count_control(a, int(max(a.table['step'].max(), 1))), 'most': lambda a: count_control(a, 36),
     'x': lambda a: a.choose({c: c for c in axis_columns(a.table)}, means=lambda v: v[1] if isinstance(v, tuple) else v),
-    'loss': lambda a: a.choose(a.maybe|{n: n for n in logged_in(a.table)}) if a.value is None or isinstance(a.value, str) else None,
+    'loss': lambda a: a.choose(a.automatic_choice|{n: n for n in logged_in(a.table)}) if a.value is None or isinstance(a.value, str) else None,
     'col_wrap': lambda a: choose_up_to(8, a), 'deepest': lambda a: choose_up_to(12, a),
     'xtick_labelsize': lambda a: choose_up_to(14, a),
     'xtick_rotation': lambda a: a.choose({f'{d}°': d for d in (0, 30, 45, 60, 90)}),
-    'facet_kws': lambda a: a.choose(dict(shared)), 'loc': lambda a: a.choose(a.maybe|{p: p for p in places_of_legends}),
-    'cmap': lambda a: a.choose(a.maybe|{m: m for m in maps}),
+    'facet_kws': lambda a: a.choose(dict(shared)), 'loc': lambda a: a.choose(a.automatic_choice|{p: p for p in places_of_legends}),
+    'cmap': lambda a: a.choose(a.automatic_choice|{m: m for m in maps}),
     'zeros': lambda a: a.choose({'automatic': None, 'gray': True, 'as colours': False}),
     'fig_title': lambda a: Control(a.W.Text(value=a.value or '', description=a.name, continuous_update=False),
         lambda v: v or None, lambda v: v or '')}

@@ -9,7 +9,7 @@ __all__ = ['differences']
 import matplotlib as mpl
 import numpy as np
 
-from ..health.diff import Difference, place_in_words
+from ..health.diff import Difference, describe_row_tensor
 from .comparison import mark_difference
 from .legend import alarm, palettes, make_title
 from .style import canvas, drawn, is_dark
@@ -59,7 +59,7 @@ def differences(
         else 'the same numbers, to the last digit')
     if found:
         row,red = found.table.loc[found.first],alarm[is_dark()]
-        what = f"they part at step {found.step:,}, in {place_in_words(row).replace('`', '')}"
+        what = f"they part at step {found.step:,}, in {describe_row_tensor(row).replace('`', '')}"
         mark_difference(ax, found.step)
         if np.isfinite(row['distance']):
             ax.plot([found.step], [row['distance']], 'o', color=red, ms=5, label='first difference', zorder=3)

@@ -18,8 +18,8 @@ from .heatmaps import column_spans, heat, sizes
 from .legend import alarm, meanings, name_of_type, palettes, make_title
 from .lines import draw_lines
 from .missing import parameters_of_run, grid_with_missing, drop_missing
-from .run_summary import (default_ttypes, first_trouble, logged_names, loss_curve, no_tensors,
-    pick_stat, rows_with_type, trouble_sentence, types_to_draw)
+from .run_summary import (default_ttypes, first_nonfinite_tensor, logged_names, loss_curve, no_tensors,
+    pick_stat, rows_with_type, nonfinite_sentence, types_to_draw)
 from .run_summary import summary # noqa: F401 (it was here)
 from .select import has_ttype, name_of_run, pick, table_and_findings, training, with_statistics
 from .style import drawn, figure, is_dark
@@ -60,13 +60,13 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
         a.set_ylabel(name_of_type(kind))
     axes[-1].set_xlabel('step')
     steps = np.concatenate([g.steps for *_,g in parts])
-    if top is not None: draw_top(top, numbers, norms)
+    if top is not None: draw_loss_and_norm(top, numbers, norms)
     # limits of the x axis that show all columns of the heat maps and all points of the curves
     ends = column_spans(np.unique(steps))[0]
     at = np.concatenate([ends, *(c[1] for c in curves)])
     axes[0].set_xlim(at.min(), at.max())
-    first = first_trouble(training(tensors))
-    if first is not None: mark_first(axes, parts, first, top)
+    first = first_nonfinite_tensor(training(tensors))
+    if first is not None: mark_first_nonfinite(axes, parts, first, top)
     title = title_for(run, found, first)
     if ax is None:
         fig.suptitle(title, x=.01, ha='left')
@@ -78,10 +78,10 @@ def title_for(run, found, first) -> str: # found: open findings, the worst first
     "Return a title of one or two lines: name of the run, first non-finite value, and worst finding."
     cause = next(iter(found), None)
     beside = first is not None and not is_about_row(cause, first)
-    return '\n'.join(filter(None, [make_title(run, trouble_sentence(first) if beside else ''),
+    return '\n'.join(filter(None, [make_title(run, nonfinite_sentence(first) if beside else ''),
         title_text(cause) if cause else '']))
 
-def draw_top(ax, numbers, norms):
+def draw_loss_and_norm(ax, numbers, norms):
     "Draw the loss, and the total gradient norm on a second y axis."
     color = palettes[is_dark()]
     if numbers:
@@ -122,7 +122,7 @@ def second_axis(ax):
     a.yaxis.set_label_position('right')
     return a
 
-def mark_first(axes, parts, first, top):
+def mark_first_nonfinite(axes, parts, first, top):
     "Mark the first non-finite value of a run by a line at its step, and by a ring around its cell of the heat map."
     c,step = alarm[is_dark()],first['step']
     for a in axes+([top] if top is not None else []): a.axvline(step, color=c, lw=1, ls='--')

@@ -11,7 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 
 from ..measure.exponents import limits, with_counts
-from .lines import FacetException, check_drawn_with, grid_options, settable, is_several, split_by_type
+from .lines import FacetException, check_drawn_with, grid_options, settable, may_select_several, split_by_type
 from ..frames.logframe import count_columns
 from ..frames.words import accept_earlier_arguments
 from .select import name_of_run, places, tensors_to_draw, training
@@ -124,7 +124,7 @@ def exp_hist(
     if kind not in ('bar', 'line', 'kde'):
         raise ValueError(f"A histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
     sp_kws = check_drawing_options(kind, dict(sp_kws or {}))
-    by_type,by_layer = ttype is None or isinstance(ttype, list|tuple),path is None or is_several(path)
+    by_type,by_layer = ttype is None or isinstance(ttype, list|tuple),path is None or may_select_several(path)
     if by_type and path is not None and by_layer:
         raise FacetException("Panels are drawn for layers or for tensor types, not for both: "
             f"choose one of path={path!r:.60}, or one of ttype={ttype!r}.")

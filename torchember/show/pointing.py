@@ -237,7 +237,7 @@ class StepCursor:
         self.loss,self.picture,self.step_control,self.pinned,self.slider = loss,picture,step_control,None,None
         self.hover = Throttle(lambda step: self.point(step), pause, locked)
         if not live:
-            self.slider = slider_under(W, loss, locked(self.go_to))
+            self.slider = slider_under(W, loss, locked(self.select_step))
             self.pinned = self.slider.value
 
     def shown(self, W):
@@ -256,9 +256,9 @@ class StepCursor:
     def on_click(self, event):
         "Select the step that the user has clicked in the loss curves."
         if event.inaxes is self.loss.axes and event.button==1:
-            self.go_to(self.loss.losses.steps[self.loss.losses.index_of(event.xdata)].item())
+            self.select_step(self.loss.losses.steps[self.loss.losses.index_of(event.xdata)].item())
 
-    def go_to(self, step):
+    def select_step(self, step):
         "Select a step: draw the picture of this step. If the picture has no argument `step`, only its vertical lines move."
         self.pinned = step
         if control := self.step_control():
@@ -318,7 +318,7 @@ class HeatmapCells:
     def __init__(self, source, table, on_change=lambda arguments: None): # on_change: function called when the histogram's arguments change
         self.source,self.table,self.on_change,self.values,self.found,self.exponents = source,table,on_change,{},None,{}
 
-    def drawn_with(self, values):
+    def store_arguments(self, values):
         "Store the arguments with which a new heat map was drawn, and forget the cells of the earlier heat map."
         self.values,self.found = with_new_argument_names(values, signature(heat_map_cells).parameters),None
 
@@ -494,7 +494,7 @@ class Interactive:
 
     def draw(self, arguments, values):
         self.picture.draw(arguments, values, self.cursor and self.cursor.pinned)
-        if self.patches and arguments is self.stack[0]: self.patches.drawn_with(values)
+        if self.patches and arguments is self.stack[0]: self.patches.store_arguments(values)
 
     def change(self, arguments):
         "Redraw the picture after a control has changed. While a histogram is open, ignore the controls of the heat map."

@@ -11,7 +11,7 @@ import numpy as np
 from ..measure.summary import derived
 from ..ground.needs import pd
 from ..ground.messages import printable, with_argument_names, unknown
-from ..ground.record import computed, computed_in, values_of
+from ..ground.record import computed, builtin_scalar_name, values_of
 from ..store.parameters import label_of, untrained
 from ..frames.words import accept_earlier_arguments, ttype_of
 from .findings import open_findings, title_text, is_about_row
@@ -21,7 +21,7 @@ from .select import (find_stat, has_ttype, name_of_run, numeric_columns, pick, s
     table_and_findings, training, trouble, usual, with_statistics)
 
 # %% ../../nbs/60_show/88_run_summary.ipynb #ee8d9996
-def first_trouble(df):
+def first_nonfinite_tensor(df):
     "Return the row of the first non-finite tensor in a table, or None. For rows as dicts, use the function `first_not_finite`."
     at = np.flatnonzero(trouble(df))
     if not len(at): return None
@@ -29,7 +29,7 @@ def first_trouble(df):
     # `argmin` returns the first row of the first step, because rows are in the order of execution
     return df.iloc[at[np.argmin(step)]]
 
-def trouble_sentence(row):
+def nonfinite_sentence(row):
     "Return a text about a non-finite tensor: its step, its name, and its counts of NaN and infinities."
     what = ' and '.join(f'{int(row[c]):,} {n}' for c,n in (('nan', 'NaN'), ('posinf', '+inf'), ('neginf', '-inf'))
         if row.get(c, 0)>0)
@@ -71,8 +71,8 @@ def loss_curve(table, loss):
     if np.ndim(loss): return 'loss', np.arange(len(loss)), np.asarray(loss, float)
     rows,names = table[has_ttype(table, 'scalar')],logged_names(table)
     if loss is None:
-        loss = next((n for n in names if 'loss' in n and not computed_in(n)),
-            next((n for n in names if not computed_in(n)), None))
+        loss = next((n for n in names if 'loss' in n and not builtin_scalar_name(n)),
+            next((n for n in names if not builtin_scalar_name(n)), None))
     if loss is None: return None
     if loss not in names:
         raise ValueError(f"{unknown('number that was logged', loss, names)} To log this number in the next run: te.log({loss}=...).")
@@ -85,7 +85,7 @@ def may_have_number(rows, name):
     """Return a mask of the rows that may contain the logged number `name`.
 
     A NaN in its column can be its value, or mean that the row has no such number."""
-    own = computed_in(name)
+    own = builtin_scalar_name(name)
     tname = rows['tname'].astype(object).to_numpy() if 'tname' in rows else np.full(len(rows), 'log', object)
     by_user = ~np.isin(tname, computed)
     return by_user if own is None else (tname==own) | by_user & bool(rows[name].notna().to_numpy()[by_user].any())
@@ -155,10 +155,10 @@ def summary(
     df = pd.DataFrame.from_dict({n: lines.get(n, {'steps': 0, 'not finite': 0}) for n in labels}, orient='index')
     df = df[[c for c in df.columns if c!='not finite']+['not finite']]
     df.index.name = name_of_type(kind)
-    first,n = first_trouble(training(tensors)),tensors['step'].nunique()
+    first,n = first_nonfinite_tensor(training(tensors)),tensors['step'].nunique()
     causes = open_findings(findings, table['step'].max())[:3]
     finite = ('all finite' if first is None
-        else '' if any(is_about_row(f, first) for f in causes) else trouble_sentence(first))
+        else '' if any(is_about_row(f, first) for f in causes) else nonfinite_sentence(first))
     title = make_title(name_of_run(table), f'{n:,} step{"s"*(n!=1)}', finite)
     return RunSummary(df, title, untrained(ps, selected_parameters(ps, path)), table.attrs.get('said', ()),
         map(title_text, causes))

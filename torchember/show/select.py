@@ -12,15 +12,15 @@ from types import MappingProxyType
 
 import numpy as np
 
-from ..frames.choice import NothingChosen, no_rows_message
+from ..frames.choice import NoMatchingRows, no_rows_message
 from ..frames.handle import Run, open_run
 from ..frames.logs import measured_any
-from ..frames.tables import clean_types, is_vectors, not_recorded
+from ..frames.tables import clean_types, has_vectors, not_recorded
 from ..frames.words import stats_of, ttype_of, to_ttypes
 from ..measure.summary import derived
 from ..ground.choose import NamedLayer, Selection, chosen
 from ..ground.needs import pd
-from ..ground.record import beside_training, computed, computed_in
+from ..ground.record import beside_training, computed, builtin_scalar_name
 from ..ground.messages import an, printable, unknown
 from ..store.anywhere import is_url
 from ..store.reading import path_of
@@ -71,7 +71,7 @@ def rows_of_source(source, stats, wanted, rows=None):
     source = run_of(source)
     from torchember.frames.logs import read
     try: df = read(source, **wanted, columns=lambda c: is_drawn(c, stats)) if rows is None else rows[[c for c in rows if is_drawn(c, stats)]]
-    except NothingChosen: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # read all values, because the error message lists them
+    except NoMatchingRows: df,wanted = read(source, columns=lambda c: is_drawn(c, stats)),{} # read all values, because the error message lists them
     if stats is not None and not all(s in df or stats_of.get(s) in df for s in stats):
         # if no row matches, read all rows, because the error message lists the possible values
         df = read(source, **wanted)
@@ -228,8 +228,8 @@ def without_other_scalars(df, stats):
     "Remove rows of logged numbers that cannot have the statistics. For example, rows of the total gradient norm have no 'loss'."
     asked,scalar = [s for s in stats or () if s in df],has_ttype(df, 'scalar')
     if not asked or not scalar.any(): return df
-    # `computed_in` returns None for statistics that the user has logged
-    wanted = set(map(computed_in, asked))
+    # `builtin_scalar_name` returns None for statistics that the user has logged
+    wanted = set(map(builtin_scalar_name, asked))
     may_have = np.array([(t if t in computed else None) in wanted for t in df['tname']], bool)
     return df[~scalar | may_have | df[asked].notna().any(axis=1).to_numpy()]
 
@@ -237,7 +237,7 @@ def without_other_scalars(df, stats):
 def find_stat(df, stat:str) -> str:
     "Return the column of a statistic. Also accept statistic names of Track & Visualize. Raise ValueError if no row has a value."
     if stat in df and df[stat].notna().any():
-        if is_vectors(df[stat]):
+        if has_vectors(df[stat]):
             raise ValueError(f"The statistic {stat!r} is a vector, not a number. To draw it: surface(run, path=..., stat={stat!r}).")
         if df[stat].dtype.kind in 'OUT' and isinstance(one := df[stat].dropna().iloc[0], str|list|tuple|dict):
             raise ValueError(f"The statistic {stat!r} cannot be drawn: its first value is {one!r:.60}, not a number.")
@@ -338,7 +338,7 @@ def root_name(df):
     return 'model'
 
 # %% ../../nbs/60_show/10_select.ipynb #07512929
-def thin_indices(x, y, bad, n:int=2000) -> np.ndarray: # n: approximate number of points to keep
+def reduce_indices(x, y, bad, n:int=2000) -> np.ndarray: # n: approximate number of points to keep
     "Choose about `n` points of a line that give the same picture as all points. Return their indices. `bad`: mask of non-finite tensors."
     if len(x)<=n: return np.arange(len(x))
     edges = np.linspace(0, len(x), max(n//2, 1)+1).astype(int)

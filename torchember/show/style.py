@@ -67,7 +67,7 @@ def all_children(ax):
     "Return all axes placed inside of axes, at any depth."
     return [c for a in ax.child_axes for c in (a, *all_children(a))]
 
-def draw_as_letters(fig, users): # users: texts that the user has drawn, which stay unchanged
+def disable_math_text(fig, users): # users: texts that the user has drawn, which stay unchanged
     "Switch off math formulas in all texts of a figure, because names of layers may contain `$`."
     for t in texts_in(fig):
         s = t.get_text()
@@ -93,7 +93,7 @@ def drawn(f):
         theirs = kwargs.get('ax', [a for a in args if isinstance(a, mpl.axes.Axes)] or None)
         users = {t: t.get_text() for fig in figures_of(theirs) for t in texts_in(fig)}
         with mpl.rc_context(rc_settings()): got = f(*args, **kwargs)
-        for fig in figures_of(got): draw_as_letters(fig, users)
+        for fig in figures_of(got): disable_math_text(fig, users)
         return return_axes(got, theirs is None) if isinstance(got, list|mpl.axes.Axes) else got
     return g
 

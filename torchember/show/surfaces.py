@@ -21,7 +21,7 @@ from .legend import alarm, meanings, name_of_type, short_names, make_title, zero
 from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
-def thin_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
+def reduce_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
     "Reduce a matrix (steps x units) to a size that can be drawn. Return steps, numbers of units, values, and a mask of non-finite values."
     ok,bounds = np.isfinite(h.value),[np.unique(np.linspace(0, n, min(n, most)+1).astype(int))[:-1]
         for n,most in zip(h.value.shape, (most_steps, most_units), strict=True)]
@@ -107,7 +107,7 @@ shares = {'UnitActivity'} # statistics with fractions from 0 to 1 as values: the
 
 def draw_heatmap(ax, h, stat, kwargs):
     "Draw a matrix as a heat map, with steps as columns and units as rows."
-    steps,units,value,bad = thin_matrix(h, 300, 256)
+    steps,units,value,bad = reduce_matrix(h, 300, 256)
     scale = {}
     if stat in shares and not {'norm', 'vmin', 'vmax', 'center', 'robust'} & kwargs.keys():
         # the color bar has no tick at 0, because zeros are drawn in gray
@@ -119,7 +119,7 @@ def draw_heatmap(ax, h, stat, kwargs):
 
 def draw_surface(ax, h, stat, kwargs):
     "Draw a matrix as a surface in three dimensions, over steps and units."
-    steps,units,value,bad = thin_matrix(h, 120, 96)
+    steps,units,value,bad = reduce_matrix(h, 120, 96)
     x,y = (np.array([c[0]-.5, c[0]+.5]) if len(c)==1 else c
         for c in (np.asarray(steps, float), np.asarray(units, float)))
     value,bad = (np.broadcast_to(v, (len(x), len(y))) for v in (value, bad))

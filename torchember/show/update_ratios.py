@@ -74,23 +74,23 @@ def unchanged_mask(rows, code):
     still[order[1:]],before[order[1:]] = same,code[order][1:]==code[order][:-1]
     return still & before, before
 
-def count_standstills(rows, known:bool) -> dict: # known: True if the rows are of updates, False if they are of weights
+def count_unchanged_steps(rows, known:bool) -> dict: # known: True if the rows are of updates, False if they are of weights
     "Count the steps at which each weight did not change. Return a dict: label -> (number of these steps, number of recorded steps)."
     code,labels = places(rows)
     still,counted = (zero_update_mask(rows), np.ones(len(rows), bool)) if known else unchanged_mask(rows, code)
     each = zip(labels, np.bincount(code, still, len(labels)), np.bincount(code, counted, len(labels)), strict=True)
     return {l: (int(z), int(n)) for l,z,n in each if n}
 
-def find_unmoved(table, rows, path, known):
-    "Count the steps at which each weight did not change, as `count_standstills` does. Include weights without rows of updates."
-    found = count_standstills(rows, known)
+def find_unchanged_weights(table, rows, path, known):
+    "Count the steps at which each weight did not change, as `count_unchanged_steps` does. Include weights without rows of updates."
+    found = count_unchanged_steps(rows, known)
     if not known or not has_ttype(table, 'weight').any(): return found
     try: weights = pick(table, path, 'weight')
     except ValueError: return found # no error if the selected layers have no weights
     return {l: found.get(l, (1, 1)) for l in dict.fromkeys([*places(weights)[1], *found])}
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #accf216f
-def standstill_text(never, still:dict, why:dict, most:int=4) -> str: # still: the dict that `count_standstills` returns
+def unchanged_text(never, still:dict, why:dict, most:int=4) -> str: # still: the dict that `count_unchanged_steps` returns
     "Return a text that names the weights that never changed, and the weights that did not change at some steps."
     names = lambda listed: ', '.join(listed[:most])+(f' and {len(listed)-most} more' if len(listed)>most else '')
     short = dict(zip(never, short_names(list(never)), strict=True))
@@ -123,7 +123,7 @@ def updates(
     known = 'update' in set(table['ttype'].astype(str)) or not has_bounds(table)
     rows = pick(table, path, 'update' if known else 'weight')
     lines = list(series(rows, find_stat(rows, 'ratio'))) if known else least_ratios(rows)
-    still = find_unmoved(table, rows, path, known)
+    still = find_unchanged_weights(table, rows, path, known)
     never = dict.fromkeys([n for n,(zeros,n_steps) in still.items() if zeros==n_steps])
     if known: never |= dict.fromkeys(n for n in untrained_reasons(rows, 'update', ps, path) if n not in still)
     ax = canvas(ax, (7.5, 3.6))
@@ -141,6 +141,6 @@ def updates(
         'path_effects': [effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())]}
     ax.text(.995, healthy[1], 'usual', transform=ax.get_yaxis_transform(), va='top', ha='right',
         color=palettes[is_dark()][2], **word)
-    text = standstill_text(never, still, {label_of(p): why_not(p) for p in selected_parameters(ps, path)})
+    text = unchanged_text(never, still, {label_of(p): why_not(p) for p in selected_parameters(ps, path)})
     if text: ax.text(.01, .02, text, transform=ax.transAxes, va='bottom', ha='left', **word)
     return ax

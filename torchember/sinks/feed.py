@@ -16,7 +16,7 @@ from ..ground.progress import progress
 from ..ground.record import line_of, load_row
 from ..store.jsonl import emberTracker
 from ..store.lines import is_step
-from ..store.log import listen_to_run, note_soon
+from ..store.log import listen_to_run, show_message_soon
 from .mlflow import MLflow
 from .sink import Sink
 from .tensorboard import TensorBoard
@@ -195,7 +195,7 @@ class Feed:
         same = [f for f in others if (f.sender.sent.target, f.sender.sink.prefix)==(target, mine.prefix)]
         if not same: return
         self.has_own_names = same[0].has_own_names = False
-        note_soon(self.tracker.file, f"{self.name} gets {self.sender.run!r} and {same[0].sender.run!r} under the same names, so their curves overlap. "
+        show_message_soon(self.tracker.file, f"{self.name} gets {self.sender.run!r} and {same[0].sender.run!r} under the same names, so their curves overlap. "
             f"Give each a prefix: {type(mine).__name__}(prefix='{self.sender.run}/'). This is reported once.")
 
     def attempt(self, step, f):
@@ -208,7 +208,7 @@ class Feed:
         if self.first_failure is not None: return
         self.first_failure = failure
         at = '' if step is None else f' step {step}'
-        note_soon(self.tracker.file, f"{self.name} did not get{at or ' all steps'}: {failure}. The training continues, and the log keeps every step: "
+        show_message_soon(self.tracker.file, f"{self.name} did not get{at or ' all steps'}: {failure}. The training continues, and the log keeps every step: "
             f"{self.replay_command} sends the missing steps. This is reported once.")
 
     @property

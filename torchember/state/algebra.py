@@ -15,7 +15,7 @@ import torch
 
 from ..measure.columns import as_dicts, stat_names
 from ..measure.elements import Unmeasurable
-from ..measure.summary import groups_for, merge, no_elements
+from ..measure.summary import groups_for, merge, empty_summary
 from ..ground.messages import an, unknown
 from ..ground.record import check_ttypes
 from .layers import apply_each, combine_norms, derive_reduction, groups_for_reductions, is_sharded, norm_per_layer
@@ -434,7 +434,7 @@ def reduce_layers(d, name, lw, pattern, correct=None, dtype=None):
     layers = tensors_to_reduce(d, pattern, lw)
     refuse_complex(layers, [name])
     rows = summarize_layers(layers, groups_for_reductions([name]))
-    v = rows if lw else merge(np.stack([no_elements(groups_for_reductions([name])), *rows]))
+    v = rows if lw else merge(np.stack([empty_summary(groups_for_reductions([name])), *rows]))
     values = derive_reduction(v, name)
     if correct is not None: values = correct(values, v[..., 0])
     return reduction_result(d, layers, values, lw, dtype, name)
@@ -514,10 +514,10 @@ class Reductions(Layers):
             pattern: Regular expression for layer names, matched from the start
             **kwargs: `dim`, `keepdim` and `dtype`, as in torch
         """
-        def norm_as(dtype):
+        def norm_in_dtype(dtype):
             "Return the norm of each layer or of the whole model, computed in the dtype `dtype`."
             return reduce_norm(self, p, lw, pattern, dtype)
-        return reduce_like_torch(self, 'norm', lw, pattern, kwargs, norm_as, lambda x, **k: x.norm(p, **k))
+        return reduce_like_torch(self, 'norm', lw, pattern, kwargs, norm_in_dtype, lambda x, **k: x.norm(p, **k))
 
     def norm1(self, *, lw=False, pattern=None, **kwargs):
         "Return the sum of the absolute values of all layers, or of each layer if `lw` (layer-wise). Accept torch's `dim`, `keepdim`, `dtype`."
@@ -586,7 +586,7 @@ def describe_layers(d, lw, pattern, group, include, exclude, additional):
     if reductions:
         refuse_complex({} if d.is_result else selected, reductions)
         v = summarize_layers(selected, groups_for_reductions(reductions))
-        if not lw: v = merge(np.stack([no_elements(groups_for_reductions(reductions)), *v]))[None]
+        if not lw: v = merge(np.stack([empty_summary(groups_for_reductions(reductions)), *v]))[None]
         values = {c: derive_reduction(v, c).tolist() for c in reductions}
     for c in columns:
         if c not in values:

@@ -61,7 +61,7 @@ class LayerSizes:
         self.first,self.rows,self.calls = {},[],Counter()
         # random: path -> random generator states before a call; repeats: True while `repeat` calls a layer again
         self.random,self.repeats = {},False
-        self.hooked_pass(self.keep_first)
+        self.hooked_pass(self.store_first_outputs)
         kept = innermost([p for p in self.calls if p in self.weights])
         self.weights = {p: w for p,w in self.weights.items() if p in kept}
 
@@ -98,7 +98,7 @@ class LayerSizes:
         return [(n, activation_key(track.path, '' if n is lone_output else n, self.calls[track.path]), h)
             for n,h in outputs(result) if h.is_floating_point()]
 
-    def keep_first(self, track, args, kwargs, result):
+    def store_first_outputs(self, track, args, kwargs, result):
         "Store copies of the outputs of a module, and of its input if the module has weights, at step 0."
         x = first_input(args, kwargs) if track.path in self.weights else None
         for _,layer,h in self.named_outputs(track, result): self.first[layer] = h.clone(),x if x is None else x.clone()

@@ -167,7 +167,7 @@ class GradWatch:
         "Forget all measured gradients."
         self.vectors,self.seen,self.twice = [],set(),False
 
-    def take_summaries(self):
+    def pop_summaries(self):
         "Return the summary vectors of new gradients, and True if any parameter got two or more gradients. Then reset."
         result = self.vectors,self.twice
         self.reset()
@@ -215,7 +215,7 @@ def pause_watches():
         for w in others: w.is_active = True
 
 # %% ../../nbs/70_state/20_noise.ipynb #4ea56c62
-def run_chain(watch, closure, lengths, tick): # tick: function to call after each micro-batch, for a progress bar
+def measure_micro_batches(watch, closure, lengths, tick): # tick: function to call after each micro-batch, for a progress bar
     "Return squared gradient norms of each micro-batch, and of the sum over the first n micro-batches for each n in `lengths`."
     for p in watch.params: p.grad = None
     watch.reset()
@@ -226,16 +226,16 @@ def run_chain(watch, closure, lengths, tick): # tick: function to call after eac
             if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
                 raise ValueError(f"the closure gave no gradient and returned {loss!r:.80}. It must return a micro-batch's loss, or call backward on it.")
             loss.backward()
-        vectors,twice = watch.take_summaries()
+        vectors,twice = watch.pop_summaries()
         if twice:
             raise ValueError("a parameter had two gradients in one call of the closure. Add up the losses, and call backward once.")
         micro.append(vectors)
         if k in lengths: sums.append(watch.summarize_accumulated())
         tick()
     norms = squared_norms(micro+sums)
-    return check_chain(np.array(norms[:len(micro)]), np.array(norms[len(micro):]), lengths)
+    return check_accumulation(np.array(norms[:len(micro)]), np.array(norms[len(micro):]), lengths)
 
-def check_chain(micro, sums, lengths):
+def check_accumulation(micro, sums, lengths):
     "Return the squared norms unchanged. Raise ValueError if `p.grad` was not the sum of the micro-batch gradients."
     def close(a, b):
         "Return True if two arrays of norms are equal up to rounding and not all zero."
@@ -282,7 +282,7 @@ def noise_scale(
         watch = GradWatch(model.parameters())
         try:
             for _ in range(num_average):
-                micro,sums = run_chain(watch, closure, lengths, bar.update if bar is not None else int)
+                micro,sums = measure_micro_batches(watch, closure, lengths, bar.update if bar is not None else int)
                 norms.append([micro.mean(), *(sums[1:]/np.array(lengths[1:])**2)])
         finally:
             watch.remove()
@@ -330,7 +330,7 @@ class NoiseScale:
         Args:
             size: Number of samples in this micro-batch; default `micro_batch_size`
         """
-        vectors,twice = self.watch.take_summaries()
+        vectors,twice = self.watch.pop_summaries()
         self.micros.append(vectors)
         self.inverses += 1/(size or self.size)
         self.twice = self.twice or twice

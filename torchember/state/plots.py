@@ -213,17 +213,17 @@ def color_scale(m, vmin, vmax, log, each_row=False):
     import matplotlib
     from matplotlib.colors import LogNorm, Normalize
     a = np.where(np.isfinite(m), np.abs(m), 0)
-    def map_of(name, bad):
+    def get_color_map(name, bad):
         "Return the color map `name`, with the color `bad` for invalid values."
         return matplotlib.colormaps[name].with_extremes(bad=bad)
     if log:
         top = vmax or positive_percentile(a, 100)
-        return dict(cmap=map_of('viridis', 'w'), norm=LogNorm(vmin or min(positive_percentile(a, .5), top/10), top))
+        return dict(cmap=get_color_map('viridis', 'w'), norm=LogNorm(vmin or min(positive_percentile(a, .5), top/10), top))
     tops = [positive_percentile(row, 99.5) for row in (a if each_row else [a]) if row.any()]
     top = float(np.median(tops)) if tops else 1.
     low = -top if (m<0).any() or not tops else 0.
     norm = Normalize(low if vmin is None else vmin, top if vmax is None else vmax)
-    return dict(cmap=map_of('RdBu_r' if low else 'viridis', 'k'), norm=norm)
+    return dict(cmap=get_color_map('RdBu_r' if low else 'viridis', 'k'), norm=norm)
 
 # %% ../../nbs/70_state/04_plots.ipynb #f6d0b8a6
 def plot_heatmap(

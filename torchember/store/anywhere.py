@@ -20,7 +20,7 @@ def is_url(where):
         return re.match(r'\w[\w+.:-]*://', where) is not None and not where.startswith(('file://', 'local://'))
     return not isinstance(where, os.PathLike) and hasattr(where, 'storage_options') and hasattr(where, 'fs')
 
-def located(where):
+def to_path(where):
     "Convert `where` to a `Path` on this machine, or to a `UPath` if it is a URL. `where`: path, URL, or `UPath` with storage options."
     if isinstance(where, str) and where.startswith(('file://', 'local://')):
         where = re.sub(r'^\w+://(localhost(?=/))?', '', where)
@@ -163,7 +163,7 @@ def open_file(path, buffering=-1, size=None):
 objects = { # protocols of object stores: a write replaces a file atomically, and there are no folders
     's3', 's3a', 'gs', 'gcs', 'az', 'abfs', 'abfss', 'adl', 'oci', 'oss', 'r2', 'memory', 'hf'}
 
-def write_whole(path, data):
+def write_remote(path, data):
     "Write a file behind a URL atomically: readers never see an incomplete file."
     fs = path.fs
     def write():

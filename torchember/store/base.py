@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['texts_of_now', 'devices', 'most_meta', 'base_types', 'now', 'safe_name', 'run_name', 'portable_name', 'folder',
-           'check_writable', 'local_only', 'user', 'open_without_links', 'replace', 'write_meta', 'read_meta',
+           'check_writable', 'url_home_message', 'user', 'open_without_links', 'replace', 'write_meta', 'read_meta',
            'valid_base', 'is_valid_base_value']
 
 # %% ../../nbs/30_store/00_base.ipynb #ecdf0570
@@ -16,7 +16,7 @@ from secrets import token_hex
 
 from ..ground.messages import an, printable, warn
 from ..ground.record import plain
-from .anywhere import is_url, located, open_file, write_whole, open_regular
+from .anywhere import is_url, to_path, open_file, write_remote, open_regular
 
 # %% ../../nbs/30_store/00_base.ipynb #3bae564e
 texts_of_now = {} # cache of `now`: time format -> (second of the last call, text for this second)
@@ -81,7 +81,7 @@ def folder(libname, home=None):
     if home is None and libname=='torchember': home = os.environ.get('TORCHEMBER_HOME') or None
     if home is not None:
         if '\0' in str(home): raise ValueError(f"The home for logs, {str(home)!r}, contains a null character.")
-        if is_url(where := located(home)): return where
+        if is_url(where := to_path(home)): return where
         where = where.expanduser().absolute()
         if os.path.isfile(where):
             raise NotADirectoryError(f"The home for logs, {where}, is a file. Give a folder as home=; it need not exist yet.")
@@ -113,7 +113,7 @@ def is_private_folder(place):
 # %% ../../nbs/30_store/00_base.ipynb #86466caf
 def check_writable(place):
     "Raise OSError if files cannot be created in a folder. The folder need not exist. This check creates no file."
-    if is_url(place): raise OSError(local_only(place))
+    if is_url(place): raise OSError(url_home_message(place))
     place = near = Path(place)
     while not os.path.lexists(near): near = near.parent
     if not near.is_dir():
@@ -121,7 +121,7 @@ def check_writable(place):
     if not os.access(near, os.W_OK|os.X_OK):
         raise PermissionError(f"Logs cannot be written to {place}: {near} is not writable. Choose another home=.")
 
-def local_only(url):
+def url_home_message(url):
     "Return the error message for a new run whose home is a URL: a run must first be written to a local disk."
     return (f"A run is written to a local disk, but {printable(url)} is a URL. Leave out home=, or give a folder. "
         f"sync(run, {printable(repr(str(url)))}) copies the run to the URL, also during the training.")
@@ -143,7 +143,7 @@ def open_without_links(path, flags):
 # %% ../../nbs/30_store/00_base.ipynb #5bc325aa
 def replace(path, data):
     "Write a file atomically: readers never see an incomplete file. If the path is a symbolic link, replace the link itself."
-    if is_url(path): return write_whole(path, data)
+    if is_url(path): return write_remote(path, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f'.torchember-{token_hex(8)}')
     try:

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..ground.needs import pd
 from ..ground.record import restore
-from ..measure.summary import derived, lost_value
+from ..measure.summary import derived, value_of_null
 from .lines import bad, parse, reading_bar
 
 # %% ../../nbs/30_store/07_columns.ipynb #76c2ebfb
@@ -52,7 +52,7 @@ class ColumnBlock:
     def restore_lost_values(self, k, values):
         "Replace each null in a column of statistics by NaN or infinity, because JSON has neither. Choose by the row's counts of NaN and infinity."
         counts = list(zip(*map(self.has_count, bad), strict=True))
-        known = {c: lost_value(k, *c) for c in set(counts)}
+        known = {c: value_of_null(k, *c) for c in set(counts)}
         return [known[c] if v is None else v for v,c in zip(values, counts, strict=True)]
 
     # `convert` returns None if the caller must inspect the type of each value
@@ -160,7 +160,7 @@ class Expected:
 
     def parse_expected(self, data):
         "Parse a block of lines with msgspec. Return a `ColumnBlock`, or None if a line has a new key, type or text."
-        n = objects_in(data)
+        n = count_objects(data)
         try: rows = self.decoder.decode_lines(data) if n else []
         except (ValueError, RecursionError): return None
         if not rows or len(rows)!=n: return None
@@ -168,7 +168,7 @@ class Expected:
         block = ColumnBlock(dict(zip([*self.types, *(['nonfinite'] if 'nonfinite' not in self.types else ())], columns, strict=True)), n, self.sure)
         return block if block.restore_nonfinite() else None
 
-def objects_in(data):
+def count_objects(data):
     "Return the number of lines if each line looks like one JSON object, else 0. msgspec does not check this, because it ignores line breaks."
     buf = np.frombuffer(data, np.uint8)
     ends = np.flatnonzero(buf==10)

@@ -150,7 +150,7 @@ def sync_part_list(path):
 
 # %% ../../nbs/30_store/10_compaction.ipynb #5aedbdf0
 def compact_url(path, last=None, keep=False, group=group_rows):
-    "Convert the JSON lines of a log behind a URL to Parquet parts. The arguments are described in `into_parts`."
+    "Convert the JSON lines of a log behind a URL to Parquet parts. The arguments are described in `convert_to_parts`."
     listing = read_part_list(path) or new_part_list(path, group)
     # skip a log with the flag 'aside': the next `sync` will copy this log and its Parquet parts
     if listing.get('aside'): return
@@ -202,7 +202,7 @@ def remove_leftovers(path, listing):
         # remove a file of JSON lines that was renamed earlier: its rows are all in Parquet parts
         elif f.name.startswith('lines-') and f!=renamed_file(path, listing): f.unlink()
 
-def into_parts(path, last=None, keep=False, group=group_rows):
+def convert_to_parts(path, last=None, keep=False, group=group_rows):
     """Convert the JSON lines of a log to Parquet parts.
 
     `last`: number of the incomplete last step, whose rows stay lines; None if the run is over. `keep`: True to keep

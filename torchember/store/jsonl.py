@@ -13,7 +13,7 @@ from socket import gethostname
 from torchember.ground.messages import an, printable, unknown
 from torchember.ground.record import line_of, load_row, unmarkable
 from torchember.store.anywhere import list_folder, file_exists, path_exists, is_url
-from torchember.store.base import check_writable, valid_base, folder, local_only, now, portable_name, read_meta, run_name, safe_name, write_meta
+from torchember.store.base import check_writable, valid_base, folder, url_home_message, now, portable_name, read_meta, run_name, safe_name, write_meta
 from torchember.store.lines import line_blocks, is_step, parse, parse_blocks
 from torchember.store.listeners import Listener
 from torchember.store.log import Log, UrlLog, call_functions, flush_logs, listen_to_run
@@ -336,7 +336,7 @@ class tracker(AppendedRun):
         return now()
 
     def __setitem__(self, name, value):
-        if is_url(self.dir): raise OSError(local_only(self.dir))
+        if is_url(self.dir): raise OSError(url_home_message(self.dir))
         self.about[name] = value
 
     def begin(self,
@@ -432,7 +432,7 @@ def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1):
     Raise FileExistsError if `name` exists, unless `resume`, and OSError if `home` cannot be written."""
     exact = name is not None
     check_store(store)
-    if is_url(folder('torchember', home)): raise OSError(local_only(folder('torchember', home)))
+    if is_url(folder('torchember', home)): raise OSError(url_home_message(folder('torchember', home)))
     # only a `home` given by the user is checked now; the default home is checked at the first write
     for part in ('log', 'data') if home is not None else (): check_writable(folder('torchember', home)/part)
     if name is None:

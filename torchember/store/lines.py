@@ -11,7 +11,7 @@ import os
 from ..ground.messages import printable, warn
 from ..ground.progress import progress
 from ..ground.record import load_row
-from ..measure.summary import derived, lost_value
+from ..measure.summary import derived, value_of_null
 from .anywhere import file_size, open_file
 
 # %% ../../nbs/30_store/06_lines.ipynb #27a5f270
@@ -64,7 +64,7 @@ def restore_row(row):
     lost = [k for k,v in row.items() if v is None and k in derived]
     if lost:
         kinds = [bool(row.get(k)) for k in bad]
-        for k in lost: row[k] = lost_value(k, *kinds)
+        for k in lost: row[k] = value_of_null(k, *kinds)
     return row
 
 # %% ../../nbs/30_store/06_lines.ipynb #bc82c1d2

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from torchember.ground.messages import EmberWarning, warn
 from torchember.ground.record import line_of, lines_of
 from torchember.store.anywhere import is_url, open_regular
-from torchember.store.base import local_only
+from torchember.store.base import url_home_message
 from torchember.store.lines import longest_line
 from torchember.store.listeners import DirectListener, Listener, Listeners, running
 from torchember.store.log_file import JsonLines, LatestStep
-from torchember.store.parts import group_beside, summarize_parts
+from torchember.store.parts import rows_per_group, summarize_parts
 from torchember.store.rotation import ParquetLog
 
 # %% ../../nbs/30_store/13_log.ipynb #1874225e
@@ -61,14 +61,14 @@ class Writer:
     def run(self):
         "Write the queued rows of all logs, until the process ends. This is the main function of the writer thread."
         while True:
-            if self.is_woken(self.patience if self.holding else None): self.is_woken(self.nap)
+            if self.wait_for_rows(self.patience if self.holding else None): self.wait_for_rows(self.nap)
             for _ in range(len(self.dirty)):
                 log = self.dirty.popleft()
                 log.queued = False
                 self.empty(log)
             for log in list(self.holding): self.empty(log)
 
-    def is_woken(self, seconds):
+    def wait_for_rows(self, seconds):
         "Wait for queued rows, at most `seconds`. Return False if no rows were queued in time."
         try: return self.ready.get(timeout=seconds)
         except Empty: return 0
@@ -268,7 +268,7 @@ class Log:
         self.messages = Messages()
         self.note = self.messages.note
         args = dict(fresh=fresh, exact=exact, sync=fsync=='step', note=self.note)
-        self.disk = ParquetLog(path, group=group_beside(ranks), **args) if store=='parquet' else JsonLines(path, **args)
+        self.disk = ParquetLog(path, group=rows_per_group(ranks), **args) if store=='parquet' else JsonLines(path, **args)
         self.files = LogFiles(self.disk, first, self.note, self.hold)
         self.batches,self.listeners,self.fsync = Batches(self.note),Listeners(self.note),fsync
         # queued: True if the writer thread will write this log; busy: True while rows are being written
@@ -379,7 +379,7 @@ class UrlLog(Log):
     "Read-only log behind a URL."
     def put(self, *args, **kwargs):
         "Raise OSError, because rows cannot be added to a log behind a URL."
-        raise OSError(local_only(self.path.parent.parent))
+        raise OSError(url_home_message(self.path.parent.parent))
     def flush(self): "Do nothing, because no rows are queued for a URL."
     wait_for_listeners = close = finish = flush
 
@@ -392,7 +392,7 @@ def listen_to_log(log, f, name=None, **kwargs): # kwargs: further arguments of `
         with log.disk.lock: log.listeners.remove(listener)
     with log.disk.lock:
         log.drain(True)
-        listener = Listener(f, name, lambda text: note_soon(log, text), remove, **kwargs)
+        listener = Listener(f, name, lambda text: show_message_soon(log, text), remove, **kwargs)
         listener.since = summarize_parts(log.path)['lines']+log.disk.bytes_on_disk if log.disk.exists else 0
         log.listeners.add(listener)
     return listener
@@ -405,7 +405,7 @@ def listen_to_run(t, f, name=None, per_rank=False, **kwargs):
     merged = t.whole is not None and t.whole.rank==0 and not per_rank
     return t.whole.listen(f, name, **kwargs) if merged else listen_to_log(t.file, f, name, **kwargs)
 
-def note_soon(log, what):
+def show_message_soon(log, what):
     "Let the writer thread show a message to the user soon. Use this function in code that holds a lock."
     log.note(what)
     writer.wake(log)

@@ -14,7 +14,7 @@ from torchember.ground.messages import printable
 from torchember.store.anywhere import file_size, file_exists, path_exists, is_url, open_file
 from torchember.store.base import open_without_links, read_meta, replace
 from torchember.store.lines import line_blocks, is_step, parse
-from torchember.store.parts import blocks_of_run, layouts_in_parts, read_current, summarize_parts
+from torchember.store.parts import blocks_of_run, layouts_in_parts, call_with_current_files, summarize_parts
 
 # %% ../../nbs/30_store/11_log_file.ipynb #22d83319
 class LogStore(Protocol):
@@ -94,7 +94,7 @@ def last_step_of(path):
         "Return the largest step number in the log's Parquet parts and last JSON lines, or -1."
         in_lines = next((n for f,_ in reversed(files) if (n := last_step_in(f))>=0), -1)
         return max(in_lines, *(p['last'] for p in (listing['parts'] if listing else ())), -1)
-    return read_current(path, last)
+    return call_with_current_files(path, last)
 
 def last_step_in(path):
     "Return the number of the last step in a file of JSON lines, or -1. Read the end of the file first, because it usually contains a step."
@@ -112,7 +112,7 @@ def last_step_in_block(block):
 
 # %% ../../nbs/30_store/11_log_file.ipynb #828d9afa
 class JsonLines:
-    "Log stored as a file of JSON lines. Lines are queued in memory until they are written. Lines are queued in memory until they are written."
+    "Log stored as a file of JSON lines. Lines are queued in memory until they are written."
     keep = 64_000_000 # maximum number of bytes of lines kept in memory while writing fails
     at_once = 4_000_000 # maximum number of bytes in one write
 

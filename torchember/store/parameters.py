@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['frozen', 'forgotten', 'cut_off', 'not_called', 'reasons', 'deepest', 'most_entries', 'parameter_entry', 'label_of',
-           'why_not', 'parts_alike', 'names_around', 'untrained', 'valid_entries', 'read_parameters',
-           'read_training_facts', 'facts_in', 'valid_modes', 'is_valid_entry']
+           'why_not', 'largest_matching_modules', 'names_of_containers', 'untrained', 'valid_entries',
+           'read_parameters', 'read_training_facts', 'facts_in', 'valid_modes', 'is_valid_entry']
 
 # %% ../../nbs/30_store/05_parameters.ipynb #d836b32b
 from collections import Counter
@@ -44,21 +44,21 @@ def why_not(p): # p: dict from `parameter_entry` that describes a parameter
     return None
 
 # %% ../../nbs/30_store/05_parameters.ipynb #28f84829
-def parts_alike(ps, which):
+def largest_matching_modules(ps, which):
     """Return the largest modules with all parameters in the set `which`, as (name, number of parameters). Name '' is the whole model.
 
     `which`: set of ids of entries in `ps`.
     """
     all_,some = Counter(),Counter()
     for p in ps:
-        for part in names_around(p):
+        for part in names_of_containers(p):
             all_[part] += 1
             some[part] += id(p) in which
-    found = dict.fromkeys(next(part for part in names_around(p) if some[part]==all_[part])
+    found = dict.fromkeys(next(part for part in names_of_containers(p) if some[part]==all_[part])
         for p in ps if id(p) in which)
     return [(part, all_[part]) for part in found]
 
-def names_around(p):
+def names_of_containers(p):
     "Return the names of all modules that contain a parameter, from the whole model to the innermost module, then the parameter's name."
     names = label_of(p).split('.', deepest)
     return ['.'.join(names[:i]) for i in range(len(names)+1)]
@@ -75,7 +75,7 @@ def untrained(ps, only=None, most=4):
     known = [p for p in ps if p.get('recorded') is not False]
     told = []
     for reason in reasons:
-        parts = parts_alike(known, {i for i,w in why.items() if w==reason})
+        parts = largest_matching_modules(known, {i for i,w in why.items() if w==reason})
         names = [(part or 'all of the model')+(f' ({n:,} parameters)' if n>2 else '') for part,n in parts[:most]]
         if parts:
             told.append(f"{reason}: {', '.join(names)}{f' and {len(parts)-most:,} more' if len(parts)>most else ''}")

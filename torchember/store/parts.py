@@ -87,12 +87,12 @@ def arrow_table(rows, /, **header):
     at = [layouts.number(r) for r in rows]
     names = list(dict.fromkeys(chain.from_iterable(layouts.keys())))
     columns = {k: arrow_column(rows, k, set(layouts.types_of(k))-{none, Missing}) for k in names}
-    layout = free_column('_torchember_layout', columns)
+    layout = unused_column_name('_torchember_layout', columns)
     header = dict(layout=layout, layouts=layouts.as_json(), kinds={k: kind for k,(_,kind) in columns.items()}, **header)
     return pa.table([*(c for c,_ in columns.values()), pa.array(at, pa.int32())], names=[*names, layout],
         metadata={'torchember': json.dumps(header)})
 
-def free_column(name, names):
+def unused_column_name(name, names):
     "Return a column name that is not in `names`: `name`, with one or more '_' in front if necessary."
     while name in names: name = f'_{name}'
     return name
@@ -100,7 +100,7 @@ def free_column(name, names):
 # %% ../../nbs/30_store/09_parts.ipynb #c0b13831
 group_rows = 1<<14 # number of rows in a Parquet row group, which is the smallest unit that can be read
 
-def group_beside(logs):
+def rows_per_group(logs):
     "Return the number of rows in a Parquet row group for a run with `logs` logs. Many logs get smaller groups, with fewer steps each."
     return max(group_rows//max(logs//4, 1), 512)
 
@@ -502,7 +502,7 @@ def parts_and_lines(path):
         except (ValueError, FileNotFoundError):
             if read_part_list(path)==listing: raise
 
-def read_current(path, f):
+def call_with_current_files(path, f):
     "Return the result of `f`, called with a log's list of Parquet parts and files of lines. Call `f` again if these files change meanwhile."
     while True:
         now = parts_and_lines(path)
@@ -583,7 +583,7 @@ def summarize_parts(path):
         return dict(rows=sum(p['rows'] for p in parts), size=sum(p['size'] for p in parts),
             lines=before+sum(file_size(f) for f,_ in files[:-1]),
             start=files[-1][1], last=max((p['last'] for p in parts), default=-1))
-    return read_current(path, summary)
+    return call_with_current_files(path, summary)
 
 # runs with at least this number of logs store the rows of several logs in one Parquet file
 many_logs = 33

@@ -64,7 +64,7 @@ def run_compaction(path):
     except Exception as e: sys.exit(f'{type(e).__name__}: {e}')
 
 # %% ../../nbs/30_store/12_rotation.ipynb #1f2c26d3
-def lines_left(path):
+def unconverted_bytes(path):
     "Return the size in bytes of a log's JSON lines that are not yet in a Parquet part."
     return sum(max(size_or_zero(f)-start, 0) for f,start in parts_and_lines(path)[1])
 
@@ -88,7 +88,7 @@ class Rotation:
         "Rename the file of JSON lines of the log `disk` if it is large enough. Call this method while no lines are appended."
         if self.child is not None or self.ready or time.monotonic()<self.again: return
         try:
-            if self.left is None: self.left = lines_left(disk.path)-disk.written
+            if self.left is None: self.left = unconverted_bytes(disk.path)-disk.written
             if disk.written_rows-self.rows>=self.most_rows or self.left+disk.written-self.bytes>=self.most_bytes:
                 self.rename_lines(disk)
         except Exception as e: self.retry_later(e)
@@ -135,7 +135,7 @@ class Rotation:
                     f"It continues; call compact({name!r}) later to convert the remaining lines.")
             if disk.fresh or not os.path.exists(disk.path): return
             compact_renamed(disk.path)
-            if not (left := lines_left(disk.path)): return
+            if not (left := unconverted_bytes(disk.path)): return
             if left>4*compaction.most_bytes:
                 return self.note(f"{left>>20} MB of {name} are still JSON lines. compact({name!r}) converts them.")
             with disk.lock: self.rename_lines(disk)

@@ -17,7 +17,7 @@ from torchember.ground.messages import printable
 from torchember.ground.needs import pa, pq
 from torchember.store.columns import Missing, missing, none
 from torchember.store.compaction import lock_folder, sync_part_list, write_part_list
-from torchember.store.parts import (Layouts, Part, arrow_type, check_part, column_statistics, folder_of, free_column,
+from torchember.store.parts import (Layouts, Part, arrow_type, check_part, column_statistics, folder_of, unused_column_name,
     group_rows, row_groups, largest_exact, many_logs, part_file, part_in_progress, read_part_list, write_options)
 
 # %% ../../nbs/30_store/10_shared.ipynb #73e6ebae
@@ -122,8 +122,8 @@ class SharedFiles:
             self.layouts.known.setdefault(layout, len(self.layouts.known))
         names = list(dict.fromkeys(chain.from_iterable(self.layouts.keys())))
         self.kinds = {k: shared_kind(parts, k) or 'double' for k in names}
-        self.log = free_column('_torchember_log', names)
-        layout = free_column('_torchember_layout', [*names, self.log])
+        self.log = unused_column_name('_torchember_log', names)
+        layout = unused_column_name('_torchember_layout', [*names, self.log])
         header = dict(layout=layout, log=self.log, layouts=self.layouts.as_json(), kinds=self.kinds,
             run=logs[0].path.name)
         types = ({k: arrow_type(kind) for k,kind in self.kinds.items()}
@@ -207,9 +207,9 @@ def share_logs(lists):
         logs = [LogRows(p, t, i) for i,(p,t) in enumerate(lists.items())]
         files = SharedFiles(logs, folder_of(holder), os.listdir(folder_of(holder)))
         files.write(file_rows)
-        for log in logs: list_shared(log, files.made, int(holder.name.rpartition('.rank')[2]))
+        for log in logs: replace_by_shared_files(log, files.made, int(holder.name.rpartition('.rank')[2]))
 
-def list_shared(log, made, holder):
+def replace_by_shared_files(log, made, holder):
     "Replace a log's own Parquet parts by shared files in its list of parts, then delete the old files. `made`: files of `SharedFiles`."
     before = [p for p in log.listing['parts'] if 'holder' in p]
     new = shared_entries(made, log.listing['id'], holder, max(p['last'] for p in log.listing['parts']))

@@ -17,7 +17,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from ...ground.progress import waiting
-from ...measure.readers.numba import FINITE, ROOM, array_at, block, call, empty_row, integer, compile_cached, kernel, start_of, word
+from ...measure.readers.numba import FINITE, ROOM, array_at, block, call, empty_row, integer, compile_cached, kernel, initial_values_of_groups, word
 from ...measure.summary import length, wide, width
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3e1dbc80
@@ -36,7 +36,7 @@ def decode_number(address, first, letters):
     return n
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3585eccf
-def mode_of(b):
+def make_mode_functions(b):
     """Generate machine code to read and set the floating-point mode of this processor.
 
     Return the current mode, a function to set the mode, and the bits by which the processor treats subnormal numbers as zero."""
@@ -58,7 +58,7 @@ def reader(fmt):
     def call_loops(typing, x, n, how, row, desk):
         def generate_code(context, b, signature, arguments):
             x,n,how,row,desk = arguments
-            mode = mode_of(b)
+            mode = make_mode_functions(b)
             if mode:
                 was,set_mode,small_is_zero = mode
                 set_mode(b.and_(was, ir.Constant(was.type, ~small_is_zero)))
@@ -132,7 +132,7 @@ def custom_call_name(fmt:str) -> str:
 
 def row_by_kernel(x, wanted):
     "Return the summary row of a traced array, measured on the CPU by compiled numba loops. The dtype must be one of `formats`."
-    how = start_of(wanted)[0]
+    how = initial_values_of_groups(wanted)[0]
     out = jax.ShapeDtypeStruct((2*length(wanted),), np.uint32),jax.ShapeDtypeStruct((ROOM+8*min(x.size, block),),
         np.uint8)
     return jax.ffi.ffi_call(custom_call_name(x.dtype.name), out, custom_call_api_version=3, legacy_backend_config=encode_call(x.size, how))(x)[0]

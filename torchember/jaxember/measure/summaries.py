@@ -15,8 +15,8 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from ...measure.summary import bins, groups, index, length, merged_moments, moments, not_in_loops, no_elements
-from ...measure.summary import of_each, parts, parts_in, scalars, sums, width
+from ...measure.summary import bins, groups, index, length, merged_moments, moments, sums_not_in_loops, empty_summary
+from ...measure.summary import compute_named_sum, parts, parts_in, scalars, sums, width
 from ...ground.messages import warn
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #4b9d384d
@@ -35,7 +35,7 @@ def row_vectors(rows:np.ndarray, wanted=scalars) -> np.ndarray: # rows: array of
 def empty_rows(wanted=scalars, shape=()): # shape: shape of the array of rows
     "Return the summary rows of empty arrays. Used for branches that do not run, and as start values when a loop merges rows."
     wanted = ordered_groups(wanted)
-    empty = no_elements(wanted).view(np.uint32).tolist()
+    empty = empty_summary(wanted).view(np.uint32).tolist()
     i,row = lax.iota(np.uint32, len(empty)),None
     for x in sorted(set(empty)):
         where = [j for j,y in enumerate(empty) if x==y]
@@ -82,7 +82,7 @@ def row_by_operations(x, wanted):
     x = elements_as_float64(x)
     ok = jnp.isfinite(x)
     v = dict(count=x.size, nan=jnp.isnan(x).sum(), posinf=(x==math.inf).sum(), neginf=(x==-math.inf).sum())
-    v |= {p: of_each(p, x, jnp, ok) for p in parts_in(wanted) if sums[p].each}
+    v |= {p: compute_named_sum(p, x, jnp, ok) for p in parts_in(wanted) if sums[p].each}
     f,lo,hi = jnp.where(ok, x, 0.),v['min'],v['max']
     n = jnp.maximum(x.size-v['nan']-v['posinf']-v['neginf'], 1).astype(np.float64)
     mean = f.sum()/n
@@ -101,12 +101,12 @@ def row_by_operations(x, wanted):
     e = jnp.clip(e.astype(np.int32)-(1023-127), 0, bins-1)
     return row_of_parts(v, wanted, jnp.zeros(bins, np.int64).at[jnp.where(ok & (x!=0), e, bins)].add(1, mode='drop'))
 
-def with_other_values(row, x, wanted):
+def add_other_sums(row, x, wanted):
     "Add the sums that the compiled measuring loops do not compute to a summary row, and return the row."
-    todo = not_in_loops(wanted)
+    todo = sums_not_in_loops(wanted)
     if not todo or not x.size: return row
     v,x = lax.bitcast_convert_type(row.reshape(-1, 2), np.float64),elements_as_float64(x)
-    values = [of_each(p, x, jnp, jnp.isfinite(x)).astype(np.float64) for p in todo]
+    values = [compute_named_sum(p, x, jnp, jnp.isfinite(x)).astype(np.float64) for p in todo]
     v = v.at[np.array([index[p] for p in todo])].set(jnp.stack(values))
     return lax.bitcast_convert_type(v, np.uint32).reshape(-1)
 
@@ -128,7 +128,7 @@ def merged_parts(rows, wanted, axis):
 # A chunk of an array (128 rows of 256 numbers) fits into the processor's cache. Float32 sums of only 128 numbers have small rounding errors
 lanes,chunk = 256,1<<15
 
-def in_chunks(f, x):
+def apply_in_chunks(f, x):
     "Apply `f` to each chunk of a flat array, in float32. Return the stacked results of all full chunks, then the results of the rest."
     def apply_to_chunk(c, lanes=lanes): return f(c.reshape(-1, lanes).astype(np.float32))
     whole = x.size//chunk*chunk
@@ -141,7 +141,7 @@ def in_chunks(f, x):
 
 def totals(f, x):
     "Return the sums of a whole array in float64. `f` computes these sums for one chunk of the array."
-    return [sum(g.astype(np.float64).sum() for g in gs) for gs in zip(*in_chunks(f, x), strict=True)]
+    return [sum(g.astype(np.float64).sum() for g in gs) for gs in zip(*apply_in_chunks(f, x), strict=True)]
 
 def reduce_chunks(f, gs):
     "Reduce an array by `f`, such as a maximum: first each chunk of the array, then the results of all chunks."
@@ -174,7 +174,7 @@ def row_by_float32(x, wanted):
         "Return minimum, maximum and sums of a chunk. From these sums, the mean of the whole array is computed."
         sums,sizes = (r.sum(0), (r*r).sum(0), r.max(0), r.min(0)),jnp.abs(r)
         return (*sums, sizes.sum(0), sizes.min(0)) if 'absolute' in wanted else sums
-    s,q,hi,lo,*size = zip(*in_chunks(first_sums, x), strict=True)
+    s,q,hi,lo,*size = zip(*apply_in_chunks(first_sums, x), strict=True)
     s,q = (sum(g.astype(np.float64).sum() for g in gs) for gs in (s, q))
     hi,lo = reduce_chunks(jnp.max, hi),reduce_chunks(jnp.min, lo)
     big = jnp.maximum(-lo, hi)
@@ -217,8 +217,8 @@ def row_by_float32(x, wanted):
     if 'exponents' in wanted:
         counts = jnp.zeros(bins, np.int32 if n<1<<31 else np.int64).at[abs_bits(x.astype(np.float32))>>23].add(1, mode='promise_in_bounds').astype(np.float64)
         counts = counts.at[0].add(-zeros)
-    v |= {p: math.nan for p in not_in_loops(wanted)}
-    return with_other_values(row_of_parts(v, wanted, counts), x, wanted), right
+    v |= {p: math.nan for p in sums_not_in_loops(wanted)}
+    return add_other_sums(row_of_parts(v, wanted, counts), x, wanted), right
 
 def row_by_jax(x, wanted):
     "Compute the summary row of a CPU array by JAX operations. Used if numba is not installed."
@@ -261,7 +261,7 @@ def read_on_cpu(x, wanted):
     "Return the summary row of an array, computed by the compiled loops after a conversion to one of their number formats."
     if not x.size: return empty_rows(wanted)
     if jnp.issubdtype(x.dtype, jnp.complexfloating): x = jnp.abs(x.astype(np.complex128))
-    return with_other_values(kernel_module().row_by_kernel(x.astype(number_format(x.dtype)), wanted), x, wanted)
+    return add_other_sums(kernel_module().row_by_kernel(x.astype(number_format(x.dtype)), wanted), x, wanted)
 
 def number_format(d):
     "Return the number format to which arrays of a dtype are converted before the compiled loops measure them."

@@ -23,10 +23,10 @@ from .rows import JaxMeasured, ModuleNames, ModulePlaces, PlacedCalls, Taps, Ten
 from .spread import Spread
 from .states import StateRows
 from .twins import Summaries, named_scope
-from .watching import Watching
+from .watching import MeasuringTrace
 from ...measure.head import EVENT, TAP
 from ...measure.snapshot import Snapshot
-from ...recorder.row import watch_first_bad
+from ...recorder.row import warn_of_first_nonfinite
 from ...recorder.row_writer import StepLog
 from ...recorder.rows import LineMaker, last
 from ...store.base import now, user
@@ -36,7 +36,7 @@ from ...store.base import now, user
 class MeasuredStep:
     "Measurements of one step, which the device may still be computing or copying to the host."
     states:list # Measurements of parameters and optimizer states, from `StateRows.measured`
-    found:list # Measurements of module outputs, collected by the JAX trace `Watching`
+    found:list # Measurements of module outputs, collected by the JAX trace `MeasuringTrace`
     gradients:list # Measurements of the gradients of parameters, from `StateRows.measured`
     noted:list # Scalars that the user logged in this step, as dicts
     step:int # Number of the measured step
@@ -109,7 +109,7 @@ class StepRowMaker:
 # settings (`TagRequest`) -> paths of all modules that ran, even excluded ones. Kept because JAX traces a step only once
 paths_by_request = defaultdict(set)
 
-def every_of(when):
+def interval_of_schedule(when):
     "Return n for the schedule `every(n)`, which records every n-th step. Return 1 for other schedules."
     m = re.fullmatch(r'every\((\d+)\)', str(when))
     return int(m[1]) if m else 1
@@ -188,7 +188,7 @@ def check_not_inside_jax(f, running, below): # running: True inside `intercept`;
         raise RuntimeError(f"intercept({function_name(f)}, ...) is called inside of a step that is being intercepted already. "
             "Call intercept once for each step, outside of the step.")
     with take_current_trace() as t: inside = not isinstance(t, type(below))
-    if isinstance(t, Watching):
+    if isinstance(t, MeasuringTrace):
         raise RuntimeError(f"intercept({function_name(f)}, ...) is called inside a step of another tracker. Use only one tracker in a step.")
     if inside:
         raise RuntimeError(f"intercept is called inside of jit, grad or another function of JAX. Call intercept outside: "
@@ -225,11 +225,11 @@ class JaxRecorder:
         self.reporter = RunReporter(t, asks, self.display, self.spread)
         self.when,self.asks,self.step,self.attention = when,asks,first_step,attention
         self.is_open,self.current,self.notes = True,OpenStep(),None # notes: `TagNote`s, which describe the latest measurements
-        self.places,self.watching = ModulePlaces(self.warn),Watching(measure, every_of(when), self.warn,
+        self.places,self.watching = ModulePlaces(self.warn),MeasuringTrace(measure, interval_of_schedule(when), self.warn,
             self.spread, agreement.trouble if agreement else None)
         self.states = StateRows(measure, tracked, asks, self.places, agreed, self.spread)
         self.rows = StepRowMaker(measure, names, self.display, self.places, keep)
-        watch_first_bad(t.file)
+        warn_of_first_nonfinite(t.file)
 
     on = property(lambda self: self.is_open and self.when(self.step), doc="True if the open step is recorded.")
     t = property(lambda self: self.reporter.log.t, doc="`emberTracker` that writes the run")
@@ -271,12 +271,12 @@ class JaxRecorder:
         "End the step. Return (number of the step, True if the step was recorded). The arguments are trees of arrays, or None."
         n,seen = self.step,self.on
         if seen:
-            self.states.at_end(gradients)
+            self.states.measure_gradients_at_end(gradients)
             self.close(True, self.states.rates(model_state, optimizer_state))
         self.step += 1
         self.current.ran = False
-        if self.on: self.states.at_begin(model_state, optimizer_state)
-        if odd := self.states.agreed.take_differences(): self.reporter.report_other_trees(odd)
+        if self.on: self.states.measure_parameters_at_begin(model_state, optimizer_state)
+        if odd := self.states.agreed.pop_differences(): self.reporter.report_other_trees(odd)
         return n, seen
 
     def add_scalars(self, numbers):
@@ -286,7 +286,7 @@ class JaxRecorder:
     def close(self, over, rates=None):
         "Pass the measurements of the step that ends now to the writer thread, to write the measurements to the log."
         whole = self.states.has_all_gradients
-        found,(first,last),noted = self.watching.take_measurements(),self.states.take_measurements(),self.current.noted
+        found,(first,last),noted = self.watching.pop_measurements(),self.states.pop_measurements(),self.current.noted
         new = [s.key.where for f in found if f.notes is not self.notes for s in f.notes]
         self.places.find_paths([w.model for w in new])
         # learn module names from notes, because JAX does not run the Python code of a function that was already traced

@@ -16,7 +16,7 @@ import numpy as np
 from ..capture.modules import Place
 from ..capture.tags import of_losses
 from ..measure.attention import columns_of_head
-from .twins import ProgramMeasurements, Loop, tree_from
+from .twins import ProgramMeasurements, Loop, rebuild_statistic
 from ...measure.head import SHAPE, dtype_number, head_width
 from ...recorder.rows import Measured
 
@@ -269,7 +269,7 @@ class PlacedCalls:
         if not found or not all(map(has_fixed_rows, found)): return self.one_by_one(found)
         notes = [f.notes for f in found]
         if len(notes)!=len(self.notes) or not all(a is b for a,b in zip(notes, self.notes, strict=True)):
-            each = [*map(numbers_of_rows, found, np.cumsum([0, *(f.arrays[0].shape[0] for f in found)]).tolist())]
+            each = [*map(replace_rows_by_indices, found, np.cumsum([0, *(f.arrays[0].shape[0] for f in found)]).tolist())]
             places = without_attention(number_calls(each, self.placed))
             self.notes,self.tensors,self.at = notes,[tensor_of_tag(*n[:-1]) for n in places],[int(n[-1][0][0]) for n in places]
         rows = [np.asarray(f.arrays[0]) for f in found]
@@ -278,7 +278,7 @@ class PlacedCalls:
     def one_by_one(self, found):
         "Return the `Tensor`s of a step and their measurements, for a step whose programs differ from those of the last step."
         got = without_attention(number_calls(found, self.placed))
-        own = [pieces[0] if s.form=='given' else tree_from(s.form, pieces) for s,*_,pieces in got if s.form is not None]
+        own = [pieces[0] if s.form=='given' else rebuild_statistic(s.form, pieces) for s,*_,pieces in got if s.form is not None]
         return [tensor_of_tag(*n[:-1]) for n in got], own or np.array([pieces[0] for *_,pieces in got])
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #d5231470
@@ -302,7 +302,7 @@ def attention_rows(found, placed) -> tuple:
         columns += [columns_of_head(w, queries, keys) for w in words]
     return tensors, columns
 
-def numbers_of_rows(found, first):
+def replace_rows_by_indices(found, first):
     "Return a copy of the measurements in which an index replaces each summary row. The copy serves to find the order of the rows in the log."
     rows = np.arange(first, first+found.arrays[0].shape[0])[:, None]
     return replace(found, shapes=tuple((*shape[:-1], 1) for shape in found.shapes), arrays=[rows, *found.arrays[1:]])

@@ -36,7 +36,7 @@ class ExpectedTrees:
         self.reported.add(what)
         self.odd.append(f'{what} ({list_first_two(given)} instead of {list_first_two(known)})')
 
-    def take_differences(self):
+    def pop_differences(self):
         "Return the differences found since the last call, as texts, for a warning. Each argument of `step` is reported only once."
         odd,self.odd = self.odd,[]
         return odd
@@ -83,7 +83,7 @@ class StateRows:
         # tuple (names in the optimizer state, dict: name of a learning rate -> its position in these names)
         self.rates_of = None
 
-    def at_begin(self, model_state, optimizer_state):
+    def measure_parameters_at_begin(self, model_state, optimizer_state):
         "Measure parameters and optimizer states at the beginning of a step."
         whole = isinstance(model_state, dict) or is_train_state(model_state)
         some,both = [],whole and 'optimizer_state' not in self.tracked and is_training(model_state)
@@ -98,7 +98,7 @@ class StateRows:
             some.append((*of, lambda kind: 'optimizer'))
         self.first = self.measured('states', *some)
 
-    def at_end(self, gradients):
+    def measure_gradients_at_end(self, gradients):
         "Measure the gradients at the end of a step."
         if gradients is None or 'gradients' not in self.tracked: return
         of = self.named['gradients'](gradients, 'gradients', 'grad', self.known)
@@ -136,7 +136,7 @@ class StateRows:
         found.start_copy()
         return [(what, todo, found)]
 
-    def take_measurements(self):
+    def pop_measurements(self):
         "Return the measurements made at the beginning and at the end of the step, and clear both lists."
         out,self.first,self.last = (self.first, self.last),[],[]
         return out

@@ -71,7 +71,7 @@ class UserStatistic:
     def empty_measurement(self, piece): return jnp.zeros(piece.shape, piece.dtype)
     def merge_two(self, one, two): return two
 
-def tree_from(form, pieces):
+def rebuild_statistic(form, pieces):
     "Rebuild the dict that a user's statistic has returned. `form`: structure of the dict. `pieces`: the arrays in the dict."
     tree,fixed,arrays = form
     pieces = iter(pieces)
@@ -211,7 +211,7 @@ def unspecified():
     e, = jax.make_jaxpr(jax.jit(lambda x: x))(0.).eqns
     return e.params['out_shardings'][0], e.params['out_layouts'][0]
 
-def with_more_outputs(params, twin, n:int, sharding=None) -> dict: # n: number of additional outputs
+def add_jit_outputs(params, twin, n:int, sharding=None) -> dict: # n: number of additional outputs
     "Return the parameters of a `jit` operation that runs `twin`: the original program with measurements as `n` additional outputs."
     free,layout = unspecified()
     return {**params, 'jaxpr': twin, 'out_shardings': (*params['out_shardings'], *[sharding or free]*n),
@@ -221,7 +221,7 @@ def measure_jit(self, e, vals):
     "Run a `jit` operation inside a JAX program, and measure its tagged values. Return outputs, measurement arrays, and their `TagNote`s."
     twin,notes = self.instrument(e.params['jaxpr'])
     n = len(e.outvars)
-    out = e.primitive.bind(*vals, **with_more_outputs(e.params, twin, len(twin.out_avals)-n))
+    out = e.primitive.bind(*vals, **add_jit_outputs(e.params, twin, len(twin.out_avals)-n))
     return out[:n], out[n:], notes
 
 def measure_checkpoint(self, e, vals):
@@ -247,7 +247,7 @@ def measure_scan(self, e, vals):
     n = len(e.outvars)
     k = scan_stride(self, e.params, twin.out_avals[n:])
     loop = Loop(next(loops), k, k>1 or trains(e.params['jaxpr'].jaxpr))
-    out = (e.primitive.bind(*vals, **scan_with_more(e.params, twin)) if k==1
+    out = (e.primitive.bind(*vals, **add_scan_outputs(e.params, twin)) if k==1
         else scan_every_kth(self, e.params, vals, twin, k))
     return out[:n], out[n:], [s.add_axis(loop) for s in notes]
 
@@ -256,7 +256,7 @@ def constants_and_carried(params):
     if 'num_carry' in params: return params['num_consts'], params['num_carry']
     return tuple(map(len, params['ft_in'].unpack()[:2])) # newer versions of JAX store trees, so count their items
 
-def scan_with_more(params, twin):
+def add_scan_outputs(params, twin):
     "Return the parameters of a `scan` with the body `twin`: the original body with measurements as further outputs."
     n = constants_and_carried(params)[1]
     return {**params, 'jaxpr': twin, **form_of_outputs(n, len(twin.out_avals)-n)}
@@ -443,12 +443,12 @@ class ProgramMeasurements:
             lead = pieces[s.at[0]].shape[:len(s.axes)] if s.at else ()
             some = []
             for i in np.ndindex(*lead):
-                if all((c==v if v is not None else c>0) for p,v in s.when for c in [count_in(pieces[p], i)]):
+                if all((c==v if v is not None else c>0) for p,v in s.when for c in [count_measurements(pieces[p], i)]):
                     some.append((i, [pieces[p][i] for p in s.at]))
             yield s, some
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #14dbd9a4
-def count_in(counts, i):
+def count_measurements(counts, i):
     "Return the number of measurements of a value in one iteration. `i`: number of the iteration in each of the nested loops."
     return counts[i[:counts.ndim]]
 
@@ -477,7 +477,7 @@ class MeasuredJit:
         # warnings to show before the program runs, such as about a loop with too many measurements
         self.lost,self.warnings = evaluation.lost,[*evaluation.warnings.values()]
         everywhere = NamedSharding(mesh, PartitionSpec()) if mesh is not None else None
-        self.params = with_more_outputs(params, twin, len(twin.out_avals)-self.n, everywhere)
+        self.params = add_jit_outputs(params, twin, len(twin.out_avals)-self.n, everywhere)
         # `Scope` of the calling module -> `TagNote`s with the module paths for this caller
         self.within = {None: tuple(s.within(None) for s in self.notes)}
 

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['counters32', 'counters64', 'blocks32', 'blocks64', 'count', 'best_window', 'count_arrays', 'counters', 'quick_mean',
-           'end_address', 'mean_by_parts', 'on_blocks']
+           'end_address', 'mean_by_parts', 'compile_block_functions']
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #70d151c8
 import ctypes, inspect, itertools, math, os, sys, threading, zlib
@@ -20,7 +20,7 @@ from numba.cpython.unsafe.numbers import trailing_zeros
 from numba.extending import intrinsic
 
 from ..head import CALL, CALLS, CODE, EVENT, HEADS, HOW, LIKE, NEXT, ROWS, LAID, WORK, address_of, head_width, short
-from ..summary import bins, fast, index, merge, no_elements, parts, wide, width
+from ..summary import bins, fast, index, merge, empty_summary, parts, wide, width
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #592ba82c
 # flags of the groups of sums to compute, besides minimum, maximum, mean and variance
@@ -414,7 +414,7 @@ def mean_by_parts(v):
     return mean
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #c7ab6906
-def on_blocks(of, infinity, find, counters):
+def compile_block_functions(of, infinity, find, counters):
     """Return two compiled functions: `add_block` adds a block of floats to a summary vector, `finish` completes the vector.
 
     `of`: integer dtype of the bits. `infinity`: bits of infinity. In the functions, `v` are the floats of a block, and `k` their bits as
@@ -490,7 +490,7 @@ def on_blocks(of, infinity, find, counters):
 
     return add_block, finish
 
-blocks32,blocks64 = on_blocks(np.int32, 0x7f800000, find32, counters32),on_blocks(np.int64, 0x7ff<<52, find64, counters64)
+blocks32,blocks64 = compile_block_functions(np.int32, 0x7f800000, find32, counters32),compile_block_functions(np.int64, 0x7ff<<52, find64, counters64)
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #517892ca
 @njit(nogil=True)
@@ -532,7 +532,7 @@ def gather(x, start, n, sizes, strides, to):
         done += m
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #efc66a2d
-def on_memory(blocks, work, widen=None):
+def compile_memory_reader(blocks, work, widen=None):
     "Compile a function that measures a tensor block by block. `widen`: function that converts a block to the dtype `work`, or None."
     (add_block,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
 
@@ -568,8 +568,8 @@ def on_memory(blocks, work, widen=None):
     f.__qualname__ += f'_{work.__name__}_{widen and widen.__name__}'
     return njit(nogil=True)(f)
 
-through_float32,through_float64 = on_memory(blocks32, np.float32),on_memory(blocks64, np.float64)
-through_bfloat16,through_float16 = on_memory(blocks32, np.float32, from_bfloat16),on_memory(blocks32, np.float32, from_float16)
+through_float32,through_float64 = compile_memory_reader(blocks32, np.float32),compile_memory_reader(blocks64, np.float64)
+through_bfloat16,through_float16 = compile_memory_reader(blocks32, np.float32, from_bfloat16),compile_memory_reader(blocks32, np.float32, from_float16)
 
 def converting(blocks, work, name):
     "Compile a function that reads contiguous integers, and converts them to the float dtype `work`. `name`: name of the integer dtype."
@@ -613,7 +613,7 @@ def source_checksum(*names):
 # numba's cache detects changes in the file of a function, but not in other files that its machine code depends on
 # outdated machine code could write to wrong addresses, so names in the cache contain a checksum of the list of sums
 # these names also contain a checksum of the sources at import, because a file may change before the compilation
-layout_checksum = zlib.crc32(' '.join(parts).encode()) ^ source_checksum(*(f.__module__ for f in (address_of, no_elements)), __name__)
+layout_checksum = zlib.crc32(' '.join(parts).encode()) ^ source_checksum(*(f.__module__ for f in (address_of, empty_summary)), __name__)
 
 def name_in_cache(function, more=0):
     "Return a name for a function in numba's cache on disk. The name changes with the source code. `more`: checksum of further sources."
@@ -666,9 +666,9 @@ class WorkSpace(threading.local):
 desk = WorkSpace()
 
 @cache
-def start_of(wanted):
+def initial_values_of_groups(wanted):
     "Return the sum of the flags of the groups in `wanted`, the summary vector before any element is read, and the vector's length."
-    v = no_elements(wanted)
+    v = empty_summary(wanted)
     v[FINITE] = 0
     return sum(f for f,g in zip(flags, ('absolute', 'higher', 'powers', 'exponents'), strict=True) if g in wanted), v, len(v)
 
@@ -676,7 +676,7 @@ def read_at(address, n, fmt, wanted=('basic',), sizes=(), strides=()) -> np.ndar
     """Return the summary vector of `n` numbers at an address.
 
     `sizes`, `strides`: dimensions of a tensor with gaps in memory, in elements."""
-    how,start,length = start_of(wanted)
+    how,start,length = initial_values_of_groups(wanted)
     out,(to,*lists,room) = desk.out,desk.at
     out[:length] = start
     if sizes: desk.sizes[:len(sizes)],desk.strides[:len(sizes)] = sizes,strides
@@ -740,7 +740,7 @@ def prepare_cursor(tap, fmt, wanted=('basic',)):
 
     Return the compiled function to measure them into rows.
     """
-    tap[HOW],tap[CODE],tap[WORK] = start_of(wanted)[0],kernel(fmt)[0],address_of(shared_work_space)
+    tap[HOW],tap[CODE],tap[WORK] = initial_values_of_groups(wanted)[0],kernel(fmt)[0],address_of(shared_work_space)
     return row_writer()
 
 def load(fmt):

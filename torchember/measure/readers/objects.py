@@ -238,7 +238,7 @@ def is_negated(run, x):
     return got!=load(run+8*FALSE)
 
 @njit
-def number_in(o, name):
+def read_int_attribute(o, name):
     "Return the attribute `name` of an object as an integer, or -1 if the object has no such attribute."
     v = get_attribute(o, name)
     if v==0:
@@ -261,7 +261,7 @@ def known_row(run, entry, x, tap, version, at):
     if row==0 or number_at(tuple_item(entry, 1))!=version or number_at(tuple_item(entry, 2))!=at: return 0
     measured,groups = tuple_item(entry, 3),load(tap+8*GROUPS)
     if measured!=groups and compare(groups, measured, LE)!=1: return 0
-    turn = number_in(tuple_item(entry, 5), load(run+8*TURN))
+    turn = read_int_attribute(tuple_item(entry, 5), load(run+8*TURN))
     return row if turn==number_at(tuple_item(entry, 6)) else 0
 
 @njit
@@ -320,7 +320,7 @@ def write_row(run, x, tap, call, to, kept=True):
     n = describe(run, x, cursor, to)
     if n<0 or load(cursor+8*NEXT)>=load(cursor+8*LAID) or is_negated(run, x): return False
     use_shape(run, tap, to)
-    at,version = load(to),number_in(x, load(run+8*VERSION))
+    at,version = load(to),read_int_attribute(x, load(run+8*VERSION))
     source,key = at,0
     if version>=0:
         key = new_number(x)
@@ -458,7 +458,7 @@ def add_time(run, since):
     store(run+8*SPENT, load(run+8*SPENT)+ticks(run)-since)
 
 @njit
-def set_number(o, name, n):
+def set_int_attribute(o, name, n):
     "Set the attribute `name` of an object to the integer `n`."
     v = new_number(n)
     if set_attribute(o, name, v)!=0: clear_error()
@@ -468,7 +468,7 @@ def set_number(o, name, n):
 def number_of_call(run, state):
     "Count a new call of a module, and return its number. Compiled version of `ModuleState.number`."
     was,now,n = get_attribute(state, load(run+8*PASS_)),load(run+8*PASS),0
-    if was==now or compare(was, now, EQ)==1: n = number_in(state, load(run+8*NUMBERS))
+    if was==now or compare(was, now, EQ)==1: n = read_int_attribute(state, load(run+8*NUMBERS))
     else:
         set_attribute(state, load(run+8*PASS_), now)
         pending,counts = get_attribute(state, load(run+8*PENDING)),new_dict()
@@ -476,7 +476,7 @@ def number_of_call(run, state):
         decref(pending)
         decref(counts)
     decref(was)
-    set_number(state, load(run+8*NUMBERS), n+1)
+    set_int_attribute(state, load(run+8*NUMBERS), n+1)
     return n
 
 @njit
@@ -585,7 +585,7 @@ def enter_call(plan, args, kwargs, start):
     else:
         # another thread may have begun a pass, or ended the recording, while Python code measured a tensor
         if not is_plain(run): return OTHER
-        call = number_in(state, load(run+8*NUMBERS))-1
+        call = read_int_attribute(state, load(run+8*NUMBERS))-1
     if load(plan+8*ARGS)==0: n = -1
     if n==0: n = find_tensors(run, load(plan+8*ARGS), address(args), frames, out, n)
     if n>=0: n = find_tensors(run, load(plan+8*KWARGS), address(kwargs), frames, out, n)
@@ -640,7 +640,7 @@ def leave_call(plan, result, start):
     if not is_plain(run): return UNPLANNED if start<0 else OTHER
     began,to,n = ticks(run),room(),-1
     frames,out = to+64,to+64+8*frame*most_depth
-    call = pop(run, plan) if start<0 else number_in(load(run+8*HERE), load(run+8*CALL))
+    call = pop(run, plan) if start<0 else read_int_attribute(load(run+8*HERE), load(run+8*CALL))
     if start<0:
         if call<0: return UNPLANNED
         start = 0

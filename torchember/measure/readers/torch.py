@@ -13,7 +13,7 @@ import torch
 
 from ..devices import widest
 from ..elements import as_array, as_float64, narrow, piece
-from ..summary import index, merge, no_elements, of_each, parts, parts_in, sums, width
+from ..summary import index, merge, empty_summary, compute_named_sum, parts, parts_in, sums, width
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0015
 def read_float64(x, wanted) -> np.ndarray:
@@ -54,7 +54,7 @@ def basic_vector(n, mean, m2, lo, hi, nans=0, posinf=0, neginf=0):
     return np.array((n, mean, m2, nan, nan, nan, lo, hi, nan, nan, nans, posinf, neginf, nan, nan, *others))
 
 nan,others = math.nan,(math.nan,)*(width-15)
-np.testing.assert_array_equal(basic_vector(0, 0, 0, math.inf, -math.inf), no_elements(('basic',)))
+np.testing.assert_array_equal(basic_vector(0, 0, 0, math.inf, -math.inf), empty_summary(('basic',)))
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0019
 # number of elements that are summed in float32. Their sums are then added in float64, which limits rounding errors
@@ -95,15 +95,15 @@ cached = 1<<15 # number of elements that are read at once in float64: 256 KB, wh
 
 def read_cpu(x, wanted=('basic',)) -> np.ndarray:
     "Return the summary vector of a flat CPU tensor. Read the tensor in pieces, to fit the processor's cache."
-    if not x.numel(): return no_elements(wanted)
+    if not x.numel(): return empty_summary(wanted)
     if 'exponents' in wanted: return with_exponents(x, wanted)
     with np.errstate(all='ignore'):
         fast = wanted==('basic',) and x.numel()>=row and (x.dtype is torch.float32 or x.dtype in narrow)
-        if fast: got = [v for p in x.split(stretch) for v in read_stretch(p)]
+        if fast: got = [v for p in x.split(stretch) for v in read_cpu_piece(p)]
         else: got = [read_float64(as_float64(p), wanted) for p in ((x,) if x.numel()<=cached else x.split(cached))]
     return got[0] if len(got)==1 else merge(np.stack(got))
 
-def read_stretch(p):
+def read_cpu_piece(p):
     "Return summary vectors of a piece of at most `stretch` elements, with the group 'basic': one by float32 sums, or several by float64 sums."
     v = read_float32(as_array(p.float()))
     return [read_float64(as_float64(c), ('basic',)) for c in p.split(cached)] if v is None else [v]
@@ -111,7 +111,7 @@ def read_stretch(p):
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a001e
 def with_exponents(x, wanted):
     "Return the summary vector of a flat CPU tensor, including the counts of its exponents."
-    v = no_elements(wanted)
+    v = empty_summary(wanted)
     v[:width] = read_cpu(x, tuple(g for g in wanted if g!='exponents'))
     if 'absolute' not in wanted: v[index['zeros']] = 0
     for p in x.split(piece):
@@ -143,7 +143,7 @@ def read_device(x, wanted=('basic',)) -> torch.Tensor:
         return torch.full((), value, dtype=to, device=x.device)
     # for an empty tensor, fill the vector on the device, because a copy from the host would wait for the device
     if not len(x):
-        v = no_elements(wanted)
+        v = empty_summary(wanted)
         return torch.cat([torch.stack([full(float(a)) for a in v[:width]]), torch.zeros(len(v)-width, dtype=to, device=x.device)])
     if x.is_complex(): x = (x if to is torch.float32 else x.to(torch.complex128)).abs()
     d = x.to(to)
@@ -151,7 +151,7 @@ def read_device(x, wanted=('basic',)) -> torch.Tensor:
     n,z = ok.sum().to(to),full(0.)
     f = torch.where(ok, d, z)
     v = dict(count=full(len(x)), nan=torch.isnan(d).sum(), posinf=torch.isposinf(d).sum(), neginf=torch.isneginf(d).sum())
-    v |= {p: of_each(p, d, torch, ok) for p in parts_in(wanted) if sums[p].each}
+    v |= {p: compute_named_sum(p, d, torch, ok) for p in parts_in(wanted) if sums[p].each}
     # if all elements are equal, use this number as mean, because a computed mean is rounded
     mean = torch.where(v['min']==v['max'], v['min'], f.sum()/n.clamp(min=1))
     c = torch.where(ok, d-mean, z)

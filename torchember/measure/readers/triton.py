@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from ...ground.messages import warn
-from ..devices import on, stream_of, to_device, undisturbed
-from ..self_check import first_wrong, run_checks
-from ..summary import fast, index, length, not_in_loops, of_each, sums, width
+from ..devices import on, stream_of, to_device, without_torch_modes
+from ..self_check import find_reader_mistake, run_checks
+from ..summary import fast, index, length, sums_not_in_loops, compute_named_sum, sums, width
 
 try:
     import triton
@@ -464,7 +464,7 @@ def _kernel(x, out, jobs, n, between, tensors, rows, step, part, apart, counters
 # number of programs (thread blocks) that is enough to keep a large GPU busy
 programs = 2048
 
-def span_of(blocks):
+def blocks_per_program(blocks):
     "Return how many blocks one program reads, given the total number of blocks."
     return min(max(blocks//programs, 1), 64, tile)
 
@@ -544,7 +544,7 @@ class StreamMemory:
         x = self.tensors.get(name)
         if x is None or len(x)<n:
             if x is not None: self.old.append(x)
-            with undisturbed(self.device.type), torch.inference_mode(False):
+            with without_torch_modes(self.device.type), torch.inference_mode(False):
                 x = self.tensors[name] = torch.zeros(max(256, 1<<(n-1).bit_length()), dtype=dtype, device=self.device)
             memory_version.advance()
         return x
@@ -636,12 +636,12 @@ def chosen_stream(device):
 
 def add_torch_expressions(x, wanted, row):
     "Compute sums without a kernel by torch operations. Write them into `row`, the row of `x`."
-    todo = {p: None for p in not_in_loops(wanted)}
+    todo = {p: None for p in sums_not_in_loops(wanted)}
     for d in x.reshape(-1).split(1<<24) if todo else ():
         d = d.double()
         ok = torch.isfinite(d)
         for p in todo if len(d) else ():
-            new = of_each(p, d, torch, ok)
+            new = compute_named_sum(p, d, torch, ok)
             todo[p] = new if todo[p] is None else dict(sum=torch.add, min=torch.minimum, max=torch.maximum)[sums[p].merge](todo[p], new)
     for p,value in todo.items(): row.data[index[p]] = sums[p].nothing if value is None else value
 
@@ -652,7 +652,7 @@ class TensorLaunch:
     def __init__(self, n, dtype, device, wanted, per=None):
         self.n,self.dtype,self.device,self.wanted = n,dtype,device,wanted
         k = max(divide_up(n, blocks[dtype]), 1)
-        self.span = span_of(k)
+        self.span = blocks_per_program(k)
         self.per = min(per or tile, tile//self.span)
         self.blocks,self.programs,self.groups = (int(a) for a in cut_tensors(k*blocks[dtype], blocks[dtype], self.span, self.per))
         self.keys = [kernel_key(dtype, device, wanted, n, aligned) for aligned in (False, True)]
@@ -677,7 +677,7 @@ class TensorLaunch:
     def first(self, x, rows, i, stream, aligned):
         "Prepare the kernel arguments, and launch the kernel. Needed for the first launch, and after work memory was reallocated or exchanged."
         memory = memory_of(self.device, stream)
-        with undisturbed(self.device.type):
+        with without_torch_modes(self.device.type):
             args = *memory.arguments(self.dtype, self.wanted, self.blocks, self.groups), self.span, self.per
             # a placeholder, because the kernel does not use the argument `jobs` for a single tensor
             jobs = memory.get('jobs', 1, torch.int64)
@@ -713,7 +713,7 @@ def plan(tensors, dtype, device, stream=0) -> tuple:
     multiples of 16."""
     where,sizes,to = (np.array(a, dtype=np.int64) for a in zip(*tensors, strict=True))
     B = blocks[dtype]
-    span = span_of(int(np.maximum(divide_up(sizes, B), 1).sum()))
+    span = blocks_per_program(int(np.maximum(divide_up(sizes, B), 1).sum()))
     per = tile//span
     k,programs,groups = cut_tensors(sizes, B, span, per)
     whose = np.repeat(np.arange(len(k)), programs)
@@ -733,7 +733,7 @@ def read_list(xs, wanted, out, to=None):
             jobs,k,groups,span,per,aligned = plan(tuple((x.data_ptr(), x.numel(), i) for x,i in same), dtype, device, stream)
             args = *memory_of(device, stream).arguments(dtype, wanted, k, groups, len(same)), span, per
             launch(same[0][0], out, jobs, out.stride(0), len(jobs), stream, args, 0, len(same), tuple(wanted), aligned)
-        for x,i in zip(xs, to, strict=True) if not_in_loops(wanted) else (): add_torch_expressions(x, wanted, out[i])
+        for x,i in zip(xs, to, strict=True) if sums_not_in_loops(wanted) else (): add_torch_expressions(x, wanted, out[i])
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #3f1c7a11
 patience = 30. # seconds that a test of the kernels waits for Triton's compiler
@@ -761,7 +761,7 @@ def first_mistake(device, dtype, wanted):
     "Test the kernels for a dtype on a device. Return the first mistake, '' if there is none."
     def check(way):
         "Test the reader returned by `way(device)`. Return its first mistake, '' if there is none."
-        with on(device): return first_wrong(way(device), dtype, wanted, blocks[dtype], 1e-6)
+        with on(device): return find_reader_mistake(way(device), dtype, wanted, blocks[dtype], 1e-6)
     return run_checks(lambda: check(single_reader), lambda: check(lambda device: single_reader(device, 1)), lambda: check(list_reader), patience=patience)
 
 def reads(dtype, wanted, device) -> bool:

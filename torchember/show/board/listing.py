@@ -11,7 +11,7 @@ from secrets import token_hex
 from socket import gethostname
 from time import time
 
-from ...frames.handle import has_orphan_box, log_files, older_runs, open_run, rank_pattern, read_facts
+from ...frames.handle import may_have_orphan_box, log_files, older_runs, open_run, rank_pattern, read_base_metadata
 from ...frames.listing import group_ranks, runs_without_log
 from .some_steps import run_of_steps, spaced_steps
 from ..findings import shorten_sentence
@@ -32,7 +32,7 @@ def run_state(about:dict, base:dict, written:float=0.) -> str:
 # %% ../../../nbs/62_board/10_listing.ipynb #de82b0ce
 def recover_rows(place):
     "Recover rows of dead processes from black boxes (files of recent steps). Use a new process, because the board imports no torch."
-    if is_url(place) or not has_orphan_box(place/'box'): return
+    if is_url(place) or not may_have_orphan_box(place/'box'): return
     program = 'import sys; from torchember.recorder.recovery import recover_all; recover_all(sys.argv[1])'
     env = {**os.environ, 'PYTHONPATH': os.pathsep.join(p for p in sys.path if p)}
     subprocess.run([sys.executable, '-c', program, str(place)], stdin=subprocess.DEVNULL, capture_output=True,
@@ -98,7 +98,7 @@ class Listing:
         last = sum(same)/len(same) if same else None # mean loss of the ranks whose loss is finite, or None
         causes = first.findings.causes if first else []
         bad = next((shorten_sentence(log.trouble, 200) for log in logs if log.first_bad), None)
-        state = run_state(about, read_facts(first.name, self.place/'data')[0], first.written) if first else 'ended'
+        state = run_state(about, read_base_metadata(first.name, self.place/'data')[0], first.written) if first else 'ended'
         errors,warnings = ([f for f in causes if f['severity']==s] for s in ('error', 'warning'))
         sentences = [*(shorten_sentence(f['text'], 200) for f in errors), *([bad] if bad else []),
             *(shorten_sentence(f['text'], 200) for f in warnings)]

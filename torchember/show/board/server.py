@@ -109,17 +109,17 @@ class Guard:
         return None if hmac.compare_digest(given.encode(), self.token) else no_token
 
     async def __call__(self, scope, receive, send):
-        async def safely(message):
+        async def send_with_headers(message):
             "Send a message with the safety headers of the board."
             if message['type']=='http.response.start':
                 message = {**message, 'headers': [*message.get('headers', ()), *self.headers]}
             await send(message)
         if scope['type']=='lifespan': return await self.app(scope, receive, send)
         if scope['type']!='http': return # websockets are ignored, because the board does not use them
-        if why := self.refusal(scope): return await respond(why, 403, 'text/plain')(scope, receive, safely)
+        if why := self.refusal(scope): return await respond(why, 403, 'text/plain')(scope, receive, send_with_headers)
         # drop a prefix of the path, which a proxy may have added
         last = '/'+scope['path'].rpartition('/')[2]
-        await self.app({**scope, 'path': last, 'raw_path': last.encode(), 'root_path': ''}, receive, safely)
+        await self.app({**scope, 'path': last, 'raw_path': last.encode(), 'root_path': ''}, receive, send_with_headers)
 
 # %% ../../../nbs/62_board/20_server.ipynb #e106b13b
 class Board:
@@ -182,7 +182,7 @@ class Board:
         from starlette.applications import Starlette
         from starlette.routing import Route
         @asynccontextmanager
-        async def life(app):
+        async def run_lifespan(app):
             "Start making a small example page. When the server stops, end the event streams and close the log files."
             self.ends,self.one,self.reading = asyncio.Event(),asyncio.Lock(),asyncio.Lock()
             # make a small page in the background: this imports all Python modules, so that the first real page comes faster
@@ -193,7 +193,7 @@ class Board:
             self.listing.close()
         handlers = {'/': self.get_start_page, '/run': self.get_run, '/events': self.stream_events}
         routes = [Route(path, f, methods=['GET']) for path,f in handlers.items()]
-        return Guard(Starlette(routes=routes, lifespan=life), self.token, self.policy, self.hosts)
+        return Guard(Starlette(routes=routes, lifespan=run_lifespan), self.token, self.policy, self.hosts)
 
 # %% ../../../nbs/62_board/20_server.ipynb #371f0209
 def make_server(b):

@@ -12,11 +12,11 @@ from collections import deque
 import numpy as np
 
 from ...ground.not_finite import counts, has_nonfinite
-from ...ground.record import beside_training, computed_in, line_of, load_row, restore
-from ...frames.handle import read_facts
+from ...ground.record import beside_training, builtin_scalar_name, line_of, load_row, restore
+from ...frames.handle import read_base_metadata
 from ...frames.listing import is_running, try_describe_log
 from ..findings import OpenFindings
-from ..run_summary import trouble_sentence
+from ..run_summary import nonfinite_sentence
 from ...sinks.sink import logged_numbers, built_in_columns
 from ...store.anywhere import open_regular
 from ...store.lines import is_step, longest_line
@@ -161,7 +161,7 @@ def part_rows_at(part, at):
     return [r for r in rows if is_step(r.get('step')) and isinstance(r.get('ttype'), str)]
 
 # %% ../../../nbs/60_show/91_following.ipynb #6d9e8e06
-class Spark:
+class Sparkline:
     "Curve of at most 127 points for any number of values. Each point is the mean of equally many values."
     most = 64 # at 128 points, neighboring points are merged in pairs, so that 64 points are left
     def __init__(self):
@@ -272,7 +272,7 @@ class FollowedLog:
                 self.first_bad = {**row, 'path': str(row.get('path', path_of(str(row.get('module', '')))))}
             return
         numbers = logged_numbers(row, built_in_columns) if row['ttype']=='scalar' else None
-        for k,v in (numbers or {}).items(): self.numbers.setdefault(k, Spark()).add(v)
+        for k,v in (numbers or {}).items(): self.numbers.setdefault(k, Sparkline()).add(v)
         self.kept.add(row['step'], line_of(row)+b'\n', numbers)
 
     @property
@@ -285,18 +285,18 @@ class FollowedLog:
     @property
     def has_died(self):
         "True if the process of the run no longer exists, but did not record the end of the run."
-        base = read_facts(self.name, self.place/'data')[0]
+        base = read_base_metadata(self.name, self.place/'data')[0]
         return 'end' not in base and not is_running(base)
 
     @property
     def trouble(self):
         "Text about the first non-finite tensor of the run. None if all tensors are finite."
-        return self.first_bad and trouble_sentence(self.first_bad)
+        return self.first_bad and nonfinite_sentence(self.first_bad)
 
     @property
     def loss(self):
-        "Loss curve as (name, `Spark`): the first logged number with 'loss' in its name, else the first logged number. None without numbers."
-        names = [k for k in self.numbers if not computed_in(k)]
+        "Loss curve as (name, `Sparkline`): the first logged number with 'loss' in its name, else the first logged number. None without numbers."
+        names = [k for k in self.numbers if not builtin_scalar_name(k)]
         name = next((k for k in names if 'loss' in k.lower()), next(iter(names), None))
         return name and (name, self.numbers[name])
 

@@ -16,19 +16,19 @@ import numpy as np
 from ...ground.progress import progress
 from ...frames.choice import no_rows_message
 from ...frames.listing import describe_log, describe_ranks
-from ...frames.handle import open_run, read_facts
+from ...frames.handle import open_run, read_base_metadata
 from ...frames.logs import read
 from ...ground.messages import printable
-from ...ground.record import computed_in
+from ...ground.record import builtin_scalar_name
 from ...health.diagnose import findings_table, choose_rules, run_rules, load_history, order_findings
 from ...measure.exponents import limits, with_counts
 from ..attention_map import labels_of
-from ..run_summary import first_trouble, loss_curve, logged_names, trouble_sentence, pick_stat
+from ..run_summary import first_nonfinite_tensor, loss_curve, logged_names, nonfinite_sentence, pick_stat
 from ..missing import selected_parameters, parameters_of_run, insert_missing, untrained_reasons, add_missing
 from ...frames.logframe import count_columns
 from ...frames.words import to_ttypes
 from ..select import (grid, has_ttype, name_of_run, numeric_columns, pick, places, root_name,
-    run_of, series, find_stat, rows_to_draw, thin_indices, training, with_statistics)
+    run_of, series, find_stat, rows_to_draw, reduce_indices, training, with_statistics)
 from ...store.parameters import label_of, untrained
 from ..legend import alarm, meanings, palettes, scale, words, zero
 
@@ -225,7 +225,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
             raise ValueError(f"{name}= is an empty list. Leave it out to select all.")
     if len(tensors) and (path is not None or ttype is not None): tensors = pick(tensors, path, ttype)
     tensors = training(tensors)
-    first = first_trouble(tensors) if len(tensors) else None
+    first = first_nonfinite_tensor(tensors) if len(tensors) else None
     kinds = list(dict.fromkeys(tensors['ttype'].astype(str)))
     of = {k: tensors[has_ttype(tensors, k)] for k in kinds}
     wanted = {k: stats_of_page(rows, stats) for k,rows in of.items()}
@@ -250,7 +250,7 @@ def page_of(run, path=None, ttype=None, stats=None) -> dict:
     return {'torchember': 1, 'run': {**known, 'bad': first is not None,
         **({'missing': ' '.join(notes)} if notes else {})},
         'trouble': None if first is None else {'step': int(first['step']), 'path': str(first['path'] or ''), 'ttype': str(first['ttype']),
-            'text': trouble_sentence(first)},
+            'text': nonfinite_sentence(first)},
         'health': check_health(run, table, every), 'numbers': logged_curves(table),
         'tree': list_modules(structure, list(dict.fromkeys(tensors['path'].astype(str))), root_name(tensors)),
         'kinds': out, 'formats': format_ranges(out),
@@ -273,9 +273,9 @@ def add_exponent_columns(table, kinds, keys, tensors, also):
 def logged_curves(table):
     "Return the packed curve of each logged number, such as the loss, for a page."
     out = []
-    for n in sorted(logged_names(table), key=lambda n: (bool(computed_in(n)), 'loss' not in n)):
+    for n in sorted(logged_names(table), key=lambda n: (bool(builtin_scalar_name(n)), 'loss' not in n)):
         _,x,y = loss_curve(table, n)
-        at,odd = thin_indices(x, y, ~np.isfinite(y), 4000),x[~np.isfinite(y)]
+        at,odd = reduce_indices(x, y, ~np.isfinite(y), 4000),x[~np.isfinite(y)]
         out.append({'name': n, 'step': x[at].tolist(), 'value': pack_array(y[at]),
             'odd': int(odd[0]) if len(odd) else None})
     return out
@@ -289,7 +289,7 @@ def describe_run(run, table):
     run = open_run(run)
     structure,t = run.structure(),run.t
     if t is None: return out | (describe_ranked_run(run) if run.is_ranked else {}), structure
-    base = read_facts(t.fname, t.data)[0]
+    base = read_base_metadata(t.fname, t.data)[0]
     try: about_run = describe_log(t.fname, t.dir)
     except OSError: about_run = {}
     known = {'model': about_run.get('model') or out['model'], 'size': about_run.get('size'),
@@ -300,7 +300,7 @@ def describe_run(run, table):
 
 def describe_ranked_run(source):
     "Return the metadata of a run recorded by several processes."
-    about_run,bases = describe_ranks(source),[read_facts(log.name, log.t.data)[0] for log in source.logs.values()]
+    about_run,bases = describe_ranks(source),[read_base_metadata(log.name, log.t.data)[0] for log in source.logs.values()]
     known = {k: about_run.get(k) for k in ('model', 'ranks', 'size', 'running', 'start', 'end')} | {'user': bases[0].get('user'),
         'seconds': max((b['seconds'] for b in bases if 'seconds' in b), default=None)}
     return {k: v for k,v in known.items() if v is not None}
