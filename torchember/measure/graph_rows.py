@@ -113,9 +113,10 @@ def prepare_replay(arena, rows):
     with arena.lock:
         for b in rows.blocks:
             if b not in arena.blocks: arena.blocks.append(b)
-            if b.head[:, EVENT].any(): move_used_rows(arena, b)
             here = current_stream(b.device)
+            # the rows of the last replay must be complete before they are copied
             if here.stream_id!=b.stream.stream_id: here.wait_stream(b.stream)
+            if b.head[:, EVENT].any(): move_used_rows(arena, b)
             b.stream = here
 
 def move_used_rows(arena, b):
@@ -127,7 +128,6 @@ def move_used_rows(arena, b):
             other = Block(len(b.head), b.device, b.length, for_taps=False)
             other.reserve(len(b.head))
             arena.blocks.append(other)
-        # needs no wait for the previous replay, because the caller has waited
         with after(other.stream, b.device): other.rows.data.copy_(b.rows.data)
     other.head[:],other.source[:] = b.head,b.source
     b.head[:, EVENT] = 0
