@@ -13,6 +13,7 @@ import numpy as np
 
 from .finding import fmt, plain_median
 from .rules import rule
+from .series import as_tuple
 
 # %% ../../nbs/55_health/48_batches.ipynb #aefb4a99
 # statistics by which two tensors are compared. Equal tensors have equal statistics
@@ -117,7 +118,7 @@ def report_groups(h, s, n):
 # %% ../../nbs/55_health/48_batches.ipynb #5d5b4582
 def batch_sizes(s):
     "Return the size of a tensor's first dimension in each step, 0 if the shape is unknown."
-    return np.array([x[0] if x is not None and len(x) else 0 for x in s.rows.shapes[s.at]])
+    return np.array([x[0] if (x := as_tuple(shape)) else 0 for shape in s.rows.shapes[s.at]])
 
 def find_single_row(s, others, share):
     """Return the number of rows of the other inputs if the input `s` always has only one row, else None.
