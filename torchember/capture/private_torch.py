@@ -219,7 +219,7 @@ def writes_gradients() -> bool:
         try:
             # usually true for the first leaf, so the search ends early
             if will_execute(n): return True
-        # torch raises RuntimeError for nodes of the inputs of `torch.autograd.grad`
+        # `will_execute` raises RuntimeError for nodes of the inputs of `torch.autograd.grad`
         except RuntimeError: return False
     return not any_leaf
 

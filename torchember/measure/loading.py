@@ -98,7 +98,7 @@ class Loader:
 
     @contextmanager
     def measuring(self):
-        "Return a context manager for loading compiled code: it takes the lock, shows the progress, and adds the seconds to `times`."
+        "Return a context manager that measures the time of loading compiled code. It also takes the lock, and shows the progress."
         with self.lock:
             start,here = perf_counter(),threading.current_thread() in self.threads
             try:
