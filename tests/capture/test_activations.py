@@ -1,4 +1,4 @@
-"Under torch.compile, `Activations` catches the same activations and gradients as in eager mode, without a graph break"
+"Under torch.compile, `Activations` catches the same activations and gradients as in eager mode, without a graph break."
 import copy
 import io
 import itertools
@@ -26,7 +26,7 @@ def from_scratch():
     torch._dynamo.reset()
 
 
-def blocks_of(how): return 2 if how=='blocks' else 1 # these share a graph
+def blocks_of(how): return 2 if how=='blocks' else 1 # equal blocks share one graph, so use two
 
 
 def of(backend): return Few if backend=='inductor' else GPT
@@ -65,16 +65,18 @@ def wanted(steps=1, **kwargs):
 def same(want, got, tol=0.):
     for a,b in zip(want, got, strict=True):
         assert list(a)==list(b) and len(a)>1
-        least = max(x.abs().max().item() for x in a.values()) # some gradients are zero, except for rounding
+        # a relative tolerance would fail for gradients that are zero except for rounding
+        least = max(x.abs().max().item() for x in a.values())
         for k in a: assert torch.equal(a[k], b[k]) if not tol else torch.allclose(a[k], b[k], rtol=0, atol=tol*least), k
 
 
-# ---- how a model is compiled
+# ---- a whole model, in place, or its blocks are compiled
 
 @pytest.mark.parametrize('backend,how,when', [*itertools.product(['aot_eager'], ['whole', 'in place', 'blocks'], ['before', 'after']),
-    *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'before'), ('blocks', 'after')])]) # in-place calls do not depend on the backend
+    # compiling in place is tested with one backend only: the backend makes no difference
+    *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'before'), ('blocks', 'after')])])
 def test_compiled(backend, how, when):
-    "A model armed before or after compiling has one graph that reports all activations and gradients. After `remove` the first graph is used again"
+    "The model is armed before or after compiling. One graph reports all activations and gradients; `remove` restores the first graph."
     want,grads = wanted(blocks=blocks_of(how), kind=of(backend))
     m = model(blocks_of(how), of(backend))
     caught = catch(m) if when=='before' else ()
@@ -105,7 +107,7 @@ def test_blocks_share_a_graph():
 
 
 def test_twelve_kinds_of_blocks():
-    "Dynamo gives up after eight graphs of one code object, so each kind of block has its own"
+    "Dynamo compiles at most eight graphs of one code object. Each kind of block has its own code object, so all are compiled."
     def kind(i):
         def forward(self, x): return self.l(x).tanh()
         forward.__code__ = forward.__code__.replace(co_firstlineno=i+1)
@@ -123,7 +125,7 @@ def test_twelve_kinds_of_blocks():
 
 
 def test_a_schedule_of_modes():
-    "A compiled model may change between training, evaluation and inference"
+    "A compiled model may switch between training, evaluation and inference mode."
     m = model()
     f,count = compiled(m, 'whole')
     acts = from_activation(m)
@@ -138,14 +140,14 @@ def test_a_schedule_of_modes():
     assert count.frame_count<=6
 
 
-# ---- beside an ember
+# ---- `Activations` together with an ember
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 @pytest.mark.parametrize('backend,how,order,leaves', [('aot_eager', 'whole', 'ember first', 'ember'), ('aot_eager', 'whole', 'ember last', 'activations'),
     ('aot_eager', 'blocks', 'ember first', 'activations'), ('aot_eager', 'blocks', 'ember last', 'ember'),
     *(pytest.param('inductor', *p, marks=pytest.mark.slow) for p in [('whole', 'ember first', 'activations'), ('blocks', 'ember last', 'ember')])])
 def test_beside_an_ember(backend, how, order, leaves):
-    "`Activations` and an ember on one model catch the same as alone, and either may be removed first"
+    "`Activations` and an ember on the same model get the same values as each of them alone. Either may be removed first."
     want,_ = wanted(3, blocks=blocks_of(how), kind=of(backend))
     alone = model(blocks_of(how), of(backend))
     te = torchEmber(alone, ttypes=ALL)
@@ -179,7 +181,7 @@ def test_beside_an_ember(backend, how, order, leaves):
         assert set(o.__dict__)-{'_compiled_call_impl', '_is_torch_compile'}==set(before[n]), n
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 def test_an_ember_and_blocks_share_a_graph():
     m = model(12)
     acts = from_activation(m)
@@ -190,11 +192,11 @@ def test_an_ember_and_blocks_share_a_graph():
     te.close()
 
 
-# ---- calls, modes and orders of passes
+# ---- repeated calls, and several passes and backwards in any order
 
 @pytest.mark.parametrize('how', ['whole', 'blocks'])
 def test_calls_and_checkpointing(how):
-    "A block is called three times and recomputed in the backward: each call is caught once"
+    "A block is called three times and recomputed in the backward. Each call is caught exactly once."
     kwargs = dict(blocks=1, loops=3, checkpoint=False)
     want,_ = wanted(**kwargs)
     assert 'blocks.0.up@2' in want[0] and 'blocks.0.up@2' in want[1]
@@ -207,7 +209,7 @@ def test_calls_and_checkpointing(how):
 
 
 def test_memory_that_is_used_again():
-    "Caught tensors keep their values without clone=True, although Inductor reuses buffers"
+    "Inductor reuses the memory of tensors in a graph. Caught tensors keep their values, even without clone=True."
     class Deep(nn.Module):
         def __init__(self): super().__init__(); self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
         def forward(self, x):
@@ -226,7 +228,7 @@ def test_memory_that_is_used_again():
 
 
 def test_passes_and_backwards_in_any_order():
-    "After several passes and backwards, the values of the last are caught, as in eager mode"
+    "After several passes and backwards, the values of the last one are kept, as in eager mode."
     def last(how):
         m = model()
         f,_ = compiled(m, how) if how else (m, None)
@@ -245,7 +247,7 @@ def test_passes_and_backwards_in_any_order():
 
 @pytest.mark.slow
 def test_compiled_autograd():
-    "Gradients are caught also if compiled autograd compiles the backward, after an eager or a compiled pass"
+    "Compiled autograd compiles the backward, after an eager or a compiled pass. Gradients are still caught."
     from torch._dynamo.compiled_autograd import _enable
     class Small(nn.Sequential):
         def forward(self, x): return super().forward(x)
@@ -292,7 +294,7 @@ class Static(nn.Module):
 
 @pytest.mark.parametrize('armed', [False, True])
 def test_copies(armed):
-    "A copy of an armed model is the plain model, and its outputs are not caught"
+    "A copy of an armed model is not armed, and its outputs are not caught."
     m = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     te = torchEmber(m) if armed else None
     acts = from_activation(m)
@@ -311,12 +313,12 @@ def test_copies(armed):
 
 @pytest.mark.parametrize('armed', ['no', 'before', 'after'])
 def test_a_forward_of_the_instance(armed):
-    "A forward on the instance, static or written in C: results, names and signature stay, and it is restored"
+    "`forward` may be an instance attribute, static or written in C. Results, names and signature stay, and it is restored."
     import inspect
     class Builtin(nn.Module): forward = torch.relu
     own,method = Instance(),Instance()
     own.forward = lambda a, b=1: a*b
-    def doubled(self, x): "Says what it does"; return 2*x
+    def doubled(self, x): "Return two times x."; return 2*x
     method.forward = types.MethodType(doubled, method)
     for part in (own, method, Static(), Builtin(), torch.jit.trace(nn.Tanh(), torch.ones(1))):
         m = nn.Sequential(part)
@@ -336,7 +338,7 @@ def test_a_forward_of_the_instance(armed):
 
 
 def test_tracing_and_export():
-    "An exported or traced program has no operator of ours"
+    "An exported or traced program contains no operator of torchember."
     m,x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).eval(),torch.ones(1, 2)
     makers = (lambda: torch.export.export(m, (x,)).module().code, lambda: torch.fx.symbolic_trace(m).code, lambda: torch.jit.trace(m, x).code)
     want = [f() for f in makers]

@@ -1,4 +1,4 @@
-"Each case of the table of armed models in the reference"
+"The documentation has a table about armed models. Each of its cases is tested."
 import pytest
 from armed import cases
 

@@ -1,4 +1,4 @@
-"An armed model under torch.compile has the same rows as in eager mode, and as many graphs as unarmed"
+"An armed model under torch.compile has the same rows as in eager mode, and as many graphs as an unarmed model."
 import copy
 import io
 import itertools
@@ -39,7 +39,8 @@ def from_scratch():
     torch._dynamo.reset()
 
 
-class Mlp(nn.Sequential): # Dynamo does not compile a forward of torch itself
+# a subclass with its own forward, because Dynamo does not compile a forward of torch's modules
+class Mlp(nn.Sequential):
     def forward(self, x): return super().forward(x)
 
 
@@ -49,7 +50,7 @@ def mlp():
 
 
 def twelve():
-    "A model of equal blocks."
+    "Return a model of twelve equal blocks."
     net = nn.Sequential(*(Mlp(nn.Linear(4, 8), nn.ReLU(inplace=True), nn.Linear(8, 4)) for _ in range(12)))
     net.blocks = list(net)
     return net
@@ -66,11 +67,11 @@ def run(f, te, *inputs):
     return plain(te)
 
 
-# ---- how a model is compiled
+# ---- a whole model, its blocks, or a training step is compiled
 
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_whole(backend):
-    "A whole model is compiled into one graph. For Inductor it is small, because Inductor takes a second for each kernel"
+    "A whole model is compiled into one graph. Inductor gets a small model, because it takes a second for each kernel."
     make,options = (GPT, OPTIONS) if backend!='inductor' else (Few, dict(ttypes=ALL))
     got = train(make, ids, 'whole', backend, **options)
     want = eager() if backend!='inductor' else train(make, ids, **options)
@@ -79,7 +80,7 @@ def test_whole(backend):
 
 
 def test_block_by_block():
-    "All blocks share one graph, as unarmed. They are more than the graphs that Dynamo allows for one code object"
+    "All twelve blocks share one graph, as in an unarmed model. With one graph each, Dynamo's limit would be exceeded."
     got = train(lambda: GPT(12), ids, 'blocks', **OPTIONS)
     assert got.graphs==bare(12, 'blocks')==1
     same_training(eager(12), got)
@@ -94,7 +95,7 @@ def test_blocks_under_inductor():
 
 @pytest.mark.slow
 def test_reduce_overhead():
-    "A CPU has no CUDA graphs. On a GPU our operators prevent them, since their key is on the CPU"
+    "A CPU has no CUDA graphs. On a GPU, torchember's operators prevent CUDA graphs, because one argument is on the CPU."
     model,x,kinds = mlp(),torch.randn(5, 4),('input', 'output', 'weight', 'output_grad', 'input_grad')
     rows = []
     for f in (model, torch.compile(model, mode='reduce-overhead', fullgraph=True)):
@@ -104,11 +105,11 @@ def test_reduce_overhead():
     same_rows(*rows, 2e-5)
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 @pytest.mark.slow
 @pytest.mark.parametrize('how,times', [('whole', 3), ('blocks', 10)])
 def test_a_looped_block(how, times):
-    "One block called in a loop uses one graph, also if it is called more often than Dynamo compiles a code object"
+    "A block called in a loop uses one graph, even if it is called more often than Dynamo's limit of graphs."
     got = train(lambda: GPT(1, times), ids, how, **OPTIONS)
     assert got.graphs==bare(1, how, loops=times)==1
     assert {r['call'] for r in got.rows if 'blocks' in r['module'] and r['ttype']!='weight' and r['ttype']!='weight_grad'}==set(range(times))
@@ -119,15 +120,15 @@ def test_a_looped_block(how, times):
 @pytest.mark.parametrize('how', ['whole', 'blocks'])
 @pytest.mark.parametrize('reentrant', [False, True])
 def test_checkpointing(how, reentrant):
-    "A recomputation inside the backward is not recorded, and uses the same graph"
-    blocks = 2 if how=='blocks' else 1 # these share a graph
+    "The recomputation of a checkpoint in the backward is not recorded, and uses the same compiled graph."
+    blocks = 2 if how=='blocks' else 1 # equal blocks share one graph, so use two
     got = train(lambda: GPT(blocks, 1, reentrant), ids, how, **OPTIONS)
     assert got.graphs==bare(blocks, how, checkpoint=reentrant)
     same_training(eager(blocks, 1, reentrant), got)
 
 
 def test_model_compile():
-    "`model.compile()`, which compiles in place, gives the same rows"
+    "`model.compile()` compiles the model in place and gives the same rows."
     want = run(m := mlp(), torchEmber(m, ttypes=ALL), *torch.randn(3, 5, 4))
     torch.manual_seed(0)
     model = mlp()
@@ -140,7 +141,7 @@ def test_model_compile():
 
 @needs_hooks
 def test_a_whole_training_step():
-    "Forward, backward and optimizer may be in one compiled function"
+    "Forward, backward and optimizer step run in one compiled function."
     def rows(how):
         torch.manual_seed(0)
         model = mlp()
@@ -162,16 +163,16 @@ def test_a_whole_training_step():
 
 
 def test_a_memory_budget_for_activations():
-    "Tensors that the compiler decides to recompute are recorded once"
+    "Tensors that the compiler recomputes in the backward to save memory are recorded only once."
     import torch._functorch.config as config
     with config.patch(activation_memory_budget=.3): got = train(lambda: GPT(1), ids, 'whole', **OPTIONS)
     same_training(eager(1), got)
 
 
-# ---- merged calls of operators, under Inductor
+# ---- Inductor: one operator call reports many tensors
 
 def operators_in(f):
-    "Return the names of our operators that the code made by Inductor calls while `f` runs, one list for each graph."
+    "Run `f`. Return for each graph the names of torchember's operators that the code generated by Inductor calls."
     from torch._inductor.utils import fresh_cache, run_and_get_code
     with fresh_cache(): _,codes = run_and_get_code(f)
     return [re.findall(r'torch\.ops\.torchember\.([a-z]+(?:_[a-z]+)*)(?:_\d+)?\.default\(', code) for code in codes]
@@ -181,7 +182,7 @@ def operators_in(f):
 @needs_hooks
 @pytest.mark.parametrize('merges', [True, pytest.param(False, marks=pytest.mark.release)])
 def test_one_operator_reports_all_tensors_of_a_graph(merges, monkeypatch):
-    "Inductor merges the calls of operators in a graph, except the begin of a pass. Without merging there are two for each module"
+    "Inductor merges all operator calls of a graph, except the begin of a pass. Without merging, each module has two calls."
     if not merges: monkeypatch.setattr(compiled_module, 'merge_operator_calls', lambda *args: None)
     torch._dynamo.reset()
     model = Few()
@@ -193,9 +194,9 @@ def test_one_operator_reports_all_tensors_of_a_graph(merges, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.release # the page of merged calls checks the limit of memory
+@pytest.mark.release # the documentation page about merged calls also checks this memory limit
 def test_large_tensors_are_not_kept_for_a_merged_call():
-    "In an evaluation, a merged call keeps at most 1 MB that the graph needs no more"
+    "In an evaluation, a merged call keeps at most 1 MB of tensors that the graph itself no longer needs."
     layers = [nn.Linear(512, 512) for _ in range(4)]
     for rows,least,most in ((4, 1, 1), (1024, 4, 9)):
         torch._dynamo.reset()
@@ -205,7 +206,7 @@ def test_large_tensors_are_not_kept_for_a_merged_call():
 
 
 class Writes(nn.Module):
-    "Writes into its own input, before and after other modules read the input."
+    "A model that writes into its own input before and after other modules read this input."
     def __init__(self): super().__init__(); self.a,self.b,self.head = nn.Tanh(),nn.Tanh(),nn.Linear(4, 2)
     def forward(self, x):
         y = self.a(x)
@@ -217,16 +218,16 @@ class Writes(nn.Module):
 
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_a_model_that_writes_into_its_input(backend):
-    "A tensor is measured with its value at the call of the module, also if the call is reported later in the graph"
+    "A tensor is measured with its value at the call of the module, even if the graph reports the call later."
     want,got = (train(Writes, lambda: torch.randn(3, 4), how, backend, ttypes=ALL) for how in ('eager', 'whole'))
     assert got.graphs==1 and len({r['mean'] for r in got.rows if r['ttype']=='input' and 'Linear' not in r['module']})==4
     same_training(want, got, TOL[backend])
 
 
-# ---- versions of torch with other private names
+# ---- versions of torch in which private names have changed
 
 def changed_inductor(which):
-    "Change the private attributes of Inductor that a version of torch might change."
+    "Return a fake Inductor module in which some private attributes are missing, as in another version of torch."
     from torch._inductor import lowering as real
     if which=='nothing': return None
     if which=='another module': return SimpleNamespace()
@@ -236,7 +237,7 @@ def changed_inductor(which):
 
 @pytest.mark.parametrize('which', ['nothing', 'another module', 'no fallback', 'no notes'])
 def test_lowering_where_torch_has_changed(which, monkeypatch):
-    "The model compiles whatever the private names of Inductor are, and no row is lost"
+    "With any set of private names in Inductor, the model compiles and no row is lost."
     from torch._inductor import lowering as real
 
     from torchember.capture import private_torch as ours
@@ -244,9 +245,11 @@ def test_lowering_where_torch_has_changed(which, monkeypatch):
     for op in ops: monkeypatch.delitem(real.lowerings, op)
     monkeypatch.setattr(ours, 'sys', SimpleNamespace(modules={'torch._inductor.lowering': changed_inductor(which)}, _getframe=sys._getframe))
     monkeypatch.setattr(ours, 'missing', {})
-    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False): # a graph from a cache is not lowered
+    # switch off the caches, because a cached graph is not lowered again
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
         got = train(mlp_and_input, None, 'whole', 'inductor', ttypes=ALL)
-    if ours.hooks_in_graphs: assert any('_inductor' in k for k in ours.missing)==(which!='nothing') # older versions of torch need no lowering of ours
+    # older versions of torch need no lowering by torchember
+    if ours.hooks_in_graphs: assert any('_inductor' in k for k in ours.missing)==(which!='nothing')
     monkeypatch.undo()
     want = train(mlp_and_input, None, ttypes=ALL)
     assert got.graphs==1 and Counter(places(got.rows))==Counter(places(want.rows))
@@ -255,7 +258,7 @@ def test_lowering_where_torch_has_changed(which, monkeypatch):
 
 @needs_hooks
 def test_operators_where_torch_has_no_effects(monkeypatch):
-    "An operator stays in the graph, and is called"
+    "Without torch's support for operators with side effects, an operator still stays in the graph and is called."
     from torchember.capture.compiled import define_operator, make_key_tensor
     import torch._higher_order_ops.effects as effects
     monkeypatch.delattr(torch.library, '_register_effectful_op', raising=False)
@@ -277,7 +280,7 @@ def test_operators_where_torch_has_no_effects(monkeypatch):
 
 @pytest.mark.parametrize('grad', [False, pytest.param(True, marks=needs_hooks)])
 def test_inductor_captures_no_cuda_graph_with_our_operators(tmp_path, grad):
-    "Under mode='reduce-overhead' a CUDA graph would run no Python, and would own our memory. Inductor's own check tells"
+    "A CUDA graph would not run Python code. Inductor's own check must reject all torchember operators."
     from torch._dynamo.backends.common import aot_autograd
     from torch._inductor import lowering # noqa: F401
     from torch._inductor.utils import is_cudagraph_unsafe_fx_node
@@ -295,7 +298,7 @@ def test_inductor_captures_no_cuda_graph_with_our_operators(tmp_path, grad):
 # ---- compiled autograd
 
 def backward_compiled(model, te, forward, around, backend):
-    "Train three steps with compiled backwards, hooks included. Return the rows and the number of graphs."
+    "Train three steps with compiled backwards, including hooks. Return the number of graphs."
     from torch._dynamo.compiled_autograd import _enable
     f = compiled(model, backend, fullgraph=True) if forward=='compiled' else model
     opt,count = torch.optim.SGD(model.parameters(), .1),CompileCounterWithBackend(backend)
@@ -319,7 +322,7 @@ def backward_compiled(model, te, forward, around, backend):
     ('aot_eager', 'compiled', 'the backward'), *(pytest.param('inductor', *p, marks=[pytest.mark.slow, pytest.mark.release])
     for p in itertools.product(('eager', 'compiled'), ('all', 'the backward')))])
 def test_compiled_autograd(backend, forward, around):
-    "Under fullgraph: as many graphs as unarmed, equal gradients, and bit-identical training"
+    "Under fullgraph, there are as many graphs as unarmed, the gradients are equal, and training is bit-identical."
     def make(): return nn.Sequential(mlp(), nn.Tanh())
     want,got,bare = make(),make(),make()
     te = torchEmber(want, ttypes=ALL)
@@ -336,7 +339,7 @@ def test_compiled_autograd(backend, forward, around):
 
 
 def test_compiled_autograd_by_config():
-    "The backward runs in compiled code, as in torch's tutorial. Each of three calls gets its own gradient"
+    "The backward runs in compiled code, as in torch's tutorial. Each of three calls of a layer gets its own gradient."
     class Loop(nn.Module):
         def __init__(self): super().__init__(); self.l = nn.Linear(3, 3)
         def forward(self, x):
@@ -358,11 +361,11 @@ def test_compiled_autograd_by_config():
     same_rows(rows(False), rows(True))
 
 
-# ---- arming after compiling
+# ---- models that are armed after they were compiled
 
 @pytest.mark.parametrize('root', ['compiled', 'eager'])
 def test_armed_after_compiling(root):
-    "Guards notice the arming: one more graph. After disarm the first graph is used again"
+    "Dynamo's guards notice that the model was armed, and compile one more graph. After disarm, the first graph is used again."
     model,count,x = mlp(),CompileCounterWithBackend('aot_eager'),torch.randn(5, 4)
     want = run(m := mlp(), torchEmber(m, ttypes=ALL), x, x)
     f = compiled(model, count, fullgraph=True)
@@ -403,7 +406,7 @@ def test_blocks_armed_after_compiling():
     same_rows(plain(te), want)
 
 
-# ---- modes, shapes and passes
+# ---- training and evaluation modes, changing shapes, and several passes
 
 @pytest.mark.parametrize('mode', ['train', 'eval', 'no_grad', 'inference_mode'])
 def test_modes(mode):
@@ -420,7 +423,7 @@ def test_modes(mode):
 
 
 def test_one_model_in_all_modes():
-    "Training, evaluation and inference of one model compile one graph each, as unarmed"
+    "Training, evaluation and inference of a model need one graph each, as in an unarmed model."
     def go(model, f, te):
         for _ in range(2):
             for mode in (torch.enable_grad, torch.no_grad, torch.inference_mode):
@@ -441,7 +444,7 @@ def test_one_model_in_all_modes():
 
 
 def test_dynamic_shapes():
-    "With dynamic shapes there are as many graphs as unarmed, and each row has the true shape"
+    "With dynamic shapes, there are as many graphs as unarmed, and each row has the actual shape."
     counts = []
     for armed in (False, True):
         torch._dynamo.reset()
@@ -471,7 +474,7 @@ def test_autocast():
 
 
 class Views(nn.Module):
-    "In-place writes to views of an input and of an output, and a module that returns its input."
+    "A model that writes in place to views of an input and of an output, with a module that returns its input."
     def __init__(self): super().__init__(); self.a,self.b,self.same,self.act = nn.Linear(4, 6),nn.Linear(3, 3),nn.Identity(),nn.ReLU(inplace=True)
     def forward(self, x):
         y = self.same(self.a(x))
@@ -492,7 +495,7 @@ def test_in_place_and_views(backend):
 
 
 def test_two_passes_before_a_backward():
-    "Two passes before one backward, as in siamese nets and GANs, are recorded: the second pass is a step of its own"
+    "Two passes before one backward, as in siamese networks and GANs, are recorded as two steps."
     def go(f, te):
         torch.manual_seed(1)
         a,b = torch.randn(3, 4),torch.randn(3, 4)
@@ -500,7 +503,7 @@ def test_two_passes_before_a_backward():
             (f(a).square().sum()+f(b).square().sum()).backward()
             te.step()
         loss = f(a).sum()
-        te.step() # closed between the pass and its backward
+        te.step() # the step ends between a pass and its backward
         (loss+f(b).sum()).backward()
         te.step()
         return [p.grad for p in te.model.parameters()], plain(te)
@@ -515,7 +518,7 @@ def test_two_passes_before_a_backward():
 
 @needs_hooks
 def test_a_gradient_finds_its_call():
-    "The second of three calls has no gradient: the other gradients keep the numbers of their calls"
+    "The second of three calls of a layer has no gradient. The other gradients keep their numbers of calls."
     class Loop(nn.Module):
         def __init__(self): super().__init__(); self.l = nn.Linear(3, 3)
         def forward(self, x):
@@ -530,7 +533,7 @@ def test_a_gradient_finds_its_call():
 @needs_hooks
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_two_calls_with_one_tensor(backend):
-    "Two calls with one tensor report two gradients, although the operators have equal arguments"
+    "Two calls with the same tensor have two gradients, although the operators of both calls have equal arguments."
     class Twice(nn.Module):
         def __init__(self): super().__init__(); self.l,self.head = nn.Linear(3, 3),nn.Linear(3, 2)
         def forward(self, x):
@@ -542,31 +545,32 @@ def test_two_calls_with_one_tensor(backend):
 
 
 def test_two_threads():
-    "Two threads call one compiled model: nothing is lost, and no new graph is needed"
+    "Two threads call one compiled model. No row is lost, and no new graph is compiled."
     m,count = mlp(),CompileCounterWithBackend('aot_eager')
     te,f = torchEmber(m, ttypes='output', stats=['numel', 'mean']),compiled(m, count, fullgraph=True)
     xs = torch.randn(2, 20, 3, 4)
     with torch.no_grad():
         f(xs[0, 0])
         te.step()
-        def go(k): # each thread has its own grad mode
+        def go(k): # set no_grad in each thread, because each thread has its own grad mode
             with torch.no_grad(): [f(x) for x in xs[k]]
         threads = [threading.Thread(target=go, args=(k,)) for k in range(2)]
         [t.start() for t in threads]
         [t.join() for t in threads]
         te.step()
         want = mlp()(xs.flatten(0, 2)).double().mean().item()
-    got = [r for r in plain(te) if r['module']=='model(Mlp)' and r['step']] # equal calls in several passes of a step are merged
+    # the passes of both threads in a step are merged, so the numbers are summed up
+    got = [r for r in plain(te) if r['module']=='model(Mlp)' and r['step']]
     assert count.frame_count==1 and sum(r['numel'] for r in got)==240
     assert sum(r['numel']*r['mean'] for r in got)/240==pytest.approx(want, rel=1e-5)
     te.close()
 
 
-# ---- copies
+# ---- copies of compiled and armed models
 
 @pytest.mark.parametrize('how', ['deepcopy', 'pickle', 'save'])
 def test_copies(how):
-    "A copy of a compiled and armed model is neither compiled nor armed: it has its own weights, and no rows"
+    "A copy of a compiled and armed model is neither compiled nor armed. It has its own weights and no rows."
     model = mlp()
     te = torchEmber(model)
     f = compiled(model, 'aot_eager', fullgraph=True)
@@ -588,12 +592,12 @@ def test_copies(how):
     te.close()
 
 
-# ---- schedules
+# ---- schedules: only some steps are recorded
 
 @pytest.mark.slow
 @pytest.mark.parametrize('how,ends', [('whole', 'by itself'), ('whole', 'optimizer'), ('blocks', 'by itself'), ('blocks', 'te.step')])
 def test_schedules(how, ends):
-    "A schedule compiles one more graph, for the steps that are not recorded"
+    "With a schedule, one more graph is compiled: for the steps that are not recorded."
     torch.manual_seed(0)
     model,count = GPT(2 if how=='blocks' else 1),CompileCounterWithBackend('aot_eager')
     opt = torch.optim.SGD(model.parameters(), .01)
@@ -614,12 +618,12 @@ def test_schedules(how, ends):
     assert df.step.unique().tolist()==[0, 2, 4, 6] and df[df.ttype=='output'].groupby('step').size().nunique()==1
 
 
-# ---- statistics and modules
+# ---- statistics of users, probes, and selected modules
 
 @needs_hooks
 @pytest.mark.parametrize('backend', ['eager', 'aot_eager'])
 def test_custom_statistics(backend):
-    "Any Python function works under fullgraph, in order. A function that raises gives a row with the error"
+    "Users' functions run in order under fullgraph. A function that raises an exception gives a row with the error."
     def go(f, te):
         @te.how_record('output', 'output_grad')
         def own(t): return {'n': t.numel(), 'first': t.flatten()[:3].tolist(), 'rows': [r.sum() for r in t], 'kind': 'wide' if t.shape[-1]>2 else 'narrow'}
@@ -638,7 +642,7 @@ def test_custom_statistics(backend):
     got = go(f, te)
     assert count.frame_count==1 and sum('error' in r for r in got)==4 and [r for r in got if 'rows' in r]
     same_rows(want, got)
-    te.how_record_out(lambda t: {'other': 1}) # changed at any time, without a new graph
+    te.how_record_out(lambda t: {'other': 1}) # a statistic can be changed at any time, without a new graph
     f(torch.randn(3, 4))
     assert count.frame_count==1 and te.t.lines()[-1]['other']==1
     te.close()
@@ -670,7 +674,7 @@ def test_probe_and_watch_tensor():
 
 
 def test_some_modules():
-    "With `include` the graph has no operators of other modules"
+    "With `include`, the graph contains operators only for the included modules."
     want,got = (train(GPT, ids, how, include='blocks.*.act', ttypes=ALL) for how in ('eager', 'whole'))
     assert got.graphs==1 and {r['module'].split('.')[-1] for r in got.rows}=={'act(GELU)'}
     same_training(want, got)
@@ -679,7 +683,7 @@ def test_some_modules():
 @needs_hooks
 @pytest.mark.parametrize('backend', BACKENDS)
 def test_leaves_keep_no_hooks(backend):
-    "A trained input, and a parameter that is an input of another module, have one gradient in each step and keep no hooks"
+    "An input that requires a gradient, and a parameter passed to another module, have one gradient row per step and keep no hooks."
     def make():
         m = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 2)), nn.Softplus())
         return m, (torch.randn(3, 4, requires_grad=True),), {}
@@ -688,10 +692,10 @@ def test_leaves_keep_no_hooks(backend):
     assert got.graphs==1 and not any(p._backward_hooks for p in got.model.parameters())
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 @pytest.mark.slow
 def test_twelve_kinds_of_blocks():
-    "Dynamo gives up after eight graphs of one code object: each kind of block has its own, as unarmed"
+    "Dynamo compiles at most eight graphs of one code object. Each kind of block has its own code object, as unarmed."
     def kind(i):
         def forward(self, x): return self.l(x).tanh()
         forward.__code__ = forward.__code__.replace(co_firstlineno=i+1)
@@ -707,7 +711,7 @@ def test_twelve_kinds_of_blocks():
     same_training(want, got)
 
 
-# ---- vmap
+# ---- compiled models inside torch.vmap
 
 def over_samples(model): return torch.vmap(model)
 def over_columns(model): return torch.vmap(model, in_dims=1, out_dims=1)
@@ -726,7 +730,7 @@ def gradient_of_each_sample(model):
 
 
 def vmapped(wrap, backend, ttypes):
-    "Run a function of an armed model in two steps. Return its results and the rows."
+    "Wrap an armed model with vmap, and run two steps. Return the last output and the rows."
     torch._dynamo.reset()
     torch.manual_seed(0)
     model,x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2)),torch.randn(3, 4)
@@ -744,7 +748,7 @@ def vmapped(wrap, backend, ttypes):
 @pytest.mark.parametrize('wrap,backend', [*((w, b) for w in (over_samples, over_columns, nested, beside_a_plain_tensor) for b in ('eager', 'aot_eager')),
     pytest.param(over_samples, 'inductor', marks=pytest.mark.slow)])
 def test_vmap_of_an_armed_model(wrap, backend):
-    "Rows inside vmap are equal to eager mode: they measure all samples together"
+    "Compiled vmap gives the same rows as eager vmap: each row measures all samples together."
     (a,want),(b,got) = vmapped(wrap, None, ALL),vmapped(wrap, backend, ALL)
     assert torch.allclose(a, b, rtol=1e-5)
     same_rows(want, got, TOL[backend] or 1e-6)
@@ -759,7 +763,7 @@ def test_vmap_of_the_gradient_of_an_armed_model(backend):
 
 
 def test_a_probe_inside_vmap():
-    "The probe has the values of all samples"
+    "A probe inside vmap measures the values of all samples together."
     class Net(nn.Module):
         def __init__(self): super().__init__(); self.l = nn.Linear(3, 2)
         def forward(self, x): return self.ember[0].probe('twice', 2*x).sum()+self.l(x).sum()
@@ -774,7 +778,7 @@ def test_a_probe_inside_vmap():
 # ---- several passes before te.step()
 
 def accumulated(how, order, kind=twelve, steps=2, passes=2, backend='aot_eager'):
-    "Train steps of several passes that only `te.step()` ends. `order`: when the backwards run."
+    "Train steps of several passes that end with `te.step()`. `order`: each, sum or after, the way the backwards run. Return the rows."
     torch._dynamo.reset()
     torch.manual_seed(0)
     model = nn.Sequential(*list(kind())[:2])
@@ -799,7 +803,7 @@ def accumulated(how, order, kind=twelve, steps=2, passes=2, backend='aot_eager')
 @pytest.mark.parametrize('how', ['whole', 'blocks'])
 @pytest.mark.parametrize('order', ['each', 'sum', 'after'])
 def test_passes_before_the_first_te_step(how, order):
-    "Gradients of all passes are merged as in eager mode, also in the first step. The second step has equal rows"
+    "Gradients of all passes of a step are merged as in eager mode, also in the first step. Both steps have the same set of rows."
     want,got = accumulated('eager', order),accumulated(how, order)
     same_rows(want, got)
     of = [[(r['module'], r['ttype'], r['tname'], r['call'], r.get('shape'), r.get('numel')) for r in got if r['step']==i] for i in range(2)]
@@ -807,7 +811,7 @@ def test_passes_before_the_first_te_step(how, order):
 
 
 def test_the_gradient_of_an_input_in_a_pass_before_the_first_te_step():
-    "The input is a leaf: its hook stays until the end of the step. The row merges both passes"
+    "The inputs are leaf tensors with hooks until the end of the step. The row merges the gradients of both passes."
     model = nn.Linear(3, 2)
     with torchEmber(model, ttypes=('input_grad',), stats='full') as te:
         for _ in range(2):

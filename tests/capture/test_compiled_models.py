@@ -1,4 +1,4 @@
-"Whole models under torch.compile: all recorded numbers are equal to those of eager mode"
+"Complete models under torch.compile: all recorded statistics are equal to those of eager mode."
 import pytest
 import torch
 from compared import ALL, FORWARD, ids, same_training, train
@@ -15,7 +15,7 @@ def alexnet():
 
 
 def shallow(make):
-    "Return the model with one of its two equal layers, to compile faster."
+    "Return a function that makes the same model with one of its two equal layers, which compiles faster."
     def made():
         m,args,kwargs = make()
         for part in m.modules():
@@ -26,7 +26,7 @@ def shallow(make):
 
 
 def language(name, loss=False):
-    "Run the model without a cache, which training does not need."
+    "Return a function that makes a language model without a key-value cache, which training does not need."
     def make():
         m,args,kwargs = zoo[name]()
         if not loss: kwargs.pop('labels')
@@ -55,7 +55,7 @@ class Cells(nn.Module):
 
 
 class Branches(nn.Module):
-    "Two independent layers, and one with a residual connection."
+    "A model with two independent layers and a residual connection."
     def __init__(self): super().__init__(); self.a,self.b,self.head = nn.Linear(4, 4),nn.Linear(4, 4),nn.Linear(4, 2)
 
     def forward(self, x): return self.head(x+self.a(x)*self.b(x).tanh())
@@ -68,7 +68,7 @@ def cells(length=5): return Cells(), (torch.randn(length, 3, 8),), {}
 whole = {'alexnet': alexnet, 'resnet': zoo['residual'], 'gpt2': language('gpt2'), 'bert': shallow(zoo['bert']), 'vit': shallow(zoo['vit']),
     'llama': shallow(language('llama')), 'mixtral': shallow(language('mixtral')), 'cells': cells, 'dicts': zoo['dicts'],
     'encoder': shallow(zoo['encoder']), 'parametrized': zoo['spectral norm']}
-# compiled, transformers gives its attention an explicit mask, which eager does without: other kernels, so other last bits
+# if compiled, these models get an explicit attention mask: another kernel, and other rounding errors
 MASKED = ('gpt2', 'llama', 'mixtral')
 
 
@@ -81,13 +81,13 @@ def trained(make, how, **options):
 def same_bits(a, b): return a.losses==b.losses and all(p is q is None or torch.equal(p, q) for p,q in zip(a.grads, b.grads, strict=True))
 
 
-# bert is an encoder that transformers writes as it writes vit, and mixtral's attention is llama's: `routed` has experts
+# these models are similar to others: bert to vit, and mixtral's attention to llama's
 marks = {'alexnet': pytest.mark.slow, 'llama': pytest.mark.slow, 'bert': pytest.mark.release, 'mixtral': pytest.mark.release}
 
 
 @pytest.mark.parametrize('name', [pytest.param(n, marks=marks.get(n, ())) for n in whole])
 def test_rows_in_one_graph_are_those_of_eager_mode(name):
-    "Under fullgraph: rows of all types, losses, gradients and order of events as in eager mode, and bit-identical training"
+    "With fullgraph, all rows and the order of events are as in eager mode. Training is bit-identical to an unarmed model."
     want,bare = trained(whole[name], 'eager', ttypes=ALL),trained(whole[name], 'whole', armed=False)
     got = trained(whole[name], 'whole', ttypes=ALL)
     assert got.graphs==bare.graphs==1 and same_bits(bare, got)
@@ -100,7 +100,7 @@ graphs = {'tagger': tagger, 'routed': zoo['routed'], 'gpt2 with its loss': shall
 @pytest.mark.slow
 @pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow, pytest.mark.release]*n.startswith('gpt2')) for n in graphs])
 def test_rows_in_several_graphs_are_those_of_eager_mode(name):
-    "A model with graph breaks: the same rows. It takes two more graphs, since our frame is split where the user's is"
+    "A model with graph breaks has the same rows. Arming needs up to two more graphs."
     make = graphs[name]
     want,bare,got = trained(make, 'eager', ttypes=ALL),trained(make, 'whole', armed=False, fullgraph=False),trained(make, 'whole', fullgraph=False, ttypes=ALL)
     assert got.graphs<=bare.graphs+2
@@ -110,14 +110,16 @@ def test_rows_in_several_graphs_are_those_of_eager_mode(name):
     assert every.graphs<=2*got.graphs and {r['step'] for r in every.rows}=={0, 2, 4}
 
 
-under_inductor = graphs | whole | {'branches': lambda: (Branches(), (torch.randn(3, 4),), {}), 'cells': lambda: cells(2)} # a second for each kernel
+# the models are small, because Inductor needs a second for each kernel
+under_inductor = graphs | whole | {'branches': lambda: (Branches(), (torch.randn(3, 4),), {}), 'cells': lambda: cells(2)}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('name', ['branches', 'routed', 'cells', *(pytest.param(n, marks=pytest.mark.release) for n in ('resnet', 'vit', 'gpt2'))])
 def test_inductor(name):
-    """Layers that do not wait for each other, such as q, k and v, enter and leave in the order of the program all the same. `release` has the larger
-    models, which are of the same operators as the small ones: what the compiler does with more of them is its own"""
+    """Modules that do not depend on each other, such as q, k and v, are recorded in the order of the program.
+
+    The larger models have the mark `release`, because they use the same operators as the small models."""
     import torch._inductor.config as config
     make,fullgraph = under_inductor[name],name not in graphs
     with config.patch(fallback_random=True):

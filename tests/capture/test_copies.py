@@ -1,4 +1,4 @@
-"Each way to copy an armed module gives an unarmed module with its own weights"
+"Each way to copy an armed module gives an unarmed module with its own weights."
 import copy
 import pickle
 
@@ -29,7 +29,7 @@ def by_attribute(m):
 
 
 def by_dict(m):
-    "Clone a module as learn2learn does."
+    "Copy a module through its `__dict__`, as learn2learn does."
     new = m.__new__(type(m))
     new.__dict__ = m.__dict__.copy()
     return new
@@ -57,7 +57,7 @@ ways = {f.__name__: f for f in (by_attribute, by_dict, by_update, by_words, by_s
 
 
 def cloned(m, way, factor=2.):
-    "Return a copy of the module with all weights times `factor`."
+    "Return a copy of the module, made with `way`, with all weights multiplied by `factor`."
     new = way(m)
     for k in ('_parameters', '_buffers', '_modules'): new.__dict__[k] = {}
     for n,p in m._parameters.items(): new._parameters[n] = None if p is None else nn.Parameter(p.detach()*factor)
@@ -85,14 +85,14 @@ def test_a_copy_is_not_armed(way, who):
     if te:
         assert heard(te)==n==[(0, f'model(Net){m}', 'output', 'output_0', 0) for m in ('.a(Linear)', '.b(Linear)', '')]
         model(x)
-        assert len(heard(te))==6 and heard(te)[3:]==[(1, *r[1:]) for r in n] # the original is armed as before
+        assert len(heard(te))==6 and heard(te)[3:]==[(1, *r[1:]) for r in n] # the original is still armed
         te.close()
     if who!='ember': acts.remove()
     assert torch.equal(cloned(model, way)(x), want) and type(model.__dict__) is dict
 
 
 def test_a_compiled_copy():
-    "The compiler finds the forward of the copy, and the original has one row for each of its calls"
+    "The compiler uses the copy's own forward, and the original module has one row per call."
     torch.manual_seed(0)
     model,x = Net(),torch.ones(2, 4)
     want = cloned(model, by_attribute)(x)
@@ -107,7 +107,7 @@ def test_a_compiled_copy():
 
 
 def test_a_functional_call():
-    "`functional_call` goes through the armed module itself: it computes with the weights given, and is recorded"
+    "`functional_call` calls the armed module itself. The call uses the given weights, and is recorded."
     model,x = nn.Linear(2, 1, bias=False),torch.ones(1, 2)
     with torchEmber(model, ttypes=('output',), stats=['mean']) as te:
         out = torch.func.functional_call(model, {'weight': torch.tensor([[3., 4.]])}, x)
@@ -115,7 +115,7 @@ def test_a_functional_call():
 
 
 def test_iteration_over_an_armed_module_shows_it_unarmed():
-    "Iteration, length, comparison, repr, pickle and deepcopy show the module's own dict. Installed keys are found by name"
+    "Iteration, comparison, repr and copies of an armed module's `__dict__` show only the module's own keys."
     model = nn.Linear(2, 1)
     mine = model.__dict__
     was = dict(mine)
@@ -141,7 +141,7 @@ def test_attributes_can_be_set_and_deleted_while_armed():
 
 
 def test_a_forward_of_the_instance():
-    "A forward that was set before arming is copied and restored. A forward that is set while armed stays"
+    "A `forward` set before arming is copied and restored. A `forward` set while the module is armed stays after disarming."
     model,x = nn.Linear(2, 1),torch.ones(1, 2)
     def former(x): return x*10
     model.forward = former
@@ -160,7 +160,7 @@ def test_a_forward_of_the_instance():
 
 
 def test_a_restored_dict_stays_armed():
-    "Some programs save a module's dict and restore it, as `te.plan` does: the module stays armed"
+    "Some programs save and restore the `__dict__` of a module. The module stays armed."
     model,x = nn.Linear(2, 1),torch.ones(1, 2)
     model.forward = former = lambda x: x*10
     for put in (lambda d, kept: d.update(kept), lambda d, kept: (d.clear(), d.update(kept))):
@@ -176,7 +176,7 @@ def test_a_restored_dict_stays_armed():
 
 
 def test_a_module_with_another_dict_is_no_longer_armed():
-    "If the user sets another `__dict__`, the module is no longer armed, and disarming removes nothing"
+    "If a user assigns another `__dict__`, the module is no longer armed. Disarming then changes nothing."
     model,x = nn.Linear(2, 1),torch.ones(1, 2)
     te = torchEmber(model, ttypes='output')
     model.__dict__ = other = vars(model).copy()

@@ -1,4 +1,4 @@
-"A patched forward computes the same as the original: if wrapped, with unusual arguments, in any mode, and if a statistic calls it"
+"A patched forward computes the same as the original: with wrappers, unusual arguments, other modes, and statistics that call it."
 import warnings
 
 import pytest
@@ -10,7 +10,7 @@ from torchember import Monitor, from_activation, torchEmber
 
 
 def test_wrapped_while_armed_and_armed_again():
-    "The forward is wrapped (as by accelerate) and armed again: no recursion, one row for each call, and all is restored"
+    "The forward of an armed module is wrapped (as by accelerate) and armed again. Each call has one row, and all is restored."
     m = nn.Linear(4, 2)
     te = torchEmber(m)
     old = m.forward
@@ -87,7 +87,7 @@ def test_a_statistic_that_writes():
     (lambda m: Monitor(m, {'0': ['InputMean']}), lambda a: a.close())], ids=['ember', 'activations', 'monitor'])
 @pytest.mark.filterwarnings('ignore::DeprecationWarning')
 def test_scripting_an_armed_model_gives_a_clear_error(arm, stop):
-    "The error says what happened and what to do. The model can be scripted after disarming"
+    "The error message explains the cause and the solution: the model can be scripted after disarming."
     class Own(nn.Module):
         def __init__(self): super().__init__(); self.l = nn.Linear(4, 2)
         def forward(self, x): return self.l(x)

@@ -1,4 +1,4 @@
-"If a backward computes no gradient for a tensor, the tensor gets no row, and the training continues"
+"A tensor for which the backward computes no gradient has no gradient row, and the training continues."
 import pytest
 import torch
 from compared import needs_hooks, places, plain, same_rows
@@ -11,7 +11,7 @@ TYPES = ('input', 'output', 'output_grad', 'input_grad', 'weight_grad')
 
 
 class Heads(nn.Module):
-    "A model with three outputs of one operation."
+    "A layer with three outputs, made by one chunk operation."
     def __init__(self): super().__init__(); self.proj = nn.Linear(4, 6)
     def forward(self, x): return self.proj(x).chunk(3, 1)
 
@@ -31,7 +31,7 @@ class NoGradient(torch.autograd.Function):
 
 
 class Cut(nn.Module):
-    "`a` and the parameter `w` get None from an autograd Function"
+    "A model in which an autograd Function returns None as the gradient of layer `a` and of the parameter `w`."
     def __init__(self):
         super().__init__()
         self.a,self.b,self.w = nn.Linear(4, 4),nn.Linear(4, 4),nn.Parameter(torch.ones(4))
@@ -43,7 +43,7 @@ class Rows(nn.Module):
 
 
 class UnusedRowOfAParameter(nn.Module):
-    "A model that splits a leaf."
+    "A model that splits a parameter into two rows, and uses only the first."
     def __init__(self): super().__init__(); self.p,self.rows = nn.Parameter(torch.randn(2, 4)),Rows()
     def forward(self, x):
         a,_ = self.rows(self.p)
@@ -51,14 +51,14 @@ class UnusedRowOfAParameter(nn.Module):
 
 
 MODELS = FirstHeadUnused,Cut,UnusedRowOfAParameter
-without = { # tensors without a gradient in the backward
+without = { # for each model, the tensors that get no gradient in the backward
     FirstHeadUnused: {('model(FirstHeadUnused).heads(Heads)', 'output_grad', 'output_0')},
     Cut: {('model(Cut)', 'input_grad', 'x'), *(('model(Cut).a(Linear)', *t) for t in (('input_grad', 'input'), ('output_grad', 'output_0')))},
     UnusedRowOfAParameter: {('model(UnusedRowOfAParameter).rows(Rows)', 'output_grad', 'output_1')}}
 
 
 def rows_of(kind, how, backend=None):
-    "Train two steps. Return the rows and the gradients of the weights."
+    "Train two steps. Return the rows and the gradients of the parameters."
     torch._dynamo.reset()
     torch.manual_seed(0)
     model,x = kind(),torch.randn(3, 4, requires_grad=True)
@@ -74,7 +74,7 @@ def rows_of(kind, how, backend=None):
 
 @pytest.mark.parametrize('kind', MODELS)
 def test_rows_are_those_of_the_gradients_that_arrive(kind):
-    "Each gradient that is computed has its row, and is equal to that of an unarmed model"
+    "Each computed gradient has a row. The gradients are equal to those of an unarmed model."
     rows,grads = rows_of(kind, 'eager')
     got = {(r['module'], r['ttype'], r['tname']) for r in rows}
     tensors = {(m, {'input': 'input_grad', 'output': 'output_grad'}[t], n) for m,t,n in got if t in ('input', 'output')}
@@ -117,7 +117,7 @@ def test_compiled_models_have_the_same_rows(kind, backend):
 
 @needs_hooks
 def test_the_unused_output_of_a_compiled_block_has_a_gradient_of_zeros():
-    "A compiled graph gets zeros from torch for an output that is unused outside: its backward cannot tell them from a gradient"
+    "torch passes zeros as the gradient of an unused output of a compiled graph, so this output has a row of zeros."
     torch._dynamo.reset()
     model = FirstHeadUnused()
     with torchEmber(model, ttypes=('output_grad',), stats='full') as te:
@@ -143,7 +143,7 @@ def test_a_second_derivative_through_an_unused_head():
 
 @pytest.mark.parametrize('kind', MODELS)
 def test_track_continues_without_a_gradient(kind):
-    "`track` records output gradients by default"
+    "The function `track` records gradients of outputs by default, also in a model with missing gradients."
     model = kind()
     opt = torch.optim.SGD(model.parameters(), .1)
     te = track(model, optimizer=opt)
@@ -157,7 +157,7 @@ def test_track_continues_without_a_gradient(kind):
 
 
 def test_a_monitor_computes_the_quantities_of_the_gradients_that_arrive():
-    "The warning about the unused head comes once"
+    "A missing gradient causes one warning. Quantities of other gradients are computed."
     model = FirstHeadUnused()
     with pytest.warns(EmberWarning) as warned:
         monitor = Monitor(model, {'heads': ['OutputGradSndNorm'], 'out': ['OutputGradSndNorm']})

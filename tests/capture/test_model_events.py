@@ -1,4 +1,4 @@
-"With several listeners of one model, eager or compiled, armed and disarmed in any order, each gets the same events as alone, and the model is restored"
+"Several listeners of a model are armed and disarmed in any order. Each gets the same events as alone, and the model is restored."
 import threading
 import types
 from functools import cache
@@ -21,7 +21,7 @@ graphs_bring_gradients = pytest.mark.skipif(not private_torch.hooks_in_graphs, r
 
 
 class Block(nn.Module):
-    "A block with several outputs, and a keyword argument."
+    "A block with a keyword argument. With this argument it returns several outputs."
     def __init__(self): super().__init__(); self.l,self.t = nn.Linear(3, 3),nn.Tanh()
     def forward(self, x, *, by=None):
         y = self.t(self.l(x))
@@ -43,7 +43,7 @@ def batch(i): return torch.randn(4, 3, generator=torch.Generator().manual_seed(i
 
 
 def run_as(how, m, backend='aot_eager'):
-    "Return the function to call, and the counter of its graphs."
+    "Return the model as a function, compiled as `how` says, and the counter of its graphs."
     torch._dynamo.reset()
     count = CompileCounterWithBackend(backend)
     if how=='whole': return torch.compile(m, backend=count, fullgraph=True), count
@@ -51,14 +51,15 @@ def run_as(how, m, backend='aot_eager'):
     return m, count
 
 
-# ---- listeners of several kinds
+# ---- listeners: embers, activations, monitors, and a simple listener
 
 class Ember:
     def __init__(self, m): self.te = torchEmber(m, ttypes=ALL, on_error='raise')
     def told(self, i):
         self.te.step()
         rows = [{k:v for k,v in r.items() if k not in ('ts', 'step')} for r in self.te.t.lines() if r['step']==self.te.recorder.step-1]
-        return sorted(rows, key=lambda r: [str(r.get(k)) for k in ('module', 'ttype', 'tname', 'call')]) # compiled code reports gradients in another order
+        # sort the rows, because compiled code reports gradients in another order
+        return sorted(rows, key=lambda r: [str(r.get(k)) for k in ('module', 'ttype', 'tname', 'call')])
     def go(self): self.te.close()
 
 
@@ -77,7 +78,7 @@ class Watch:
 
 
 class Ear(Listener):
-    "A listener that notes all events with their values. Its `wants` may be limited."
+    "A listener that keeps all events with their values. `wants`: the kinds of tensors to be reported."
     exclusive = False
     def __init__(self, m, *paths, **wants):
         self.heard,self.depth,self.wants = [],0,WantedTypes(**wants)
@@ -113,7 +114,7 @@ def step(f, m, i):
 
 @cache
 def alone(kind, how):
-    "Return the events of a single listener, for each batch."
+    "Return the events of each batch for a listener that is the only one on the model."
     m = model()
     f,_ = run_as(how, m)
     who = WHO[kind](m)
@@ -124,7 +125,8 @@ def alone(kind, how):
 
 PAIRS = [(a, b) for a in WHO for b in WHO if (a!='ember' or b!='ember') and not {a, b}<={'everything', 'outputs', 'passes'}]
 few = [('ember', 'their gradients'), ('their gradients', 'ember'), ('monitor', 'activations'), ('their gradients', 'their gradients'), ('passes', 'everything')]
-also = [pytest.mark.slow, pytest.mark.release] # this pair is tested in eager mode and in one graph; other pairs are tested in blocks
+# the first two pairs are always tested in one graph; other cases are slow or release tests
+also = [pytest.mark.slow, pytest.mark.release]
 compiled = [pytest.param(how, *p, marks=also[:(i>1) if how=='whole' else 1+(i>2)]) for how in ('whole', 'blocks') for i,p in enumerate(few)]
 
 
@@ -132,7 +134,7 @@ compiled = [pytest.param(how, *p, marks=also[:(i>1) if how=='whole' else 1+(i>2)
 @pytest.mark.parametrize(('how', 'a', 'b'), [*(('eager', a, b) for a,b in PAIRS), *compiled])
 @torch._dynamo.config.patch(**{'recompile_limit' if hasattr(torch._dynamo.config, 'recompile_limit') else 'cache_size_limit': 64})
 def test_each_listener_gets_the_same_events_as_alone(how, a, b):
-    "Listeners are armed and disarmed in turns: rows are complete in each pass, and training is bit-identical"
+    "Two listeners are armed and disarmed in turns. Each pass has complete events, and training is bit-identical."
     if how!='eager' and not private_torch.hooks_in_graphs and {a, b} & {*gradients}: pytest.skip('this torch has no hooks in compiled code')
     want = {k: alone(k, how) for k in (a, b)}
     m,bare = model(),model()
@@ -145,13 +147,13 @@ def test_each_listener_gets_the_same_events_as_alone(how, a, b):
         else: here.pop(who)[1].go()
         assert step(f, m, i)==step(bare, bare, i)
         for kind,w in here.values(): assert w.told(i)==want[kind][i], (kind, i)
-    assert count.frame_count<=4*(1 if how=='whole' else 3) # one for each combination of wanted tensors
+    assert count.frame_count<=4*(1 if how=='whole' else 3) # each combination of wanted tensors needs its own graph
     ours = {'_compiled_call_impl', '_is_torch_compile', '_compile_kwargs'}
     for n,o in m.named_modules():
         assert type(o.__dict__) is dict and {k:v for k,v in o.__dict__.items() if k not in ours}=={k:v for k,v in before[n].items() if k not in ours}, n
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 @pytest.mark.slow
 @graphs_bring_gradients
 @pytest.mark.parametrize('how', ['whole', 'blocks'])
@@ -170,8 +172,9 @@ def test_a_graph_depends_on_wanted_tensors_and_not_on_listeners(how):
     acts.remove(); te.close()
     go()
     one = n[0]
-    assert n==[one, one, one, one, 2*one] and len(acts.state_dict)==14 and 12<=len(grads.state_dict)<=14 # two tensors have no gradient
-    for on in (False, True, False) if how=='whole' else (): # steps without recording: the graph has less
+    # two tensors have no gradient, so 12 to 14 gradients are caught
+    assert n==[one, one, one, one, 2*one] and len(acts.state_dict)==14 and 12<=len(grads.state_dict)<=14
+    for on in (False, True, False) if how=='whole' else (): # steps without recording use a graph with fewer operators
         ear.wants.switch(on)
         go()
     assert set(n[5:])<={3*one}
@@ -196,7 +199,7 @@ def test_bound_forwards_of_many_modules_share_a_graph():
 @pytest.mark.slow
 @pytest.mark.parametrize('how', ['eager', 'whole', 'blocks'])
 def test_a_listener_armed_inside_a_pass_gets_the_next_pass_completely(how):
-    "A listener that is disarmed inside a call gets no more events, whatever its position among the listeners"
+    "A listener may be armed inside a pass. It gets no end of a call without its begin."
     m = model()
     f,_ = run_as(how, m)
     class Brings(Ear):
@@ -238,7 +241,7 @@ def test_an_exception_of_a_listener_is_a_failed_call_to_the_other(first):
 
 
 def test_each_thread_has_its_own_passes():
-    "Two threads run a model with two listeners: both get each pass completely, in its thread"
+    "Two threads run a model with two listeners. Both listeners get all events of each pass, in the thread of the pass."
     m,n = model(),40
     class Threads(Ear):
         def say(self, st, *what): self.heard.append((threading.get_ident(), st.track.path, *what))
@@ -264,10 +267,10 @@ def test_each_thread_has_its_own_passes():
     for e in ears: e.go()
 
 
-# ---- a forward that the user sets
+# ---- users set `forward` of an armed module
 
 def test_a_forward_set_while_armed_is_reported_after_the_next_arming():
-    "A forward that the user sets while armed is reported to all listeners after the next arming, and stays after disarming"
+    "A `forward` that the user sets on an armed module is reported after the next arming, and stays after disarming."
     m = nn.Sequential(nn.Identity(), nn.Identity())
     a = Ear(m)
     inner = m[0].forward
@@ -280,7 +283,7 @@ def test_a_forward_set_while_armed_is_reported_after_the_next_arming():
     a.go()
     assert m[0].forward is w and m(torch.ones(1))==2 and a.heard==b.heard==[] and type(vars(m[0])) is dict
     del m[0].forward
-    assert inner(torch.ones(1))==1 # the wrapped forward of before
+    assert inner(torch.ones(1))==1 # the forward from before the user's change still works
 
 
 def test_names_come_from_each_modules_own_forward():
@@ -295,7 +298,7 @@ def test_names_come_from_each_modules_own_forward():
     ear.go()
 
 
-# ---- passes with one listener only
+# ---- passes that are reported to one listener only
 
 def test_only_one_listener_is_notified():
     m = model()
@@ -360,7 +363,7 @@ class Given(SingleStepQuantity):
 
 @pytest.mark.parametrize('listener', ['ember', 'monitor'])
 def test_the_gradient_of_an_input_that_the_module_overwrites(listener):
-    "In a recomputation inputs are reported before the module runs"
+    "A recomputed module overwrites its input, so inputs are reported before the module runs."
     def of(run):
         m = nn.Sequential(nn.Linear(2, 2), nn.ReLU(inplace=True), nn.Linear(2, 2))
         with torch.no_grad(): m[0].weight.copy_(torch.tensor([[1., 0.], [0., -1.]])); m[0].bias.zero_(); m[2].weight.fill_(3.)
@@ -371,12 +374,13 @@ def test_the_gradient_of_an_input_that_the_module_overwrites(listener):
         te.close()
         return got
     want = of(lambda m, x: m(x))
-    assert want==([6] if listener=='ember' else {'Given': 6}) # [6, 0], and [6, 6] after the ReLU
+    # the gradient of the input is [6, 0]; the gradient of the overwritten tensor is [6, 6]
+    assert want==([6] if listener=='ember' else {'Given': 6})
     assert of(lambda m, x: checkpoint(m, x, use_reentrant=True))==want
 
 
 def test_wants_of_several_listeners():
-    "Constant wants are shared"
+    "Modules with the same wanted tensors share one object `wants`."
     m = model()
     a,b = from_activation(m),from_activation(m, 'head')
     patches = [vars(o)[KEY] for o in m.modules()]

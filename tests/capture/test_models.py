@@ -1,4 +1,4 @@
-"Arming changes no bit of results and gradients, and disarming leaves no attribute or hook behind"
+"Arming a model changes no bit of results and gradients, and disarming leaves no attribute or hook behind."
 import copy
 import warnings
 
@@ -56,7 +56,7 @@ def test_bit_identical_and_nothing_left(name):
 
 
 def test_alexnet_rows():
-    "A pass of AlexNet has 64 rows, 80 with gradients, in the order of the calls"
+    "A pass of AlexNet has 64 rows, or 80 with weight gradients, in the order of the calls."
     torch.manual_seed(0)
     model = AlexNet()
     x = torch.randn(2, 3, 224, 224)
@@ -66,7 +66,7 @@ def test_alexnet_rows():
     assert len(te.t.df)==len(te.t.latest_df)==64
     assert te.t.df.groupby('ttype').size().to_dict()=={'input': 24, 'output': 24, 'weight': 16}
     loss.backward()
-    assert len(te.t.df)==64 # reading ends no step, and a backward adds no rows before the next pass
+    assert len(te.t.df)==64 # reading does not end the step; weight gradients are read when the next pass begins
     model(x)
     df = te.t.latest_df
     assert len(df)==80 and len(te.t.df)==144
@@ -95,7 +95,7 @@ def test_names_in_nests():
 
 
 def test_more_calls_than_rows():
-    "A layer that is called a hundred times in a pass has a hundred rows"
+    "A layer that is called a hundred times in a pass has a hundred output rows."
     cell = torch.nn.Linear(3, 3)
     model = torch.nn.Sequential(*[cell]*100)
     with torchEmber(model) as te: model(torch.randn(2, 3))
@@ -115,7 +115,7 @@ def test_a_submodule_called_alone():
 
 
 def test_the_gradient_hint(recwarn):
-    "A loop that calls zero_grad before the next pass gets one hint"
+    "If zero_grad is called before the next pass begins, the user gets one hint to call te.step()."
     model = torch.nn.Linear(3, 1)
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model)
@@ -129,7 +129,7 @@ def test_the_gradient_hint(recwarn):
 
 @pytest.mark.parametrize('how', ['zero_grad first', 'te.step()', 'optimizer=', 'accumulated', 'off schedule'])
 def test_no_hint_where_there_are_gradients(how, recwarn):
-    "The hint says that gradients are missing, so it appears only without gradients"
+    "The hint to call te.step() is given only if gradient rows are missing."
     model = torch.nn.Linear(3, 1)
     opt = torch.optim.SGD(model.parameters(), .1)
     with torchEmber(model, optimizer=opt if how=='optimizer=' else None, every=2 if how=='off schedule' else 1) as te:
@@ -145,7 +145,7 @@ def test_no_hint_where_there_are_gradients(how, recwarn):
 
 
 def test_steps():
-    "Closing a step without rows counts no step. Steps that are not recorded count"
+    "te.step() without a pass since the last step counts no step. Steps that are not recorded are counted."
     model = torch.nn.Linear(3, 1)
     te = torchEmber(model, every=2, ttypes='output')
     for _ in range(3): te.step()

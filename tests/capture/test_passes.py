@@ -1,4 +1,4 @@
-"Each call is recorded in the right pass: also if a pass raises, in solvers that are autograd Functions, and with checkpoints"
+"Each call is recorded in the right pass: if a pass raises, in solvers that are autograd Functions, and with checkpoints."
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -10,7 +10,7 @@ from torchember import torchEmber
 
 def seen(te, **where): return [(r['step'], r['call'], r['mean'], r['numel']) for r in lines(te) if all(r.get(k)==v for k,v in where.items())]
 def latest(te, **where):
-    "Return the same from the table, without superseded rows."
+    "Return (step, call, mean, numel) of the rows in the table, which has no superseded rows."
     d = te.t.df
     for k,v in where.items(): d = d[d[k]==v]
     return sorted(zip(d.step, d.call, d['mean'], d.numel, strict=True))
@@ -28,7 +28,7 @@ class Fails(nn.Module):
 
 
 def trained(te, model, opt, sizes, error=RuntimeError, reads=False):
-    "Train, and skip batches that raise. Each batch holds its own size."
+    "Train on batches of these sizes, and skip batches that raise. All values of a batch are equal to its size."
     for n in sizes:
         try: model(torch.full((n, 1), float(n))).sum().backward()
         except error:
@@ -43,7 +43,7 @@ def trained(te, model, opt, sizes, error=RuntimeError, reads=False):
 @pytest.mark.parametrize('reads', [False, True])
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step', 'passes'])
 def test_a_pass_that_raises(ends, reads, error):
-    "A failed pass is no step, and is not merged with the next pass, also at the start and twice in a row. Rows that were read before are superseded"
+    "A failed pass is no step, and is not merged with the next pass. Rows of it that were already read are superseded."
     model = Fails(error)
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, stats=['mean', 'numel'], ttypes=('input', 'output', 'weight'), **(dict(optimizer=opt) if ends=='optimizer' else {}))
@@ -59,7 +59,7 @@ def test_a_pass_that_raises(ends, reads, error):
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step', 'passes'])
 def test_a_run_that_ends_with_an_exception(ends):
-    "The last pass raises: its rows are kept, in a step of their own"
+    "If the last pass raises, its rows are kept in a separate step."
     model = Fails()
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, stats=['mean', 'numel'], ttypes=('input',), **(dict(optimizer=opt) if ends=='optimizer' else {}))
@@ -70,7 +70,7 @@ def test_a_run_that_ends_with_an_exception(ends):
 
 
 def test_a_micro_batch_that_raises():
-    "The first, a middle and the last of five micro-batches raise: the step merges the others, also in a custom statistic"
+    "The first, a middle and the last of five micro-batches raise. The step merges only the two others."
     model = Fails()
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, optimizer=opt, stats=['mean', 'numel'], ttypes=('input', 'output', 'output_grad'))
@@ -88,7 +88,7 @@ def test_a_micro_batch_that_raises():
 
 
 def test_a_model_that_catches_an_exception():
-    "An exception that the model catches fails a call, but no pass"
+    "If the model catches an exception of a submodule, only the call fails, and the pass continues."
     class Tries(nn.Module):
         def __init__(self): super().__init__(); self.first,self.second = Fails(),nn.Identity()
         def forward(self, x):
@@ -106,7 +106,7 @@ def test_a_model_that_catches_an_exception():
 
 
 def test_a_child_that_raises_is_a_failed_call():
-    "If the root is not called, calls of its children together are one pass"
+    "The root is not called, so the calls of its children together form one pass. If a child raises, the pass fails."
     model = nn.ModuleDict(dict(g=nn.Identity(), d=Fails()))
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, optimizer=opt, stats=['mean', 'numel'], ttypes=('input',))
@@ -120,7 +120,7 @@ def test_a_child_that_raises_is_a_failed_call():
 
 
 def test_compiled_code_that_raises():
-    "Compiled code does not report exceptions: the next pass reveals them"
+    "Compiled code does not report exceptions. The recorder finds the failed pass when the next pass begins."
     class Looks(nn.Module):
         def __init__(self): super().__init__(); self.a,self.emb = nn.Identity(),nn.Embedding(4, 1)
         def forward(self, i): return self.emb(self.a(i))
@@ -138,7 +138,7 @@ def test_compiled_code_that_raises():
     assert seen(te, module='model(Looks).a(Identity)')==[(0, 0, 1, 2), (1, 0, 2, 2), (2, 0, 3, 2)]
 
 
-# ---- Functions
+# ---- autograd Functions that call modules
 
 class Field(nn.Module):
     def __init__(self): super().__init__(); self.l = nn.Linear(2, 2)
@@ -146,7 +146,7 @@ class Field(nn.Module):
 
 
 def solved(f, y, n=4):
-    "Euler's method with gradients by the adjoint: `n` evaluations in the forward, and `n` in the backward."
+    "Integrate with Euler's method and the adjoint method: `n` evaluations in the forward, and `n` in the backward."
     class Adjoint(torch.autograd.Function):
         @staticmethod
         def forward(ctx, y, *ps):
@@ -180,7 +180,7 @@ class Solver(nn.Module):
 @pytest.mark.parametrize('with_optimizer', [True, False])
 @pytest.mark.parametrize('root', [True, False], ids=['the field is the root', 'a layer'])
 def test_an_adjoint_solver(root, with_optimizer, compiled):
-    "All evaluations of a step are calls of one pass: first the forward, then the backward. Each gradient belongs to its own call"
+    "All evaluations of a step, in forward and backward, are calls of one pass. Each gradient belongs to its own call."
     torch.manual_seed(0)
     model = Field() if root else Solver()
     f = model if root else model.f
@@ -206,7 +206,7 @@ def test_an_adjoint_solver(root, with_optimizer, compiled):
 
 
 def test_two_solves_of_one_step_are_two_passes():
-    "Rows are merged call by call, as for micro-batches"
+    "Rows of the two passes are merged call by call, as for micro-batches."
     f = Field()
     opt = torch.optim.SGD(f.parameters(), .1)
     with torchEmber(f, optimizer=opt, ttypes=('output',), stats=['mean', 'numel']) as te:
@@ -219,7 +219,7 @@ def test_two_solves_of_one_step_are_two_passes():
 @pytest.mark.parametrize('with_optimizer', [True, False])
 @pytest.mark.parametrize('root', [True, False], ids=['around the root', 'inside'])
 def test_a_checkpoint_is_recorded_once(root, with_optimizer, reentrant):
-    "A recomputation is not recorded, also if an autograd Function of the user triggers it"
+    "The recomputation of a checkpoint is not recorded, also if a user's autograd Function triggers it."
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x): ctx.save_for_backward(x); return 2*x

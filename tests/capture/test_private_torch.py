@@ -1,4 +1,4 @@
-"All private names of torch are in one Python module, and no run fails if torch lacks one of the names"
+"All private names of torch are used in one Python module only, and no run fails if torch lacks one of them."
 import ast
 import json
 import re
@@ -18,7 +18,8 @@ from torchember.capture import private_torch
 from torchember.capture import patch
 
 package = Path(private_torch.__file__).parents[1]
-python = {'_asdict', '_getframe', '_current_frames', '_fields', '_replace'} # documented names of Python's library
+# documented names of Python's standard library that begin with an underscore
+python = {'_asdict', '_getframe', '_current_frames', '_fields', '_replace'}
 well_known = { # name -> meaning, and why torch will keep it
     '_parameters': "a module's own parameters by name, without its children's; pickled models are made of them",
     '_modules': "a module's children by name, None among them; pickled models are made of them",
@@ -31,14 +32,14 @@ well_known = { # name -> meaning, and why torch will keep it
     '__prepare_scriptable__': 'a method that torch.jit.script calls on each module before it compiles the module',
     '_replicate_for_data_parallel': 'a method that torch calls on modules, and that an armed module refuses',
     '_foreach_*': 'an operation on a list of tensors: described in the reference of torch'}
-endings = {'_grad', '_latest', '_r'} # of our own words, and of reversed colour maps of matplotlib
+endings = {'_grad', '_latest', '_r'} # endings of torchember's own words, and of matplotlib's reversed colormaps
 
 
 def is_private(name): return re.fullmatch('_[A-Za-z].*', name) is not None
 
 
 def private_names_in(tree):
-    "Return the names with an underscore in a source, and their lines: attributes, imports, and strings that are one name."
+    "Yield the private names in a parsed source with their lines: in attributes, imports, and strings that are one name."
     pieces = {v for n in ast.walk(tree) if isinstance(n, ast.JoinedStr) for v in n.values}
     for n in set(ast.walk(tree))-pieces:
         if isinstance(n, ast.Attribute): names = [n.attr] if isinstance(n.ctx, ast.Load) else []
@@ -50,14 +51,14 @@ def private_names_in(tree):
 
 
 def own_names(tree):
-    "Return the names with an underscore that a source defines: attributes, functions, and keys that torchember uses."
+    "Yield the names that a parsed source defines: attributes that are set, functions and classes."
     for n in ast.walk(tree):
         if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store): yield n.attr
         elif isinstance(n, ast.FunctionDef|ast.ClassDef): yield n.name
 
 
 def foreign_names(sources):
-    "Return the private names in sources (name -> text) that are neither defined in these sources nor well known."
+    "Return the private names in sources (name -> text) that the sources do not define and that are not well known."
     trees = {k: ast.parse(v) for k,v in sources.items()}
     known = {n for t in trees.values() for n in own_names(t)} | python | endings
     return [(k, line, n) for k,t in trees.items() for n,line in private_names_in(t)
@@ -65,10 +66,12 @@ def foreign_names(sources):
 
 
 def test_private_names_are_in_one_python_module():
-    rooms = 'private_torch.py', 'private_trackers.py', 'private_trainers.py' # sinks and integrations have one for their libraries
+    # sinks and integrations have a module of their own for private names of other libraries
+    rooms = 'private_torch.py', 'private_trackers.py', 'private_trainers.py'
     sources = {str(p.relative_to(package)): p.read_text() for p in package.rglob('*.py') if p.name not in ('_modidx.py', *rooms)}
-    assert 'import torch' not in sources.pop('frames/files.py') # it reads pickles of other programs, without torch
-    # the key-value store of the processes, and the function that computes attention; without one of them, there is a message
+    # this module reads pickles of other programs and does not import torch
+    assert 'import torch' not in sources.pop('frames/files.py')
+    # private names of JAX: the key-value store of the processes, and attention. If one is missing, a message is given
     of_jax = {('jaxember/recorder/processes.py', '_src'), ('jaxember/capture/attention.py', '_dot_product_attention_xla')}
     assert len(sources)>30 and {(k, n) for k,_,n in foreign_names(sources)}==of_jax
 
@@ -134,7 +137,7 @@ def trained(lacks, home):
 
 @pytest.fixture(scope='module')
 def whole(tmp_path_factory):
-    "Return the rows of an unchanged torch."
+    "Return the rows of a training with an unchanged torch."
     out,_ = trained('', tmp_path_factory.mktemp('whole'))
     assert len(out['eager'])==len(out['aot_eager'])==3*14
     return out
@@ -158,7 +161,7 @@ def test_the_same_rows_without(lacks, whole, tmp_path):
 
 
 def test_one_warning_on_a_newer_torch(monkeypatch):
-    "It appears once, when a model is armed, and only if something is missing"
+    "The warning appears once, when a model is armed, and only if a private name of torch is missing."
     def heard():
         with warnings.catch_warnings(record=True) as got:
             warnings.simplefilter('always')
@@ -175,14 +178,14 @@ def test_one_warning_on_a_newer_torch(monkeypatch):
 
 
 def test_a_scaler_without_private_names():
-    "Its scale is then read by `get_scale`, and unscaling by hand is unknown"
+    "The scale is read with the public method `get_scale`. A call of scaler.unscale_ cannot be noticed."
     class Scaler:
         def get_scale(self): return 8.
     assert private_torch.loss_scale(Scaler())==8. and not private_torch.is_unscaled(Scaler(), None)
 
 
 def test_modules_without_a_private_method(monkeypatch):
-    "The search for an optimizer's model asks for existing methods only. A method that torch lacks cannot be overridden"
+    "A private method that this torch lacks is not checked for overrides."
     class Own(nn.Linear):
         def parameters(self, recurse=True): return iter(())
     monkeypatch.delattr(nn.Module, '_named_members')
@@ -197,7 +200,7 @@ def test_names_of_runs_without_a_store(monkeypatch):
 
 
 def compiled_on_a_torch_without_hooks(monkeypatch):
-    "Return the rows of a model, eager and compiled, and the warnings."
+    "Return the rows of a model (eager, compiled, compiled in blocks) and the warnings, if graphs cannot have hooks."
     monkeypatch.setattr(private_torch, 'hooks_in_graphs', False)
     monkeypatch.setattr(patch, 'hooks_in_graphs', False)
     monkeypatch.setattr(private_torch, 'warned', set())
@@ -208,9 +211,9 @@ def compiled_on_a_torch_without_hooks(monkeypatch):
     return rows, [str(w.message) for w in got if w.category is EmberWarning]
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 def test_gradients_of_activations_where_graphs_take_no_hooks(monkeypatch):
-    "A compiled model still compiles as a whole. Everything else is recorded, and one warning appears"
+    "A model still compiles as one graph. All other rows are recorded, and one warning appears."
     (eager,whole,blocks),said = compiled_on_a_torch_without_hooks(monkeypatch)
     without = [r for r in eager if r['ttype'] not in ('input_grad', 'output_grad')]
     assert len(without)<len(eager) and Counter(places(whole))==Counter(places(without))

@@ -1,4 +1,4 @@
-"Listeners get the events of a model in the right order: with nested modules, several listeners, optimizers and passes"
+"Listeners get the events of a model in the right order: with nested modules, several listeners, optimizers and passes."
 from types import SimpleNamespace as Some
 
 import pytest
@@ -26,7 +26,7 @@ class Add(nn.Module):
 
 
 class Net(nn.Module):
-    "A model that calls one part twice, and catches exceptions of the other."
+    "A model that calls part `a` twice, and catches exceptions of part `b`."
     def __init__(self, *fails): super().__init__(); self.a,self.b = Add(1),nn.Sequential(Add(10, fails))
     def forward(self, x):
         x = self.a(self.a(x), more=torch.full((1,), 100.))
@@ -35,7 +35,7 @@ class Net(nn.Module):
 
 
 class Spy(Listener):
-    "A listener that notes all events."
+    "A listener that keeps all events."
     exclusive,wants = True,always(input_grad=True, output_grad=True)
     def __init__(self, records=True): self.heard,self.recording,self.depth = [],records,0
     def pass_begins(self, st, grad=None): self.say(st, 'pass'); self.running += 1; self.depth += 1; return True
@@ -66,7 +66,7 @@ def armed(model, *paths, spy=None):
 
 
 def test_all_events_of_a_pass():
-    "Nested calls, two calls of one module, a caught and an uncaught exception"
+    "Tested are nested calls, two calls of one module, and caught and uncaught exceptions."
     model = Net(False, True, False, True)
     spy,ts,_ = armed(model)
     for want in (well, failed, well):
@@ -80,7 +80,7 @@ def test_all_events_of_a_pass():
 
 
 def test_events_of_chosen_modules():
-    "While nothing is recorded, only begin and end of a pass are reported"
+    "If the listener is switched off, only the begin and the end of a pass are reported."
     model = Net()
     def some(paths, **more):
         spy,ts,states = armed(model, *paths)
@@ -89,10 +89,12 @@ def test_events_of_chosen_modules():
         disarm(ts, spy)
         return [s.track.path for s in states if s.watched], [h[:2] for h in spy.told()]
     root,part = [('', 'pass'), ('', 'over')],[('b', 'pass'), ('b', 'over')]
-    assert some(['a'])==(['a'], [('', 'pass'), *[('a', 'in'), ('a', 'out')]*2, ('', 'over')]) # b is not armed
+    # `b` is not watched, so its own call begins no pass
+    assert some(['a'])==(['a'], [('', 'pass'), *[('a', 'in'), ('a', 'out')]*2, ('', 'over')])
     assert some(['b'])==(['b'], [('', 'pass'), ('b', 'in'), ('b', 'out'), ('', 'over'), ('b', 'pass'), ('b', 'in'), ('b', 'out'), ('b', 'over')])
     assert some(['', 'b'], on=False)==(['', 'b'], root+part) and some(['', 'b'], recording=False)==(['', 'b'], root+part)
-    assert [h[1] for h in some(['b'], running=1)[1]]==['pass', 'in', 'out', 'over']*2 # a pass runs in another thread
+    # another thread is in a pass of this listener
+    assert [h[1] for h in some(['b'], running=1)[1]]==['pass', 'in', 'out', 'over']*2
     assert some(['b'], running=1, on=False)[1]==root
     assert some(['b'], pass_begins=lambda st: False)[1]==[('b', 'in'), ('b', 'out')]*2 # the end of a pass is reported only if its begin was accepted
 
@@ -105,7 +107,7 @@ def test_an_attribute_of_the_root_is_not_replaced():
     assert (model.mine, model.new, hasattr(model.a, 'new'))==(1, 3, False)
     for m in (model, model.b, nn.Sequential(nn.Identity(), model.b)): assert find_exclusive_listener(m) is spy
     assert find_exclusive_listener(nn.Identity()) is None
-    disarm(ts, Spy()) # another listener
+    disarm(ts, Spy()) # a listener that was never armed changes nothing
     assert find_exclusive_listener(model) is spy
     disarm(ts, spy)
     assert find_exclusive_listener(model) is None and model.mine==1 and not hasattr(model, 'new') and all(KEY not in m.__dict__ for m in model.modules())
@@ -121,7 +123,7 @@ def test_arming_that_fails_leaves_nothing():
 
 
 def test_a_recomputation_is_not_a_call():
-    "Its tensors are reported if gradients are wanted, in recorded steps, of watched modules"
+    "Recomputed tensors are reported only for their gradients, in recorded steps and for watched modules."
     model = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
     x = torch.ones(1, 1, requires_grad=True)
     def told(reentrant=True, **more):
@@ -133,7 +135,8 @@ def test_a_recomputation_is_not_a_call():
         disarm(ts, spy)
         return spy.told()
     again = [(p, 'again', n) for p in '01' for n in ('input', 'output_0')]
-    assert told()==again and told(False)==again[:3] # this checkpoint stops when all missing tensors are computed
+    # a checkpoint without reentrant stops as soon as all needed tensors are recomputed
+    assert told()==again and told(False)==again[:3]
     assert told(on=False)==[]
 
 
@@ -148,7 +151,7 @@ def test_arguments_that_cannot_be_searched_are_reported_and_skipped():
 
 
 def test_the_last_call_gets_the_first_gradient():
-    "The order starts again with each backward, and with a later pass"
+    "Gradients arrive in reverse order of the calls. The order starts again with each backward and each new call."
     d = PendingCalls()
     for c in range(3): d.expect(c, 'eval' if c else None)
     assert [d.next_call() for _ in range(4)]==[(2, 'eval', 0), (1, 'eval', 0), (0, None, 0), (2, 'eval', 1)]
@@ -158,12 +161,12 @@ def test_the_last_call_gets_the_first_gradient():
     assert [d.next_call() for _ in range(2)]==[(5, None, 0), (5, None, 1)]
     d = PendingCalls()
     for c in (0, 1): d.expect(c, None)
-    d.next_call(); d.expect(2, None) # a call comes in the middle of a backward
+    d.next_call(); d.expect(2, None) # a call happens in the middle of a backward
     assert [d.next_call() for _ in range(3)]==[(2, None, 0), (0, None, 0), (1, None, 1)]
 
 
 class Hears(Listener):
-    "A listener that notes gradients and passes."
+    "A listener that keeps gradients and passes."
     wants = always(input_grad=True, output_grad=True)
     def __init__(self): self.heard = []
     def gradient(self, st, *what): self.heard.append(what)
@@ -176,7 +179,7 @@ def test_pending_gradients_are_kept_for_each_tensor_and_step():
     who = Hears()
     st = ModuleState(tracks(nn.Identity())[0], who)
     st.expect('output_grad', ['x', 'y'], (0, None)); st.expect('output_grad', ['x'], (1, 'eval')); st.expect('input_grad', ['x'], (7, None))
-    st.expect('input_grad', ['x'], None) # a call without gradients
+    st.expect('input_grad', ['x'], None) # a call whose tensors get no gradient
     for t,n in (('output_grad', 'x'), ('output_grad', 'x'), ('output_grad', 'y'), ('input_grad', 'x')): st.grads_arrived(t, [(n, 'g')])
     assert who.heard==[('output_grad', 'x', 'g', 1, 'eval', 0), ('output_grad', 'x', 'g', 0, None, 0), ('output_grad', 'y', 'g', 0, None, 0),
         ('input_grad', 'x', 'g', 7, None, 0)]
@@ -186,13 +189,13 @@ def test_pending_gradients_are_kept_for_each_tensor_and_step():
     st.grads_arrived('output_grad', [('x', 'g')])
     assert st.pending.calls.keys()=={('output_grad', 'x')} and who.heard==[('output_grad', 'x', 'g', 3, None, 0)]
     who.heard.clear()
-    st.calls = 2 # an eager pass was recomputed: only the number of its calls is known
+    st.calls = 2 # after the recomputation of an eager pass, only the number of its calls is known
     for _ in range(3): st.grads_arrived('output_grad', [('z', 'g')])
     assert [h[3:] for h in who.heard]==[(1, None, 0), (0, None, 0), (1, None, 1)]
 
 
 def test_gradients_stay_pending_for_the_number_of_steps_in_lasting():
-    "If a step turns out to be part of an earlier one, its calls stay pending"
+    "Calls wait for their gradients for `lasting` steps, in case a step is joined to an earlier step."
     who = Hears()
     who.lasting = 2
     st = ModuleState(tracks(nn.Identity())[0], who)
@@ -215,7 +218,7 @@ def test_the_next_compiled_pass_ends_one_that_raised():
 
 
 def test_installed_attributes_that_cover_each_other():
-    "They are removed in any order. Values that the user set meanwhile stay, and new keys disappear"
+    "Attributes are uninstalled in any order. Values that the user set in the meantime stay."
     class Thing: pass
     t = Thing()
     t.a,t.own = 1,0
@@ -223,14 +226,14 @@ def test_installed_attributes_that_cover_each_other():
     install(t, first); install(t, second)
     d = vars(t)
     assert isinstance(d, ArmedDict) and (t.a, t.b, t.c, d.unarmed())==(2, 2, 3, {'a': 1, 'own': 0})
-    d.update({'a': 1, 'own': 5, 'new': 6}) # the module's own values, and new ones
+    d.update({'a': 1, 'own': 5, 'new': 6}) # the user sets the attributes of the object itself, and a new one
     assert (t.a, t.own, t.new)==(2, 5, 6)
-    uninstall(t, {'a': 4}); uninstall(t, second) # never installed, and installed
+    uninstall(t, {'a': 4}); uninstall(t, second) # the first dict was never installed, the second one was
     assert (t.a, t.b)==(2, 2) and isinstance(vars(t), ArmedDict) and not hasattr(t, 'c')
     t.b = 9
     uninstall(t, first)
     assert vars(t)=={'a': 1, 'own': 5, 'new': 6, 'b': 9} and type(vars(t)) is dict
-    uninstall(t, first) # already uninstalled
+    uninstall(t, first) # uninstalling a second time changes nothing
     install(t, first)
     vars(t).clear()
     assert (t.a, t.b)==(2, 2) and vars(t).unarmed()=={'a': 1, 'b': 9}
@@ -251,22 +254,23 @@ def test_hooks_are_registered_on_tensors_with_a_gradient():
     def tell(n, g): heard.append((n, g.item()))
     handles = hook_gradients([('x', x), ('y', y), ('w', w)], tell, 'a')
     assert len(handles)==1 and hook_gradients([('w', w)], tell, 'a', True)==[]
-    hook_gradients([('v', w)], tell, 'a', True); hook_gradients([('w', w)], tell, 'b', True) # another name, another module
+    # the same tensor under another name, and for another module
+    hook_gradients([('v', w)], tell, 'a', True); hook_gradients([('w', w)], tell, 'b', True)
     (w*3+z).sum().backward()
     assert sorted(heard)==[('v', 3), ('w', 3), ('w', 3), ('x', 6)]
     heard.clear()
     w = x*2
-    for _ in range(2): hook_gradients([('w', w)], tell, 'a') # two calls with one tensor
+    for _ in range(2): hook_gradients([('w', w)], tell, 'a') # two calls with the same tensor
     w.sum().backward()
     assert heard.count(('w', 1))==2
     with torch.no_grad(): assert hook_gradients([('z', z)], tell)==[] and with_gradient([('z', z)], True)==[]
     assert not z._backward_hooks and with_gradient([('z', z), ('y', y)], False)==[]
 
 
-# ---- the tree
+# ---- the tree of modules
 
 def test_names_of_modules_in_modules():
-    "As in `named_modules`: each module once, under its first path, with its parent. Other paths are aliases"
+    "Each module is listed once under its first path, as in `named_modules`. Its other paths are aliases."
     shared = nn.Sequential(nn.Tanh())
     model = nn.ModuleDict({'x': nn.Sequential(shared, nn.Linear(1, 1)), 'y': shared, 'z': nn.Sequential(nn.Identity(), shared)})
     model.register_module('none', None)
@@ -292,7 +296,7 @@ def test_names_of_modules_in_modules():
 
 
 def test_a_wrapper_in_a_wrapper():
-    class OptimizedModule(nn.Module): # known by its name
+    class OptimizedModule(nn.Module): # a wrapper class of torch.compile, recognized by its name
         def __init__(self, m): super().__init__(); self._orig_mod = m
     class Mine(nn.Module):
         def __init__(self, m): super().__init__(); self.module = m
@@ -304,7 +308,7 @@ def test_a_wrapper_in_a_wrapper():
 # ---- two listeners of one module
 
 class Ear(Listener):
-    "A listener of calls with some wants, and of passes of the root."
+    "A listener of passes and calls. `wants`: the kinds of tensors to be reported."
     running = 1
     def __init__(self, name, heard, **wants): self.name,self.heard,self.wants = name,heard,always(**wants)
     def pass_begins(self, st, grad=None): self.say('begins', grad); return True
@@ -361,7 +365,7 @@ def test_gradients_go_to_listeners_that_want_their_type():
     assert KEY not in vars(model[0])
 
 
-# ---- optimizers
+# ---- watching the steps of optimizers
 
 class Steps:
     def __init__(self): self.heard = []
@@ -376,7 +380,7 @@ def linear(**kw): m = nn.Linear(1, 1); m(one).backward(); return m, torch.optim.
 
 
 def test_steps_of_two_optimizers_are_distinguished():
-    "With and without a closure, one in the closure of the other, after an exception, and after detaching"
+    "With a closure, a step inside of another optimizer's closure, an exception, and after detaching."
     (_,o),(_,p),spy = linear(),linear(),Steps()
     w = OptimizerWatch([o, p], None, spy)
     w.attach()
@@ -397,7 +401,8 @@ def test_steps_of_two_optimizers_are_distinguished():
     assert spy.told()==[('ready', p, None, True), ('ends', p)]
     w.detach()
     class Above(torch.optim.SGD):
-        def step(self, closure=None): return super().step(closure) # torch's hooks run for both
+        # torch runs its step hooks for this method and for the parent's method
+        def step(self, closure=None): return super().step(closure)
     o = Above(p.param_groups[0]['params'], .1)
     w = OptimizerWatch([o], None, spy)
     w.attach()
@@ -408,7 +413,7 @@ def test_steps_of_two_optimizers_are_distinguished():
 
 
 class Plain:
-    "An optimizer without hooks"
+    "An optimizer class that does not support torch's step hooks."
     def __init__(self, params): self.param_groups,self.state,self.calls = [{'params': list(params)}],{},[]
     def step(self, closure=None, *, again=False):
         self.calls.append((closure and closure(), again))
@@ -417,7 +422,7 @@ class Plain:
 
 @pytest.mark.parametrize('kw', [False, True])
 def test_an_optimizer_without_hooks(kw):
-    "Arguments and results pass through, the closure reports, and its `step` is restored"
+    "Arguments and results are passed through. The closure and the step are reported, and the method `step` is restored."
     spy,o = Steps(),Plain(nn.Linear(1, 1).parameters())
     w = OptimizerWatch([o], None, spy)
     w.attach()
@@ -433,7 +438,7 @@ def test_an_optimizer_without_hooks(kw):
 
 
 def test_a_scaler_skips_one_of_two_optimizers():
-    "By position and by keyword. The scale is None when gradients are unscaled, or the scaler is disabled"
+    "The optimizer is passed by position or keyword. `gradient_scale` is None for unscaled gradients or a disabled scaler."
     (m,o),(n,p),spy = linear(),linear(),Steps()
     s = torch.amp.GradScaler('cpu', init_scale=8.)
     w = OptimizerWatch([o, p], s, spy)
@@ -443,7 +448,7 @@ def test_a_scaler_skips_one_of_two_optimizers():
         assert gradient_scale(w.scaler, o)==s.get_scale()
         for k in (o, p): s.step(optimizer=k) if kw else s.step(k)
         assert spy.told()==[('ready', o, None, True), ('ends', o), ('ready', p, None, True), ('skipped', p) if bad else ('ends', p)]
-        assert gradient_scale(w.scaler, o) is None # already unscaled
+        assert gradient_scale(w.scaler, o) is None # the gradients are already unscaled
         s.update()
     o.grad_scale = torch.tensor(3.)
     assert gradient_scale(w.scaler, o)==3 and gradient_scale(w.scaler, p)==s.get_scale()
@@ -451,7 +456,7 @@ def test_a_scaler_skips_one_of_two_optimizers():
     assert gradient_scale(w.scaler, o) is None
     w.detach()
     assert 'step' not in vars(s)
-    o.found_inf = torch.tensor(1.) # a fused optimizer notices itself
+    o.found_inf = torch.tensor(1.) # a fused optimizer notes in `found_inf` that it skipped the step
     w.note_end(o); w.note_end(p)
     o.found_inf = torch.tensor(0.)
     w.note_end(o)
@@ -459,7 +464,7 @@ def test_a_scaler_skips_one_of_two_optimizers():
 
 
 class Wrapper:
-    "A wrapper that steps two optimizers."
+    "An optimizer that wraps other optimizers, and steps all of them."
     def __init__(self, *inner): self.inner,self.state = inner,{}
     param_groups = property(lambda self: [g for o in self.inner for g in o.param_groups])
     def step(self, closure=None):
@@ -469,7 +474,7 @@ class Wrapper:
 def test_a_wrapper_of_two_optimizers_and_a_third_optimizer():
     (_,o),(_,p),(_,q),spy = linear(),linear(),linear(),Steps()
     outer = Wrapper(o, p)
-    outer.other = q # trains other parameters
+    outer.other = q # an optimizer for other parameters, which `outer` does not step
     assert innermost_optimizers(outer)==[o, p] and innermost_optimizers(q)==[q]
     w = OptimizerWatch([outer, q], None, spy)
     assert w.optimizers==[o, p, q] and OptimizerWatch([o, outer], None, spy).optimizers==[o, p]
@@ -479,7 +484,7 @@ def test_a_wrapper_of_two_optimizers_and_a_third_optimizer():
         assert spy.told()==[('begins', o), ('begins', p), ('ready', o, None, True), ('ready', p, None, True), ('ends', o), ('ends', p)]
         q.step()
         assert spy.told()==[('ready', q, None, True), ('ends', q)]
-    outer.step(1) # a number is no closure
+    outer.step(1) # the argument 1 is a number and not a closure
     assert spy.told()==[('begins', o), ('begins', p), ('ready', o, None, True), ('ends', o)]
     w.detach()
     assert 'step' not in vars(outer)

@@ -1,4 +1,4 @@
-"""Measuring and plotting leave a tensor's storage resizable. `Tensor.numpy`, `np.asarray` and DLPack would make it unresizable for ever:
+"""Measuring and plotting keep the storage of a tensor resizable. `Tensor.numpy`, `np.asarray` and DLPack would make it unresizable:
 `fully_shard` frees weights by resizing their storage, and a recorded training would fail there"""
 import ast
 import pathlib
@@ -19,7 +19,7 @@ from torchember.recorder.recorder import recorded
 
 
 def resized(*tensors):
-    "Return for each tensor whether its storage can be resized."
+    "Return True if the storages of all tensors can be resized."
     for x in tensors:
         s = x.untyped_storage()
         n = s.nbytes()
@@ -30,7 +30,7 @@ def resized(*tensors):
 
 
 def test_functions_that_forbid_resizing():
-    "The check of this file notices functions that make a storage unresizable"
+    "The function `resized` detects calls that make a storage unresizable."
     for look in (torch.Tensor.numpy, np.asarray, lambda x: x.double().numpy(), lambda x: np.asarray([*x])):
         x = torch.ones(3, dtype=torch.float64)
         assert resized(x)
@@ -51,7 +51,8 @@ def test_readers(kind, by, threads, monkeypatch):
     torch.set_num_threads(threads)
     try:
         for n in (0, 1, 7, 5000, 9000, 300_000):
-            if n==300_000 and kind not in ('float32', 'float64', 'complex128'): continue # a converted copy is our own
+            # torchember makes its own copy of a large converted tensor
+            if n==300_000 and kind not in ('float32', 'float64', 'complex128'): continue
             whole = (torch.randn(n, dtype=dtype if dtype.is_complex else None)*5).to(dtype)
             for x in (whole, whole[::2], whole[:n-n%2].view(2, -1).T, whole[:1].expand(3, min(n, 1)), whole.conj() if dtype.is_complex else whole):
                 for stats in sets: get_stats(x, stats)
@@ -66,7 +67,7 @@ def test_readers(kind, by, threads, monkeypatch):
 
 
 def test_summary_of_a_tensor():
-    "`Summary.of` is meant for arrays, but also accepts a tensor, whose storage stays resizable"
+    "`Summary.of` is meant for arrays, but it also accepts a tensor. The storage of the tensor stays resizable."
     x = torch.randn(9)
     assert Summary.of(x).numel==9 and resized(x)
 
@@ -99,10 +100,10 @@ def test_an_armed_training(dtype, stats, compiled):
     assert len(te.t.df) and not te.recorder.notices.errors
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 @pytest.mark.slow
 def test_while_loops_are_loaded_and_without_numba():
-    "The fallback readers, each in a new process"
+    "The readers that are used while compiled code loads, and without numba, are tested in new processes."
     code = textwrap.dedent('''
         import sys, torch
         if sys.argv[1]=='without': sys.modules['numba'] = None
@@ -141,7 +142,7 @@ def test_quantities():
     m.register_forward_hook(lambda m, a, y: seen.append(a[0]))
     single = ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition', 'WeightNorm', 'WeightGradNorm', 'InputMean', 'InputStd', 'InputSndNorm',
         'OutputGradSndNorm', 'RankMe', 'LinearDeadNeuronNum']
-    weight = lambda module: module.weight.detach() # the user's own tensor
+    weight = lambda module: module.weight.detach() # a user's quantity that returns the weight itself (detached)
     mon = Monitor(m, {'0': [*single, 'WeightParamJump'], nn.BatchNorm1d: ['MeanTID', 'VarTID']})
     for i in range(3):
         m(torch.randn(64, 40, dtype=torch.float64)).square().mean().backward()
@@ -171,8 +172,9 @@ def test_plots():
 
 
 def test_where_numpy_looks_into_tensors():
-    "Each call of `numpy()` is on a tensor of our own. A new call has to be checked, and added here"
-    own = {'measure/elements.py': ['as_array'], 'measure/readers/torch.py': ['with_exponents'], # a clone, results
+    "All calls of `numpy()` in torchember are on its own tensors. A new call must be checked and added to this list."
+    # own tensors: a clone, and computed results
+    own = {'measure/elements.py': ['as_array'], 'measure/readers/torch.py': ['with_exponents'],
         'measure/arena.py': ['rows_to_host'], 'measure/blocks.py': ['Block'], 'measure/devices.py': ['Pending'],
         'measure/self_check.py': ['find_reader_mistake'],
         'measure/spectrum.py': ['from_gram', 'lanczos', 'lanczos', 'singular_values', 'singular_values'],

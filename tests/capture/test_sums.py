@@ -1,4 +1,4 @@
-"If the forward of a layer returns a partial sum, as in tensor parallelism, the output is reported after the layer's own hooks have added it up"
+"Under tensor parallelism, a layer's forward may return a partial sum. The output is reported after the layer's hooks have summed it."
 import threading
 import types
 
@@ -14,12 +14,12 @@ from torchember.capture.tree import tracks
 
 
 class Part(torch.Tensor):
-    "A tensor that is half of a sum. Another rank has the other half."
+    "A tensor that has one half of a sum. Another rank has the other half."
     placements = types.SimpleNamespace(is_partial=lambda: True),
 
 
 class Split(nn.Linear):
-    def __init__(self): # weights 3 and 4; the sum is twice the output
+    def __init__(self): # the weights are 3 and 4; the full sum is twice the output
         super().__init__(2, 1, bias=False)
         with torch.no_grad(): self.weight.copy_(torch.tensor([[3., 4.]]))
 
@@ -39,7 +39,8 @@ def layer():
 
 def watch(model, **how):
     te = torchEmber(model, ttypes=('output', 'output_grad'), stats=('mean',), on_error='raise', **how)
-    te.recorder.buffer.shards.ranks = types.SimpleNamespace(sharded=True, pass_begins=lambda: None, columns=lambda *args: {}) # as in a run on several ranks
+    # simulates a run with several ranks
+    te.recorder.buffer.shards.ranks = types.SimpleNamespace(sharded=True, pass_begins=lambda: None, columns=lambda *args: {})
     return te
 
 
@@ -60,7 +61,7 @@ class Ear(Listener):
 
 
 def test_rows_are_of_the_sum(layer):
-    "Each call is reported once, with the sum and its gradient, also if a hook is added later. No hook of ours is left behind"
+    "Each call has one row with the full sum and its gradient, also if a hook is added later. No hook of torchember remains."
     layer.register_forward_hook(lambda m, args, y: y.expand(1, 2))
     model = nn.Sequential(layer, layer)
     want = model(ones())
@@ -86,7 +87,7 @@ def test_checkpoints(layer, reentrant):
 
 
 def test_two_listeners(layer):
-    "The order does not matter. A listener without `sums_after_hooks` gets the result of the forward"
+    "Listeners may be armed in any order. A listener without `sums_after_hooks` gets the partial sum."
     ears,ts = [Ear(), Ear(), Ear()],tracks(layer)
     ears[1].sums_after_hooks = False
     for e in ears: arm(ts, e)
@@ -97,7 +98,7 @@ def test_two_listeners(layer):
 
 
 def test_without_hooks(layer):
-    "The part is reported if the forward is called alone, if the layer has no hook, if its hook adds nothing up, or if a hook calls it"
+    "Without a hook that adds up the sum, the partial sum is reported."
     e,plain,idle = Ear(),Split(),Split()
     idle.register_forward_hook(lambda m, args, y: None)
     ts = [*tracks(layer), *tracks(plain), *tracks(idle)]
@@ -117,7 +118,7 @@ def test_without_hooks(layer):
 
 @pytest.mark.parametrize('error', [ValueError, KeyboardInterrupt])
 def test_a_hook_that_fails(layer, error):
-    "The part is reported then. A hook that Ctrl-C leaves is removed by the next call, or when the model is disarmed"
+    "If a hook raises, the last known result is reported. A hook left by Ctrl-C is removed by the next call or when disarming."
     fail = []
     def fails(m, args, y):
         if fail: raise fail[0]
@@ -138,7 +139,7 @@ def test_a_hook_that_fails(layer, error):
 
 
 def test_threads(layer):
-    "Two threads in one layer: each result is reported in its own call"
+    "Two threads call one layer. Each result is reported for its own call."
     both = threading.Barrier(2, timeout=20)
     def wait(m, args, y): both.wait()
     layer.register_forward_hook(wait, prepend=True)
@@ -153,7 +154,7 @@ def test_threads(layer):
 
 
 def test_disarmed_by_a_hook(layer):
-    "Nothing more is reported, and the model is restored"
+    "A hook of the user disarms the ember during a call. Nothing more is reported, and the model is restored."
     te = watch(layer)
     def disarm_it(m, args, y): te.disarm()
     layer.register_forward_hook(disarm_it)

@@ -1,9 +1,9 @@
-"python clusters.py ENGINE HOME: asks the run 'a' on a real cluster of two workers on this machine"
+"Usage: python clusters.py ENGINE HOME. Query the run 'a' on a real cluster of two workers on this machine."
 import json
 import sys
 from pathlib import Path
 
-sys.path[:0] = map(str, Path(__file__).parents[:2]) # where pytest looks
+sys.path[:0] = map(str, Path(__file__).parents[:2]) # the folders that pytest adds to the module path
 
 def main(engine, home):
     from test_scan import ask_dask, ask_ray

@@ -1,4 +1,4 @@
-"What belongs to a run is counted, removed and renamed with it, and nothing else is; what somebody writes, or is no run of ours, stays as it is"
+"All files of a run are counted, removed and renamed together, and no other files. A live run and foreign files stay unchanged."
 import json
 import os
 import time
@@ -19,7 +19,7 @@ def line(step, **more): return json.dumps(dict(module='m(Net).f(L)', ttype='outp
 
 
 def put(home, name, steps=3, base=None, **kinds):
-    "A run: its log, its latest step, metadata of some kinds"
+    "Create a run with a log, a file of the latest step, and metadata. Return the path of the log."
     for d in 'log', 'data': (home/d).mkdir(parents=True, exist_ok=True)
     (home/'log'/name).write_bytes(b''.join(map(line, range(steps))))
     (home/'log'/f'{name}_latest').write_bytes(line(steps-1))
@@ -34,30 +34,31 @@ def there(home):
 
 
 def older(home, name='of_02'):
-    "A folder, as 0.2 left it"
+    "Create a run folder in the format of version 0.2."
     (home/'log'/name).mkdir(parents=True)
     (home/'log'/name/'a.log').write_bytes(b'{"tensor": "output", "mean": 1.0},\n')
 
 
-# ---- whose a file is
+# ---- the run that a file belongs to
 
 def test_whose_metadata_it_is(tmp_path):
-    "The kinds that we write say it; of another kind, and of another name, it is the longest that there is"
+    "Metadata of torchember's own kinds names its run. Other metadata belongs to the longest matching run name."
     files = 'base_my_net', 'mine_my_net', 'mine_a_net', 'net', 'mine_'
     assert [run_of_metadata(s, {'net', 'my_net'}) for s in files]==['my_net', 'my_net', 'net', None, None]
     assert [run_of_metadata(f'{k}_my_net', {'net'}) for k in ('base', 'structure', 'parameters', 'ranks', 'vis', 'mine')]==['my_net']*5+['net']
     put(tmp_path, 'net', mine={'a': 1}, structure={})
-    (tmp_path/'data'/'base_my_net.json').write_text('{"start": 1}') # of no run, and not as we write it
-    (tmp_path/'data'/'base_gone.json').write_text('{"schema": 1}') # of a run whose log is gone
+    (tmp_path/'data'/'base_my_net.json').write_text('{"start": 1}') # this file belongs to no run: it has no `schema`
+    (tmp_path/'data'/'base_gone.json').write_text('{"schema": 1}') # metadata of a run whose log was removed
     (tmp_path/'data'/'notes_net.txt').write_text('of the user')
     h = Home(tmp_path)
     assert h.names=={'net', 'gone'} and {p.name for p in h.files('net')['metadata']}=={'base_net.json', 'mine_net.json', 'structure_net.json'}
-    assert [p.name for p in h.files('net')['metadata']][-1]=='base_net.json' # as long as it is there, the run is known
+    # base_*.json is removed last, because it makes the run known
+    assert [p.name for p in h.files('net')['metadata']][-1]=='base_net.json'
     assert [p.name for p in h.files('gone')['metadata']]==['base_gone.json']
 
 
 def test_names_that_are_meant(tmp_path):
-    "One name is itself before it is a pattern, and processes of a run come in their order; a pattern means runs first, then logs"
+    "A text that is the name of a run is not used as a pattern. A pattern matches runs first, then single logs."
     for n in ('net', 'net2', 'a.rank10', 'a.rank2', 'a.rank0', 'a.rankx', 'b[1]', 'b1'): put(tmp_path, n)
     h = Home(tmp_path)
     assert h.members('a')==['a.rank0', 'a.rank2', 'a.rank10'] and h.members('a.rank2')==['a.rank2'] and h.members('none')==[]
@@ -70,10 +71,10 @@ def test_names_that_are_meant(tmp_path):
     with pytest.raises(ValueError, match='net is a run in .*Give the folder with the run as home='): h.chosen(emberTracker('net', tmp_path/'other'))
 
 
-# ---- how much it is
+# ---- sizes of runs
 
 def test_how_much(tmp_path):
-    "Of each kind of file the bytes, the largest run first; a link is no file of it"
+    "The bytes of each kind of file are counted, with the largest run first. A link does not count."
     put(tmp_path, 'small')
     for r in range(2): put(tmp_path, f'many.rank{r}', 40)
     put(tmp_path, 'cut', 20, structure={'a': 1})
@@ -93,7 +94,7 @@ def test_how_much(tmp_path):
     with pytest.raises(FileNotFoundError): du('smal', tmp_path/'none')
 
 
-# ---- what stays
+# ---- runs that must not be changed
 
 refused = {
     'a link': (lambda p: p.symlink_to('good'), OSError, 'is a symbolic link, not a log file of torchember'),
@@ -113,13 +114,13 @@ refused = {
 
 
 def drop_end(home):
-    "`end` is left out where it is None"
+    "Remove the key `end` from metadata in which it is None."
     for p in (home/'data').glob('base_*.json'): p.write_text(json.dumps({k: v for k,v in json.loads(p.read_text()).items() if v is not None}))
 
 
 @pytest.mark.parametrize('which', refused)
 def test_what_is_left_alone(tmp_path, which):
-    "Neither it nor the others that were named are touched, and it is said why"
+    "If one of the named runs must not be changed, none of them is changed, and the error gives the reason."
     make,error,said = refused[which]
     put(tmp_path, 'good')
     make(tmp_path/'log'/'w')
@@ -141,7 +142,7 @@ def test_one_of_several_processes_is_still_written(tmp_path):
 
 @pytest.mark.parametrize('how', ['it was long ago', 'it has ended', 'its log is gone', 'it says of no process', 'of a process here that is gone'])
 def test_what_is_not_written_any_more(tmp_path, how, capsys):
-    "It may have ended without a word; after ten minutes without rows nobody is waited for"
+    "A process may have ended without noting its end. After ten minutes without rows, its run can be removed."
     who = {'pid': 2**31-2, 'host': gethostname()} if how=='of a process here that is gone' else {'pid': 7, 'host': elsewhere}
     log = put(tmp_path, 'w', base=who|({'end': None} if how!='it has ended' else {}))
     drop_end(tmp_path)
@@ -157,10 +158,10 @@ def test_just_under_ten_minutes(tmp_path):
     with pytest.raises(ValueError, match='its last rows were written 59. s ago'): rm('w', tmp_path)
 
 
-# ---- away with it
+# ---- removing runs
 
 def test_all_of_it_goes_and_nothing_else(tmp_path, capsys):
-    "Of a run of several processes all, with parts and what users have noted; neighbours of nearly the same name stay. What it was known by goes last"
+    "All files of all ranks are removed, and runs with similar names stay. The base metadata is removed last."
     keep = 'a', 'net2', 'my_net', 'net.rank', 'net.rank1x'
     for n in keep: put(tmp_path, n, vis={})
     was = there(tmp_path)
@@ -180,7 +181,7 @@ def test_all_of_it_goes_and_nothing_else(tmp_path, capsys):
 
 
 def test_removing_was_cut_short(tmp_path, monkeypatch, capsys):
-    "at any file: what is left is still listed as a run, and goes the next time; so does what somebody else removes at the same moment"
+    "Removal is interrupted at any file. The rest is still listed as a run, and can be removed later."
     unlink = Path.unlink
     for n in range(20):
         put(tmp_path, 'net', 20, vis={}, structure={})
@@ -190,7 +191,7 @@ def test_removing_was_cut_short(tmp_path, monkeypatch, capsys):
             left[0] -= 1
             if left[0]<0: raise KeyboardInterrupt
             unlink(p)
-            unlink(p, **how) # it is gone already
+            unlink(p, **how) # the second call meets a file that is already gone
         with monkeypatch.context() as m:
             m.setattr(Path, 'unlink', cut)
             try: rm('net', tmp_path)
@@ -202,7 +203,7 @@ def test_removing_was_cut_short(tmp_path, monkeypatch, capsys):
 
 
 def test_a_name_is_free_again(tmp_path, capsys):
-    "for a run of this process, too; and its rows are counted anew, though it is larger than what had the name"
+    "A removed or renamed run leaves its name free, also in the same process. The rows of a new run are counted correctly."
     for change in (lambda n: rm('net', tmp_path), lambda n: mv('net', f'was{n}', tmp_path)):
         for n in (3, 5):
             t = new_run('Net', 'net', home=tmp_path)
@@ -213,11 +214,11 @@ def test_a_name_is_free_again(tmp_path, capsys):
     assert sorted(runs(tmp_path)['name'])==['was3', 'was5']
 
 
-# ---- under another name
+# ---- renaming runs
 
 @pytest.mark.parametrize('ranks', [0, 2])
 def test_all_of_it_is_called_otherwise(tmp_path, ranks):
-    "Rows, parts, metadata of all kinds: what one reads is the same, and of the old name there is nothing. A name within the name of a kind is left alone"
+    "Log, parts and metadata are renamed, and reading gives the same table. The kind `vis` of metadata is not renamed."
     names = [f'vis.rank{r}' for r in range(ranks)] or ['vis']
     for i,n in enumerate(names): put(tmp_path, n, 20+i, vis={'v': i}, my_vis={'m': i}, base={'model': f'M{i}'})
     put(tmp_path, 'vis2')
@@ -234,7 +235,7 @@ def test_all_of_it_is_called_otherwise(tmp_path, ranks):
 
 
 def test_it_is_known_at_any_moment(tmp_path, monkeypatch):
-    "Metadata has its new name before the log has, and its old one until then"
+    "During renaming, the metadata exists under both names until the log has its new name."
     put(tmp_path, 'net', vis={})
     rename,seen = os.rename,[]
     monkeypatch.setattr(belongings.os, 'rename', lambda a, b: (seen.append({p.name for p in (tmp_path/'data').iterdir()}), rename(a, b)))
@@ -263,7 +264,7 @@ def test_a_name_that_is_taken(tmp_path, by):
 @pytest.mark.parametrize('name, error, said', [('a/b', ValueError, 'separator'), ('', ValueError, 'not empty'), (3, ValueError, 'not empty'),
     ('x'*195, ValueError, 'longer'), ('x_latest', ValueError, '_latest'), ('a.rank0', FileExistsError, 'already used')])
 def test_names_that_a_run_cannot_have(tmp_path, name, error, said):
-    "nor one of its processes, whose names are longer"
+    "The new name must also be valid for the longer names of the logs of single ranks."
     for r in range(2): put(tmp_path, f'net.rank{r}')
     put(tmp_path, 'a.rank0')
     was = there(tmp_path)

@@ -1,4 +1,4 @@
-"A log is given in chunks: no row is lost between two of them, each column is of one type, and only those that can have an answer are read"
+"A log is read in chunks: no row is lost between chunks, each column has one type, and only chunks that may match are read."
 import json
 import pickle
 from pathlib import Path
@@ -23,7 +23,7 @@ def row(step, /, **more):
     return dict(mean=step/4, module='m(Net).f(L)', ts='2024-01-01 00:00:00', ttype='output', tname='o', step=step, call=0, dtype='float32')|more
 
 def put(home, *pieces, name='a'):
-    "A run: each piece but the last is a part of its own, and the last is lines"
+    "Create a run. Each piece of rows becomes a Parquet part, except the last piece, which stays JSON lines."
     t = begun(home, b'', name)
     for i,rows in enumerate(pieces):
         if i: compact(name, home)
@@ -39,27 +39,27 @@ def of_read(home, columns, run='a', **how):
     return [tuple(None if isinstance(v, float) and v!=v else v for v in r) for r in df[columns].astype(object).values.tolist()]
 
 def as_read(home, columns=('step', 'mean'), run='a', **how):
-    "The rows, which are those of `read`"
+    "Return the rows of `scan`, and check that they are equal to those of `read`."
     got = rows_of(home, [*columns], run, **how)
     assert got==of_read(home, [*columns], run, **how)
     return got
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    "Parts stay as small as they were made"
+    "Do not join small parts, so that they keep their sizes."
     monkeypatch.setattr('torchember.store.compaction.find_small_parts', lambda parts: None)
 
 @pytest.fixture
 def asked(monkeypatch):
-    "Chunks that were read"
+    "Return a list that gets the chunks that are read."
     read_now = []
     monkeypatch.setattr(dataset, 'chunk_table', lambda c, *a, of=dataset.chunk_table: read_now.append(c) or of(c, *a))
     return read_now
 
 
-# ---- types
+# ---- types of columns
 
-of_values = [ # of a part, of lines, what both are as a column
+of_values = [ # values in a part, values in lines, type of the common column, and its values
     ([1], [2.5], 'double', [1, 2.5]), ([2.5], [1], 'double', [2.5, 1]), ([1], [None], 'int64', [1, None]), ([None], [1], 'int64', [None, 1]),
     ([None, 1], [2], 'int64', [None, 1, 2]), ([None], [None], 'double', [None, None]), ([np.nan], [1.], 'double', [None, 1]),
     ([np.inf], [-np.inf], 'double', [np.inf, -np.inf]), ([1], [2**63], 'string', ['1', str(2**63)]), ([2**63], [1], 'string', [str(2**63), '1']),
@@ -70,11 +70,12 @@ of_values = [ # of a part, of lines, what both are as a column
     ([[1, 2]], [[3]], 'list<item: int64>', [[1, 2], [3]]), ([[1]], [None], 'list<item: int64>', [[1], None]),
     ([[1]], [[1., 2]], 'string', ['[1]', '[1.0, 2]']), ([[1]], [['b']], 'string', ['[1]', '["b"]']), ([[True]], [[1]], 'string', ['[true]', '[1]']),
     ([[1]], [3], 'string', ['[1]', '3'])]
-in_pieces = [([2**53+1], [.5], 'double', [2**53, .5]), ([[1.5]], [[1]], 'list<item: double>', [[1.5], [1]])] # and JSON where both are in one
+# within one piece, these values would become a column of JSON
+in_pieces = [([2**53+1], [.5], 'double', [2**53, .5]), ([[1.5]], [[1]], 'list<item: double>', [[1.5], [1]])]
 
 @pytest.mark.parametrize('kept', ['both', 'lines', 'parts', 'two parts'])
 def test_a_column_has_one_type(tmp_path, kept):
-    "Whatever its pieces are kept as, and whatever else there is in one of them"
+    "The type does not depend on the kind of storage, or on other columns."
     cases = of_values+in_pieces*(kept in ('both', 'two parts'))
     a,b = ([row(s, **{f'x{i}': case[k][s%len(case[k])] for i,case in enumerate(cases)}) for s in range(2)] for k in range(2))
     put(tmp_path, *dict(both=(a, b), lines=(a+b,), parts=(a+b, []), **{'two parts': (a, b, [])})[kept])
@@ -85,7 +86,7 @@ def test_a_column_has_one_type(tmp_path, kept):
         assert (str(t.schema.field(f'x{i}').type), got[:len(a)]+got[2:2+len(b)])==(kind, want), (a, b)
 
 def test_columns_that_rows_do_not_have(tmp_path):
-    "Counts of trouble are 0 where there is none; a key that is written for what a row is, is no column; a run of no rows has the columns of one"
+    "Missing counts (nan, posinf) are 0. The internal key `nonfinite` is no column. An empty run has the usual columns."
     put(tmp_path, [row(0, nan=3), row(1), row(2, x=np.nan, y=np.inf)], [row(3), row(4, nan=2, x=1.)])
     assert as_read(tmp_path, ('nan', 'posinf', 'x', 'y'))==[(3, 0, None, None), (0, 0, None, None), (0, 0, None, np.inf), (0, 0, None, None), (2, 0, 1, None)]
     assert 'nonfinite' not in scan('a', 'arrow', home=tmp_path).schema.names
@@ -106,7 +107,7 @@ def test_stamps_are_times(tmp_path):
     assert [str(v) for v in scan('b', 'arrow', home=tmp_path).to_table()['ts'].to_pylist()]==['None', 'None', '2024-01-01 00:00:00', 'None']
 
 def test_paths(tmp_path):
-    "A row's own, or that of its module, whatever else is in these columns"
+    "The path of a row is its own value, or follows from its module, also if these columns contain odd values."
     odd = [row(0), row(1, path='own'), row(2, path=None), row(3, module='m(Net)'), row(4, module='m(Net).g(L)', path='')]
     for i,more in enumerate(([], [row(5, path=7)], [row(5, module=7)], [row(5, module=None)])):
         for pieces in ((odd+more, []), (odd, more), (more+odd, [])):
@@ -118,15 +119,15 @@ def test_paths(tmp_path):
             assert len(scan(name, path='f', home=tmp_path).collect())==len(read(name, path='f', home=tmp_path))
 
 def test_more_than_a_part_can_say_of_itself(tmp_path):
-    "A row has what only others have; what is in a part as a text is there once"
+    "A column that only some parts have is empty in other rows. Equal texts of a part are stored once."
     put(tmp_path, [row(0, x='b'), row(1, x='b')], [row(2, y=1)], [row(3, x='c', y=2)])
     assert as_read(tmp_path, ('x', 'y'))==[('b', None), ('b', None), (None, 1), ('c', 2)]
 
 
-# ---- what there is, and where
+# ---- rows with unusual steps
 
 def test_rows_whose_step_nobody_expects(tmp_path):
-    "Beside rows that stand in place of others, those without a step and those of steps that only they have are there, and found"
+    "With superseding rows in a log, rows without a step and rows of unknown steps are still found."
     none = {k: v for k,v in row(0).items() if k!='step'}
     again = row(50, mean=7., supersedes=True)
     put(tmp_path, [row(s) for s in range(3)], [none, row(1, step='x'), row(50), again])
@@ -142,7 +143,7 @@ def test_rows_whose_step_nobody_expects(tmp_path):
 
 @pytest.mark.parametrize('most', [2, 99])
 def test_all_of_them_are_in_one_chunk(tmp_path, monkeypatch, most):
-    "However many there are, and also where no row has a step that is known"
+    "Rows without a known step are in one chunk, however many they are."
     monkeypatch.setattr(chunks, 'most_rows', most)
     def has(name, *pieces):
         put(tmp_path, *pieces, name=name)
@@ -154,14 +155,14 @@ def test_all_of_them_are_in_one_chunk(tmp_path, monkeypatch, most):
     has('c', none, [row(0, step='x', n=3), again])
 
 def test_steps_of_which_some_are_texts(tmp_path):
-    "Beside a part of which they are known"
+    "One piece has steps that are texts, and another piece has integers. Both are found."
     put(tmp_path, [row(s) for s in range(3)], [row(0, step='x')])
     rows = scan('a', 'arrow', home=tmp_path)
     assert rows.to_table(filter=ds.field('step')=='"x"').num_rows==1 and rows.to_table(filter=ds.field('step')=='1').num_rows==1
     assert [scan('a', home=tmp_path).filter(pl.col('step')==s).collect().height for s in ('"x"', '1', '9')]==[1, 1, 0]
 
 def test_rows_whose_step_is_none_of_an_ember(tmp_path, monkeypatch):
-    "Groups of a part that have nothing but such rows are read with those that have none"
+    "Row groups with only negative steps are read together with rows that have no step."
     monkeypatch.setattr('torchember.store.parts.group_rows', 512)
     none = {k: v for k,v in row(0).items() if k!='step'}
     put(tmp_path, [row(-5, mean=float(i)) for i in range(512)]+[none]*88, [row(s, supersedes=True) for s in range(9)])
@@ -169,14 +170,14 @@ def test_rows_whose_step_is_none_of_an_ember(tmp_path, monkeypatch):
     assert sorted(got, key=str)==sorted(of_read(tmp_path, ['step', 'mean']), key=str) and sum(s==-5 for s,_ in got)==512
 
 def test_a_row_without_a_step_among_many_lines(tmp_path, monkeypatch):
-    "In a block that is read as those before it, too"
+    "The row is in a later block of lines, which is read like the earlier blocks."
     monkeypatch.setattr('torchember.frames.scan.most_rows', 9)
     none = {k: v for k,v in row(0).items() if k!='step'}
     put(tmp_path, [row(0), row(0, supersedes=True)]+[row(s) for s in range(1, 20)]+[none]+[row(20)])
     assert as_read(tmp_path)[-3:]==[(19, 4.75), (None, 0.), (20, 5.)]
 
 def test_groups_of_a_part(tmp_path, monkeypatch):
-    "What is known of a part is what is known of all its groups of rows, and those that are not wanted stay unread"
+    "The steps of a part are known only if all its row groups have them. Row groups that are not needed are not read."
     monkeypatch.setattr('torchember.store.parts.group_rows', 512)
     none = {k: v for k,v in row(0).items() if k!='step'}
     put(tmp_path, [row(s) for s in range(600)]+[none], [])
@@ -192,7 +193,7 @@ def test_groups_of_a_part(tmp_path, monkeypatch):
     assert part.file.closed
 
 def test_stretches_of_some_steps():
-    "Those that begin or end with the first or last of them are among them, and those of which it is not known"
+    "A segment matches if its steps overlap the requested steps, or if its steps are unknown."
     s = Segment('x', 0, 9, 9, 3, 6)
     assert [s.overlaps(steps) for steps in ((0, 2), (0, 3), (4, 5), (6, 9), (7, 9), None)]==[False, True, True, True, False, True]
     assert Segment('x', 0, 9, 9, None, None).overlaps((0, 2))
@@ -202,7 +203,7 @@ def test_stretches_of_some_steps():
 
 @pytest.mark.parametrize('again', [False, True])
 def test_nothing_is_lost_between_chunks(tmp_path, monkeypatch, again):
-    "Each row is in one chunk, wherever they are cut"
+    "Each row is in exactly one chunk, wherever the chunks are cut."
     monkeypatch.setattr(chunks, 'most_rows', 7)
     last = row(30, mean=9.)|({'supersedes': True} if again else {})
     put(tmp_path, [row(s, mean=i/4) for s in range(20) for i in range(3)], [row(s) for s in range(20, 31)], [last])
@@ -213,17 +214,17 @@ def test_nothing_is_lost_between_chunks(tmp_path, monkeypatch, again):
     for s in (0, 19, 20, 30): assert as_read(tmp_path, steps=s)==[r for r in as_read(tmp_path) if r[0]==s]
 
 
-# ---- lines that change
+# ---- lines that change between reads
 
 def test_whole_numbers_among_floats(tmp_path):
-    "of lines are floats, as read has them; a part keeps each exactly, as JSON"
+    "In lines, large integers among floats become floats, as in `read`. A Parquet part keeps them exactly, as JSON."
     put(tmp_path, [row(0, big=2**60+1), row(1, big=.5)])
     assert as_read(tmp_path, ['big'])==[(2.**60,), (.5,)]
     compact('a', home=tmp_path)
     assert rows_of(tmp_path, ['big'])==[(str(2**60+1),), ('0.5',)]
 
 def test_a_last_line_without_an_end(tmp_path):
-    "Counts as a row while there is none after it, once"
+    "A complete last line without a line break counts as a row, but only once."
     t = put(tmp_path, [row(0), row(1)])
     with open(t.log_path, 'ab') as f: f.write(lines([row(2, epoch=1)])[:-1])
     for _ in range(2): assert as_read(tmp_path, ('step', 'epoch'))==[(0, None), (1, None), (2, 1)]
@@ -233,7 +234,7 @@ def test_a_last_line_without_an_end(tmp_path):
     assert as_read(tmp_path, ('step', 'epoch'))==[(0, None), (1, None), (2, 1), (3, None)]
 
 def test_another_log_in_its_place(tmp_path):
-    "Nothing is left of what was there, also where its lines are as long, and where it is shorter"
+    "A log is replaced by another one with lines of the same length, or by a shorter one. No old row is read."
     t = put(tmp_path, [row(s, x=1.5) for s in range(9)])
     assert as_read(tmp_path, ('step', 'x'))==[(s, 1.5) for s in range(9)]
     t.log_path.write_bytes(lines([row(s, x='b') for s in range(9)]))
@@ -245,12 +246,12 @@ def test_another_log_in_its_place(tmp_path):
     assert [(s.rows, s.end) for s in index_lines(t.log_path, 0, size//7, 99, Expected()).segments]==[(1, size//7)]
 
 def test_logs_that_end_alike(tmp_path):
-    "What is known of one is not taken for what another of that name has"
+    "Two logs in different folders have the same name and the same end. Cached facts of one are not used for the other."
     for home,x in (tmp_path/'one', 1.5),(tmp_path/'two', 'b'): put(home, [row(0, x=x)]+[row(s, x=None) for s in range(1, 60)])
     for home,x in (tmp_path/'one', 1.5),(tmp_path/'two', 'b'): assert as_read(home, ('x',))==[(x,)]+[(None,)]*59
 
 def test_lines_that_go_into_parts_meanwhile(tmp_path):
-    "Of a log that stays beside its parts the lines after them count, and nothing twice"
+    "With keep=True the lines stay beside the parts. Only lines that were added later are read, so no row is doubled."
     t = put(tmp_path, [row(s) for s in range(6)])
     assert len(as_read(tmp_path))==6
     compact('a', tmp_path, keep=True)
@@ -269,7 +270,7 @@ def test_what_is_kept_of_logs_is_bounded(tmp_path, monkeypatch):
     assert [[s.rows for s in inspect_log(open_log('b', tmp_path), n).segments] for n in (99, 4, 99)]==[[9], [4, 4, 1], [9]]
 
 def live(path, size=None, more=b'', fresh=False):
-    "A run that is written here, whose disk has taken so many bytes of its file; the lines that are to follow"
+    "Return a run of this process of which only `size` bytes are on disk, with more lines in memory."
     disk = SimpleNamespace(unwritten_lines=lambda: (size, more), fresh=fresh)
     return SimpleNamespace(path=path, t=SimpleNamespace(older=lambda: False), store=disk)
 
@@ -279,22 +280,24 @@ def steps_in(source):
     return [s for x in t for s in x['step'].to_pylist()]
 
 def test_lines_that_a_disk_has_not_taken(tmp_path):
-    "Follow what it has taken; a file of that name may be another's, or not be there yet"
+    "Lines in memory follow the lines on disk. The log file may not exist yet, or belong to an older run."
     t = put(tmp_path, [row(s) for s in range(3)])
     path,data = t.log_path,lines([row(0), row(1)])
     assert steps_in(live(path))==[0, 1, 2]
-    assert steps_in(live(path, len(data), lines([row(2), row(3)])))==[0, 1, 2, 3] # of a third line the disk has taken some
+    # a part of a third line is already on disk
+    assert steps_in(live(path, len(data), lines([row(2), row(3)])))==[0, 1, 2, 3]
     assert steps_in(live(path, 0, lines([row(9)]), True))==[9] and steps_in(live(path, more=lines([row(9)]), fresh=True))==[9]
     assert steps_in(live(path.with_name('later'), 0, lines([row(9)])))==[9]
     folder = Path(f'{path}.parts')
     folder.mkdir()
-    (folder/'lines-0').write_bytes(path.read_bytes()) # put aside by who makes parts of it, while the run begins a new file
+    # the lines were set aside for compaction, and the run has begun a new file
+    (folder/'lines-0').write_bytes(path.read_bytes())
     (folder/'parts.json').write_text(json.dumps(dict(run='a', id='x', removed=0, parts=[], group=512, aside=True)))
     path.write_bytes(lines([row(3), row(4)]))
     assert steps_in(live(path, len(data)//2, lines([row(4)])))==[0, 1, 2, 3, 4]
 
 def test_a_log_elsewhere_that_became_shorter():
-    "Is no log of which some rows are gone"
+    "If a remote log becomes shorter, reading raises an error instead of leaving out rows."
     pytest.importorskip('upath')
     from torchember.store.anywhere import to_path
     home = to_path('memory://of-chunks')
@@ -313,10 +316,10 @@ def test_a_run_of_an_older_torchember(tmp_path):
     assert len(want)==2 and t['mean'].to_pylist()==want['mean'].tolist() and t.column_names==[*want]
 
 
-# ---- several processes
+# ---- logs of several ranks
 
 def test_the_process_is_that_of_the_file(tmp_path):
-    "Where rows do not say it, as lines and as parts"
+    "If rows have no rank, it is taken from the name of the log file, for lines and for parts."
     for rank in 0,1: begun(tmp_path, lines([row(s, mean=float(rank)) for s in range(2)]), f'w.rank{rank}')
     for _ in range(2):
         t = scan('w', 'arrow', home=tmp_path, per_rank=True).to_table()
@@ -326,7 +329,7 @@ def test_the_process_is_that_of_the_file(tmp_path):
 
 @pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
 def test_numbers_of_wholes(tmp_path):
-    "Have fractions also where those of pieces have none; what pieces say of themselves is no column; counts stay whole"
+    "Merged statistics are floats, even if all ranks have integers. Columns about shards are left out, and counts stay integers."
     for d in 'log','data': (tmp_path/d).mkdir()
     for rank in 0,1:
         rows = [row(s, mean=rank, std=1, min=rank, max=rank, ratio=rank, exponents=[rank, 2], shape=[2], rank=rank, part='dp:B', n=3) for s in range(3)]
@@ -341,17 +344,17 @@ def test_numbers_of_wholes(tmp_path):
     assert t['mean'].to_pylist()==[.5]*3 and len(want)==3
 
 def test_columns_of_a_run_in_order(tmp_path):
-    "Marks come last, whichever log has them"
+    "Marks are the last columns, whichever part of the log contains them."
     put(tmp_path, [row(0)], [row(1, epoch=3, run='mine')|dict(n=1)])
     there = [inspect_log(open_log('a', tmp_path))]
     assert [*output_columns(there)]==[*read('a', home=tmp_path)] and [*output_columns(there)][-3:]==['epoch', 'run', 'n']
     assert [*output_columns(there, several=True)][-3:]==['epoch', 'mark_run', 'n']
 
 
-# ---- what is asked for
+# ---- conditions on rows
 
 def test_what_a_log_has_not(tmp_path):
-    "Nothing of it is nothing that was asked for; columns that are JSON are asked what they were"
+    "A condition on a missing column gives no rows. A condition on a JSON column uses the original values."
     begun(tmp_path, lines([dict(loss=1., step=0), dict(loss=2., step=1)]), 'own')
     for how in dict(ttype='output'),dict(path='f'),dict(tname=['o']): assert scan('own', home=tmp_path, **how).collect().height==0
     assert rows_of(tmp_path, ['loss'], 'own', steps=-1)==[(2.,)]
@@ -366,11 +369,11 @@ def test_names_are_asked_for_under_their_names(tmp_path):
     put(tmp_path, [row(s, ttype=t, tname=n) for s in range(3) for t,n in (('output', 'o'), ('weight', 'p'))], [row(3, ttype='weight', tname='p')])
     for how in dict(ttype='weight'),dict(tname='o'),dict(ttype='weight', steps=[0, 3]),dict(path='f', tname=['p'], steps=slice(1, None)):
         assert len(as_read(tmp_path, ('step', 'ttype', 'tname'), **how))>1
-    assert rows_of(tmp_path, ['mean'], tname='o', steps=-2)==[(.5,)] # by columns that are not wanted
+    assert rows_of(tmp_path, ['mean'], tname='o', steps=-2)==[(.5,)] # the condition uses columns that are not requested
 
 @pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
 def test_the_last_step_is_that_of_each_run(tmp_path):
-    "Of several processes that of who is ahead; and of each process where its own rows are wanted"
+    "The last step of a run is the largest of its ranks. With per_rank=True each rank has its own last step."
     for name,n in ('a', 3),('b', 9): put(tmp_path, [row(s) for s in range(n)], [], name=name)
     assert as_read(tmp_path, ('run', 'step'), '*', steps=-1)==[('a', 2), ('b', 8)]
     assert len(as_read(tmp_path, ('run', 'step'), ['a', 'b'], steps=slice(-4, None)))==7
@@ -379,7 +382,7 @@ def test_the_last_step_is_that_of_each_run(tmp_path):
     assert as_read(tmp_path, ('step',), 'w', steps=-1)==[(4,)]
 
 def test_chunks_that_can_have_an_answer_are_read(tmp_path, asked):
-    "Those that begin or end with a step that is asked for are; of one whose steps are far apart nobody tries them all"
+    "Only chunks whose steps match are read. For distant steps, a condition is not tested for all steps in between."
     put(tmp_path, [row(s) for s in range(4)], [row(s) for s in range(4, 8)], [row(s, ttype='weight') for s in range(8, 10)])
     rows = scan('a', 'arrow', home=tmp_path)
     for s,i in (0, 0),(3, 0),(4, 1),(7, 1),(8, 2),(9, 2):
@@ -396,7 +399,7 @@ def test_chunks_that_can_have_an_answer_are_read(tmp_path, asked):
     assert rows_of(tmp_path, ['step'], 'far', steps=lambda s: tried.append(s) or s>0)==[(1<<21,)] and sorted({*tried})==[0, 1<<21]
 
 def test_conditions_of_polars():
-    "Those that all must hold are asked one by one, of steps and runs that are known"
+    "Conditions joined by `and` are tested separately against the known steps and run of a chunk."
     a,b,c,d = pl.col('step')>3,pl.col('run')=='a',pl.col('mean')>0,pl.col('step')<5
     assert [len(conjuncts(x)) for x in (a, a & b, a & b & c, a & (b & (c & d)), a | b, (a & b) | c, a & (b | c), a==b)]==[1, 2, 3, 4, 1, 1, 2, 1]
     one = Chunk('a', (('a', None, (Segment('x', 0, 9, 9, 3, 6),)),), labelled=True)
@@ -409,7 +412,7 @@ def test_conditions_of_polars():
     assert may(pl.col('step')==99, of=Chunk('a', (('a', None, (Segment('x', 0, 9, 9, None, None),)),)))
 
 def test_columns_that_are_needed_are_read(tmp_path, monkeypatch):
-    "And no others: those that are wanted, and those of conditions"
+    "Only the requested columns and the columns of conditions are read."
     put(tmp_path, [row(s) for s in range(4)])
     fields = []
     monkeypatch.setattr(dataset, 'chunk_table', lambda c, f, *a, of=dataset.chunk_table: fields.append({*f}) or of(c, f, *a))
@@ -420,7 +423,7 @@ def test_columns_that_are_needed_are_read(tmp_path, monkeypatch):
     assert fields==[{'mean', 'step', 'tname'}, {'nan', 'tname'}, {'mean', 'path', 'step'}]
 
 def test_a_mark_that_is_called_run(tmp_path):
-    "Is no name of a run; beside other runs it is `mark_run`"
+    "A mark `run` is not the name of the run. In a table of several runs its column is `mark_run`."
     put(tmp_path, [row(0, run='mine')], [row(1, run='yours')])
     assert scan('a', home=tmp_path).filter(pl.col('run')=='mine').collect()['step'].to_list()==[0]
     rows = scan('a', 'arrow', home=tmp_path)
@@ -429,7 +432,7 @@ def test_a_mark_that_is_called_run(tmp_path):
     assert as_read(tmp_path, ('run', 'step'))==[('mine', 0), ('yours', 1)]
 
 def test_columns_that_are_asked_for(tmp_path):
-    "In that order; which run a row is of comes first unless it is asked for; marks of the second run come last, too"
+    "Columns have the requested order. `run` comes first unless it is requested; marks come last."
     put(tmp_path, [row(0)])
     put(tmp_path, [row(1, epoch=3)], [row(2, lr=.5)], name='b')
     def names(run, columns): return scan(run, 'arrow', home=tmp_path, columns=columns).schema.names
@@ -443,10 +446,10 @@ def test_columns_that_are_asked_for(tmp_path):
     assert t['run'].to_pylist()==['a', 'b', 'b'] and t['lr'].to_pylist()==[None, None, .5]
 
 
-# ---- engines
+# ---- engines for queries
 
 def test_a_dataset_of_arrow(tmp_path):
-    "Columns that are made of others, conditions on others, how large a batch is; and it can be sent to another process"
+    "Arrow can compute columns, filter, count and sort. The dataset can be pickled for another process."
     put(tmp_path, [row(s) for s in range(6)], [row(s, x=9-s) for s in range(6, 9)])
     rows = scan('a', 'arrow', home=tmp_path, steps=range(1, 9), ttype='output')
     assert rows.to_table(columns={'twice': ds.field('mean')*2, 's': ds.field('step')}, filter=ds.field('path')=='f').to_pydict()==dict(
@@ -462,7 +465,7 @@ def test_a_dataset_of_arrow(tmp_path):
         with pytest.raises(NotImplementedError, match='Read a table first'): ask(None)
 
 def test_tables_of_pandas_have_the_same_types(tmp_path):
-    "Whole numbers of which some may be missing are floats in each of them"
+    "Integers become floats in all tables, if values may be missing in one of them."
     put(tmp_path, [row(s, n=3) for s in range(3)], [row(3), row(4, n=2)])
     a,b = scan('a', 'pandas', home=tmp_path)
     assert a.dtypes.equals(b.dtypes) and [str(a[c].dtype) for c in ('step', 'nan', 'call', 'n', 'mean')]==['int64']*2+['float64']*3
@@ -470,7 +473,7 @@ def test_tables_of_pandas_have_the_same_types(tmp_path):
     assert a['n'].tolist()==[3]*3 and b['n'].isna().tolist()==[True, False]
 
 def test_limits_of_polars(tmp_path):
-    "A frame ends where it is cut, in the second chunk as well; a key without a name is a column without one"
+    "head, tail and slice work across chunks. A key that is an empty text is a column with an empty name."
     put(tmp_path, [row(s) for s in range(4)], [row(s) for s in range(4, 8)], [row(s)|{'': s} for s in range(8, 12)])
     rows = scan('a', home=tmp_path)
     assert [rows.head(n).collect()['step'].to_list() for n in (0, 3, 4, 6, 99)]==[[*range(n)] for n in (0, 3, 4, 6, 12)]
@@ -480,7 +483,7 @@ def test_limits_of_polars(tmp_path):
     assert rows.filter(pl.col('step')==pl.col('step').max()).collect()[''].to_list()==[11]
 
 def test_sql(tmp_path):
-    "One run has its name, too; a query reaches nothing else, and cannot help itself to it; what the table is called is said"
+    "A query can read only the table `log`, no files. The error for a wrong table name mentions `log`."
     put(tmp_path, [row(s) for s in range(4)], [row(4)])
     put(tmp_path, [row(0)], name='b')
     assert query('SELECT run, count(*) n FROM log GROUP BY run', 'a', tmp_path).values.tolist()==[['a', 5]]

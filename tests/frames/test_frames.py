@@ -1,4 +1,4 @@
-"Logs as tables: msgspec is there or is not, the table is what the rows say"
+"Logs become tables. With and without msgspec, a table is equal to the rows of its log."
 import json
 import math
 import os
@@ -44,7 +44,7 @@ def value_of(row, name):
 
 
 def by_rows(log, choice, columns=None):
-    "What `read` takes of a run, by way of its rows"
+    "Return the table of a log from its parsed rows, as a reference for `read`."
     rows = every = lines.parse(b''.join(log.blocks()))[0]
     for name in choice.conditions:
         values = [value_of(r, name) for r in rows]
@@ -56,13 +56,13 @@ def by_rows(log, choice, columns=None):
 
 
 def answer(log, **asked):
-    "The table, or what is said instead"
+    "Return the table, or the message of the error."
     try: return read(log, **asked)
     except ValueError as e: return str(e)
 
 
 def both(log, **asked):
-    "The table with msgspec, as it is without, and what its rows say"
+    "Return the table and a reference made from rows. Check that the table is the same with and without msgspec."
     with pytest.MonkeyPatch.context() as m:
         m.setattr(columns, 'msgspec', lambda: None)
         without = answer(log, **asked)
@@ -82,7 +82,7 @@ def same(got, want):
 
 @pytest.fixture
 def eager(monkeypatch):
-    "A log is read in many small blocks: from the first ones it is learnt what to expect"
+    "Read logs in many small blocks. From the first blocks, the reader learns the layouts of rows."
     pytest.importorskip('msgspec')
     monkeypatch.setattr(lines.line_blocks, '__defaults__', (b'', None, 300))
 
@@ -106,7 +106,7 @@ def test_with_and_without_msgspec(tmp_path, eager, some, tail, asked):
 
 @pytest.mark.parametrize('seed', range(4))
 def test_regular_logs_take_the_quick_way(seed, tmp_path, eager, monkeypatch):
-    "Thousands of rows as an ember writes them: with trouble, marks, numbers of the step, a torn end"
+    "Thousands of rows as an ember writes them: with NaN, marks, logged numbers, and a torn last line."
     draw = random.Random(seed)
     def number(): return draw.choice([draw.gauss(0, 1), draw.gauss(0, 1), math.nan, math.inf, -math.inf])
     some = []
@@ -125,7 +125,7 @@ def test_regular_logs_take_the_quick_way(seed, tmp_path, eager, monkeypatch):
     monkeypatch.setattr(lines.line_blocks, '__defaults__', (b'', None, 1<<13))
     monkeypatch.setattr(columns, 'parse', lambda data: by_dicts.append(len(data)) or plain(data))
     same(read(path), want)
-    assert sum(by_dicts)<path.stat().st_size/4 # where something is new
+    assert sum(by_dicts)<path.stat().st_size/4 # only rows with a new layout are parsed one by one
     last = want.step>=want.step.max()-8
     for asked,keep in (({'path': '1'}, want.path=='1'), ({'steps': slice(-9, None)}, last), ({'ttype': 'scalar'}, want.ttype=='scalar'),
             ({'path': ['1', '2'], 'ttype': 'input', 'tname': 'x_0', 'steps': range(5, 9)},
@@ -138,7 +138,7 @@ def test_regular_logs_take_the_quick_way(seed, tmp_path, eager, monkeypatch):
 
 @pytest.mark.parametrize('asked', [-1, -2, [0, -1], slice(None, -1), slice(2, -2), slice(-3, None), slice(-9, -7), slice(None, None, 3)])
 def test_steps_are_counted_from_the_end_of_the_run_and_not_of_a_piece(asked, tmp_path, eager, monkeypatch):
-    "A long log is read in pieces"
+    "A long log is read in several pieces. Negative steps count from the end of the whole run."
     monkeypatch.setattr(lines.line_blocks, '__defaults__', (b'', None, 1<<13))
     path = written(tmp_path/'log', [{'mean': i*.5, 'module': 'model(Net)', 'ttype': 'input', 'tname': 'x', 'step': i//500, 'call': i%500} for i in range(6000)])
     steps = range(12)
@@ -155,7 +155,7 @@ odd = ['{"a":true}', '{"a":"12"}', '{"a":2.5}', '{"a":2.0}', '{"a":null}', '{"a"
 @pytest.mark.parametrize('at', [3, 4500])
 @pytest.mark.parametrize('line', odd)
 def test_one_odd_line(line, at, tmp_path, eager, monkeypatch):
-    "Early, where it is learnt what to expect, and late"
+    "The odd line is at the start, where the reader learns the layouts, or late in the log."
     monkeypatch.setattr(lines.line_blocks, '__defaults__', (b'', None, 1<<14))
     log = [f'{{"a":{i},"t":"text"}}' for i in range(5000)]
     log[at] = line
@@ -164,13 +164,13 @@ def test_one_odd_line(line, at, tmp_path, eager, monkeypatch):
 
 
 def test_whole_numbers_of_many_digits_among_others(tmp_path, eager, monkeypatch):
-    monkeypatch.setattr(record, 'orjson', None) # which makes floats of them
+    monkeypatch.setattr(record, 'orjson', None) # orjson would make floats of these integers
     (tmp_path/'log').write_text(''.join(f'{{"a":{i}.5}}\n' for i in range(90))+'{"a":1234567890123456789012345}\n{"a":1e30}\n')
     same(*both(tmp_path/'log'))
 
 
 def test_a_run_that_is_being_written(tmp_path, eager, recwarn):
-    "By this process, with rows that are not in the file yet, and by another, with half a line at its end"
+    "Rows of this process may still be in memory. Another process may be writing the last line."
     t = tracker('mine', 'a', tmp_path)
     for i in range(50): t({'loss': i, 'step': i})
     assert len(read(t))==50
@@ -202,8 +202,8 @@ def test_runs_that_go_on_and_that_do_not(tmp_path):
     base = tmp_path/'data/base_other.json'
     assert not runs(tmp_path).running.any() and json.loads(base.read_text())['rows']==runs(tmp_path).set_index('name').rows['other']==4
     base.write_text(json.dumps({**{k: v for k,v in json.loads(base.read_text()).items() if k!='end'}, 'host': 'elsewhere', 'pid': os.getpid()}))
-    assert not runs(tmp_path).running.any() # who knows
-    base.write_text('{"start"') # half a file
+    assert not runs(tmp_path).running.any() # the process runs on another machine, so its state is unknown
+    base.write_text('{"start"') # the metadata file is incomplete
     assert len(runs(tmp_path))==2
 
 
@@ -218,7 +218,7 @@ def test_a_run_that_is_resumed(tmp_path):
 
 
 def test_a_run_that_goes_on_began_when_it_was_begun(tmp_path):
-    "Who resumes it is another process, of another time; and rows that come when it is over are counted"
+    "A resumed run keeps its first start time. Rows that are added after its end are counted."
     def recorded(resume):
         with torchEmber(torch.nn.Linear(1, 1), name='a', ttypes='output', home=tmp_path, resume=resume) as te: te.model(torch.ones(1, 1))
     base = tmp_path/'data/base_a.json'
@@ -244,10 +244,10 @@ def test_without_duckdb(tmp_path, monkeypatch):
 
 
 def test_names_of_every_kind(tmp_path, eager):
-    "A quote in a name, a name that looks like a pattern, a mark that is called as a column of ours"
+    "Run names may contain a quote or look like a pattern, and a mark may have the name of a column."
     (tmp_path/'log').mkdir()
     for name in ("it's", 'a[1]', 'b*', 'x.gz'):
-        (tmp_path/'log'/name).touch() # one that is there already: no new run is called b*
+        (tmp_path/'log'/name).touch() # the log file exists already, because a new run cannot be called b*
         t = emberTracker(name, tmp_path)
         t.mark(run='mine')
         t({'loss': 1., 'step': 0})
@@ -269,7 +269,7 @@ def test_the_last_step_is_the_greatest_and_need_not_be_written_last(tmp_path, ea
 
 
 def test_a_log_that_was_edited_in_place_is_read_anew(tmp_path, eager):
-    "Also when it is of the same size"
+    "The edited log is read again, even if its size is unchanged."
     t = emberTracker('a', tmp_path)
     for s in range(2000): t({'step': s, 'module': 'model(N)', 'ttype': 'output', 'tname': 'output_0', 'call': 0, 'mean': 1.*s, 'who': 'anna'})
     t.barrier()
@@ -298,7 +298,7 @@ def test_wide_is_a_pivot(tmp_path):
 
 
 def test_a_folder_beside_the_runs_is_no_run(tmp_path):
-    "Somebody puts old runs into one"
+    "A user may move old runs into a subfolder."
     (tmp_path/'log/archive').mkdir(parents=True)
     assert len(runs(tmp_path))==0
     written(tmp_path/'log/a', [{'a': 1, 'step': 0}])
@@ -306,23 +306,23 @@ def test_a_folder_beside_the_runs_is_no_run(tmp_path):
 
 
 def test_what_a_table_has_is_asked_for_as_it_is(tmp_path, eager):
-    "Steps and names from another table: numbers of numpy, arrays, columns"
+    "Conditions accept values taken from another table: numpy numbers, arrays and columns."
     log = written(tmp_path/'a', [{'module': f'model(Net).{p}(Linear)', 'ttype': 'output', 'tname': 'x', 'step': s} for s in range(9) for p in 'ab'])
     df = read(log)
     for steps in (df.step.max(), df.step.unique()[-1:], df.step.tail(2), pd.Index([8]), torch.tensor([-1]), [df.step.max()], slice(df.step.max(), None)):
         assert read(log, steps=steps).step.tolist()==[8, 8], steps
-    last = df.step.min()-2 # an integer of numpy that counts back
+    last = df.step.min()-2 # a negative numpy integer, counted from the last step
     assert read(log, steps=last).step.tolist()==read(log, steps=slice(last, last+1)).step.tolist()==[7, 7]
     for path in (df.path.unique()[:1], df.path.head(1), pd.Index(['a'])): assert set(read(log, path=path).path)=={'a'}
 
 
 def test_a_path_is_found_as_it_is_written(tmp_path, eager):
-    "Also one that looks like a pattern: the key of a ModuleDict may have brackets"
+    "A path is found by its exact text, even if it looks like a pattern. Keys of a ModuleDict may contain brackets."
     names = ['a[0]', 'a0', 'b[!x]', 'c*']
     log = written(tmp_path/'a', [{'module': f'model(Net).{p}(Linear)', 'ttype': 'output', 'tname': 'x', 'step': 0} for p in names])
     for p in names: assert p in set(read(log, path=p).path), p
 
 
 def test_no_mark_is_called_path(tmp_path):
-    "It would be the layer of every row, in tables and pictures"
+    "A mark named `path` would replace the layer of each row in tables and pictures."
     with pytest.raises(ValueError, match="'path' is a column that torchember writes"): emberTracker('a', tmp_path).mark(path='data/train')

@@ -1,4 +1,4 @@
-"Our rows as a LogFrame, and back: nothing that has a word there is lost"
+"Rows are converted to a LogFrame and back. Everything that a LogFrame can express is kept."
 import math
 
 import numpy as np
@@ -19,16 +19,16 @@ numbers = st.floats(allow_nan=True, allow_infinity=True, width=64)
 
 @st.composite
 def models(draw):
-    "Path -> class, own parameters and number of outputs: the root and some below it"
+    "Draw a model: path -> class, own parameters and number of outputs."
     paths = draw(st.lists(st.lists(names, min_size=1, max_size=3), max_size=4))
     every = {'.'.join(p[:i]) for p in paths for i in range(len(p)+1)} | {''}
-    classes = {p: f'C{i}' for i,p in enumerate(sorted(every))} # each its own class
+    classes = {p: f'C{i}' for i,p in enumerate(sorted(every))} # each module has its own class
     return {p: (classes, draw(pnames), draw(st.integers(1, 3))) for p in sorted(every)}
 
 
 @st.composite
 def logs(draw):
-    "Tidy rows of a few steps of a model"
+    "Draw the tidy rows of a few steps of a model."
     model,rows = draw(models()),[]
     lo,n = draw(st.integers(-20, 0)),draw(st.integers(1, 5))
     stats = draw(st.lists(st.sampled_from(['mean', 'std', 'abs_mean', 'abs_max', 'abs_min', 'rms', 'rm4', 'own']), min_size=1, unique=True))
@@ -65,7 +65,7 @@ def test_there_and_back(df):
         assert [None if empty(v) else v for v in a]==[None if empty(v) else v for v in b], c
     twice = to_logframe(again)
     pd.testing.assert_frame_equal(twice, lf)
-    for c in ('mean', 'abs_max', 'rms', 'own'): # numbers stay in their rows
+    for c in ('mean', 'abs_max', 'rms', 'own'): # each number stays in its row
         if c in df: np.testing.assert_array_equal(lf['scalar_stats', stat_names.get(c, c)], df[c])
     counts = np.array(df.exponents.tolist())
     np.testing.assert_array_equal(lf.exponent_counts.to_numpy(), counts)
@@ -99,7 +99,7 @@ def test_a_run(keep):
 
 
 def test_many_rows_convert_quickly():
-    "What is different is worked out once for each tensor, not for each row"
+    "Names are computed once for each tensor, not for each row."
     one = pd.DataFrame([dict(mean=1., module=f'model(M).h(L).{i}(B)', ttype='output', tname='output_0', step=0, call=0, dtype='float32',
         exponents=[1]*35, exponent_min=-16) for i in range(100)])
     df = pd.concat([one]*500, ignore_index=True)

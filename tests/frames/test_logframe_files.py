@@ -1,4 +1,4 @@
-"Pickles that want to do more than hold a table, and files of Track & Visualize itself"
+"Reading pickles that contain more than a table, and files of the library Track & Visualize."
 import io
 import os
 import pickle
@@ -22,7 +22,7 @@ def text(s): return b'X'+struct.pack('<I', len(s))+s.encode()
 
 
 ran = '/tmp/torchember-was-here'
-system = named('posix', 'system')+text(f'touch {ran}')+b'\x85R' # os.system(...)
+system = named('posix', 'system')+text(f'touch {ran}')+b'\x85R' # pickled call of os.system(...)
 crafted = {
     'a call': code(system),
     'a call, in a list': code(b']', system, b'a'),
@@ -53,7 +53,7 @@ def test_nothing_runs(what, tmp_path):
     with pytest.raises((pickle.UnpicklingError, SchemaException), match='run.pkl'): read_pickle(path)
     assert not os.path.exists(ran)
     assert dict(vars(pd.DataFrame))==before
-    read_pickle(written(tmp_path)) # the next file is read as ever
+    read_pickle(written(tmp_path)) # a good file can still be read afterwards
 
 
 def written(folder):
@@ -62,7 +62,7 @@ def written(folder):
 
 
 def test_arrays_are_not_believed(tmp_path):
-    "What would make pandas and numpy read or write beside their memory: it is neither read nor written"
+    "A wrong dtype in a pickle could make numpy access memory outside of an array. Such a file is rejected."
     honest = pickle.dumps(lf, protocol=2)
     i8 = b"X\x02\x00\x00\x00i8"
     assert i8 in honest
@@ -85,7 +85,7 @@ def test_texts_as_pandas_keeps_them(storage, tmp_path):
 
 
 def test_texts_of_an_array_that_was_cut_before_it_was_pickled():
-    "Bytes before the first of them, a text that is missing, one that is empty, and more than one byte a letter"
+    "A sliced Arrow array has leading bytes, missing or empty texts, and non-ASCII letters."
     whole = pa.chunked_array([pa.array(['', 'a', 'ü', None, 'b', 'c'], pa.large_string()), pa.array(['d', None], pa.large_string())])
     for some in (whole, whole.slice(1), whole.slice(2, 3), whole.slice(3), whole.slice(7)):
         assert arrow_texts(read_parts(io.BytesIO(pickle.dumps(some)), 'x'))==some.to_pylist()
@@ -99,7 +99,7 @@ def test_all_files_hold_the_same(tmp_path):
 
 
 def test_broken_files():
-    "Whatever the bytes are: a table, or one of two exceptions"
+    "For random changes of its bytes, a file gives a table or one of two exceptions."
     import io
     import random
     data,found = pickle.dumps(lf),set()
@@ -125,7 +125,7 @@ def test_reading_needs_no_torch(tmp_path):
 @pytest.mark.parametrize('names', [['0', '1'], ['', '0'], ['0', '0.bias'], ['007', '1e5'], ['1.5', '']])
 @pytest.mark.parametrize('index', [True, False])
 def test_names_stay_names_in_csv(tmp_path, names, index):
-    "A module may be called as numbers are: those of an nn.Sequential are"
+    "Modules may have names that look like numbers, as in nn.Sequential."
     rows = [dict(module='model(Net)', path=n, ttype='output', tname='output_0', step=0, dtype='float32', mean=1.) for n in names]
     lf = to_logframe(pd.DataFrame(rows))
     lf.to_csv(tmp_path/'x.csv', index=index)
@@ -133,7 +133,7 @@ def test_names_stay_names_in_csv(tmp_path, names, index):
 
 
 def nested(levels, width=10):
-    "A list of lists of the same list"
+    "Return a pickle of nested lists, each of which contains the same inner list several times."
     return code(b']q\x00', *(b'](' + (b'h'+bytes([i]))*width + b'eq'+bytes([i+1]) for i in range(levels)))
 
 
@@ -163,7 +163,7 @@ def test_a_few_bytes_do_not_ask_for_gigabytes(what, tmp_path):
 
 @pytest.mark.timeout(60)
 def test_attributes_that_unfold(tmp_path):
-    "They are part of a table that is read"
+    "The attributes of a pickled table contain nested lists that would expand to a huge size."
     deep = [1]
     for _ in range(30): deep = [deep]*10
     bad = lf.copy()
@@ -175,7 +175,7 @@ def test_attributes_that_unfold(tmp_path):
 
 
 def test_texts_that_overlap():
-    "Each end is before the next, or a megabyte of text would be had a thousand times"
+    "The end offsets of texts must increase. Otherwise a small file could expand to a huge number of texts."
     def part(what, *args):
         from torchember.frames.files import PicklePart
         return type(what, (PicklePart,), {'what': what})(*args)
@@ -188,7 +188,7 @@ def test_texts_that_overlap():
 
 
 def test_exponents_that_there_are_not(tmp_path):
-    "A label of 2^40 would ask for an array from there to here"
+    "A column label of 2^40 would need an array with all exponents up to it, so it is rejected."
     bad = lf.copy()
     bad.columns = pd.MultiIndex.from_tuples([(top, 2**40 if c==0 and top=='exponent_counts' else c) for top,c in lf.columns])
     bad.to_pickle(tmp_path/'run.pkl')

@@ -1,4 +1,4 @@
-"A run is brought elsewhere: to memory, and to an S3 server in a process of its own, which is killed in the middle"
+"A run is copied to another place: to memory, and to an S3 server in its own process, which is killed during the copy."
 import json
 import os
 import signal
@@ -23,7 +23,7 @@ pytest.importorskip('upath')
 
 
 def lines(steps, rows=20, width=0):
-    "Lines of steps, as an ember writes them"
+    "Return lines of rows of these steps, as an ember writes them."
     return b''.join(json.dumps(dict(mean=s/7+i, std=1., shape=[3, i], module=f'model(Net).l{i}(Linear)', ts='2020-02-15 13:44:48', ttype='output',
         tname='output_0', step=s, call=0, dtype='float32', note='x'*width)).encode()+b'\n' for s in steps for i in range(rows))
 
@@ -52,7 +52,7 @@ def there(url='memory://there'):
     return {k.removeprefix('/there/'): f.getvalue() for k,f in MemoryFileSystem.store.items()}
 
 class Sent(Target):
-    "A target that tells what is written, and may fail at one of these"
+    "A target of a copy that keeps the written files, and may fail at one of them."
     def __init__(self, *args, fail=-1, after=lambda: None, **kwargs):
         super().__init__(*args, **kwargs)
         self.written,self.fail,self.after = [],fail,after
@@ -95,7 +95,7 @@ def test_processes_of_a_run_go_together(tmp_path, url):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    "Parts of some kB"
+    "Reduce the sizes of parts to some kB."
     for module in (moving, compaction): monkeypatch.setattr(module, 'most_bytes', 1<<17)
     monkeypatch.setattr(moving, 'least', 1<<11)
     monkeypatch.setattr(moving, 'small', 1<<13)
@@ -117,13 +117,14 @@ def test_a_run_that_goes_on_is_whole_at_every_moment(tmp_path, url, tiny):
     sent = 0
     for step in range(20):
         add(tmp_path, 'a', lines([step], 10))
-        if step>=12: add(tmp_path, 'a', b'{"mean": 3, "st') # a line is being written
+        if step>=12: add(tmp_path, 'a', b'{"mean": 3, "st') # a line that is still being written
         if step==19: end(tmp_path, 'a')
         whole = read('a', home=tmp_path)
         sent += sync_runs('a', m)[0]['bytes']
         look()
         assert seen[0]==len(whole)
-        assert step==19 or all(v.endswith(b'\n') for k,v in there().items() if 'lines-' in k or k=='log/a' and v) # of a line that is being written nothing
+        # an incomplete line is not copied
+        assert step==19 or all(v.endswith(b'\n') for k,v in there().items() if 'lines-' in k or k=='log/a' and v)
         if step>=12: os.truncate(tmp_path/'log'/'a', (tmp_path/'log'/'a').stat().st_size-15)
     got = there()
     names = [p['file'] for p in json.loads(got['log/a.parts/parts.json'])['parts']]
@@ -171,7 +172,7 @@ def test_what_compact_makes_is_brought_as_it_is(tmp_path, url, tiny):
     begin(tmp_path, 'a')
     sync('a', url, home=tmp_path)
     same('a', tmp_path, url)
-    compact('a', home=tmp_path) # while it goes on
+    compact('a', home=tmp_path) # compact the run while it continues
     add(tmp_path, 'a', lines(range(100, 130), 10))
     sync('a', url, home=tmp_path)
     same('a', tmp_path, url)
@@ -190,7 +191,8 @@ def test_another_run_of_the_same_name_takes_the_place(tmp_path, url, tiny):
     (tmp_path/'log'/'a').write_bytes(lines(range(1000, 1090), 10))
     sync('a', url, home=tmp_path)
     same('a', tmp_path, url)
-    (tmp_path/'log'/'a').write_bytes(lines(range(1000, 1001), 10)+lines(range(2000, 2089), 10)) # which begins with the same line
+    # another run, which begins with the same line
+    (tmp_path/'log'/'a').write_bytes(lines(range(1000, 1001), 10)+lines(range(2000, 2089), 10))
     sync('a', url, home=tmp_path)
     same('a', tmp_path, url)
     (tmp_path/'log'/'a').write_bytes(lines(range(2), 10))
@@ -256,7 +258,7 @@ def test_a_folder_on_another_disk_is_a_place_too(tmp_path, tiny):
 
 def test_it_goes_on_in_the_background_until_the_run_is_over(tmp_path, url, tiny):
     begin(tmp_path, 'a')
-    with sync('a', url, home=tmp_path, every=.05) as back: # there is nothing yet
+    with sync('a', url, home=tmp_path, every=.05) as back: # the run has no rows yet
         for step in range(20):
             add(tmp_path, 'a', lines([step], 10))
             time.sleep(.02)
@@ -292,7 +294,7 @@ def test_what_is_wrong_from_the_beginning_is_said_in_the_background(tmp_path, ur
         back = sync('a', url, home=tmp_path, every=30)
         while not back.error: time.sleep(.01)
     with pytest.raises(FileNotFoundError, match='bucket does not exist'): back.stop()
-    with sync('none', url, home=tmp_path, every=30) as back: pass # a run that never got a row
+    with sync('none', url, home=tmp_path, every=30) as back: pass # a run that never gets a row
     assert back.said==[]
 
 def test_stop_does_not_wait_for_a_store_that_is_gone(tmp_path, url, monkeypatch):
@@ -339,7 +341,7 @@ def test_a_run_that_is_there_is_made_parts_of_there(tmp_path, url, tiny, monkeyp
     base = json.loads(there()['data/base_a.json'])|dict(end='2020-02-15 14:44:48')
     Target(url).home.fs.pipe_file('/there/data/base_a.json', json.dumps(base).encode())
     left = [0]
-    def counting(path, data): # after each write everything is there, also when it ends here
+    def counting(path, data): # writes that fail at some point: after each write, the copy must be complete
         if not left: raise ConnectionResetError('gone')
         left.pop()
         real(path, data)
@@ -368,7 +370,7 @@ def test_what_belongs_to_a_run_there(tmp_path, url, tiny):
     assert there() and all('/ab' in k or '_ab' in k for k in there())
     same('ab', tmp_path, url)
 
-# an S3 server in a process of its own
+# ---- an S3 server in its own process
 
 def port():
     with socket.socket() as s:
@@ -376,7 +378,7 @@ def port():
         return s.getsockname()[1]
 
 class Server:
-    "moto's S3 server. It forgets everything when it ends"
+    "An S3 server of the package moto. It loses all data when it ends."
     def __init__(self): self.port,self.process = port(),None
 
     def start(self):
@@ -392,7 +394,7 @@ class Server:
         self.process.wait()
 
 class Proxy:
-    "Stands before the server, and can go away with all connections in the middle of a request, while the server keeps what it has"
+    "A proxy in front of the S3 server. It can cut all connections during a request, while the server keeps its data."
     def __init__(self, to): self.to,self.port,self.open,self.most,self.passed = to,port(),[],None,0
 
     def start(self):
@@ -438,7 +440,7 @@ def server():
     s.kill()
 
 def bucket(at, name, monkeypatch, make=True):
-    "A bucket, as a place of runs: with a client that does not ask again by itself for half a minute"
+    "Return a bucket as a home of runs. Its client does not retry failed requests by itself."
     from upath import UPath
     for k in 'AWS_ACCESS_KEY_ID','AWS_SECRET_ACCESS_KEY': monkeypatch.setenv(k, 'testing')
     monkeypatch.setenv('AWS_DEFAULT_REGION', 'us-east-1')
@@ -494,13 +496,14 @@ def test_connections_that_end_in_the_middle_of_an_upload(tmp_path, server, monke
     same('a', tmp_path, at)
     add(tmp_path, 'a', lines(range(700, 900), 10))
     proxy.passed,proxy.most = 0,2000
-    threading.Timer(.6, lambda: proxy.gone and proxy.start()).start() # it comes back while it is asked again
+    # the server comes back while the request is repeated
+    threading.Timer(.6, lambda: proxy.gone and proxy.start()).start()
     sync('a', at, home=tmp_path, patience=20)
     assert proxy.most is None
     same('a', tmp_path, at)
     proxy.kill()
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 @pytest.mark.slow
 def test_a_server_that_is_killed_and_has_lost_everything(tmp_path, monkeypatch, tiny):
     pytest.importorskip('s3fs')

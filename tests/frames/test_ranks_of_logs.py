@@ -1,4 +1,4 @@
-"Logs of several processes that were made by hand: what is torn, missing, twice there, or makes no sense is said, and no number is wrong in silence"
+"Logs of several ranks made by hand: torn, missing, doubled or invalid data is reported, and no wrong number is given silently."
 import json
 import warnings
 
@@ -8,7 +8,7 @@ import pytest
 from torchember import EmberWarning, read, scan
 
 g = np.random.default_rng(0)
-x,w = g.normal(size=(3, 8, 5)),g.normal(size=(3, 4, 5)) # by step: the outputs of a batch, and a weight
+x,w = g.normal(size=(3, 8, 5)),g.normal(size=(3, 4, 5)) # x: outputs of a batch in each step; w: a weight in each step
 pieces = {'world': 2, 'axes': {'dp': [0, 1]}}
 
 
@@ -18,7 +18,7 @@ def row(a, step, ttype, tname, part, **more):
 
 
 def rows(rank):
-    "What a process of two writes, which have a batch in halves and equal weights"
+    "Return the rows of one of two ranks, which have halves of a batch and equal weights."
     return [r for s in range(3) for mine in [x[s][4*rank:4*rank+4]] for r in (row(mine, s, 'output', 'output_0', 'dp:B'),
         row(2*mine, s, 'output_grad', 'output_0', 'dp:B', gscale=.5), row(w[s], s, 'weight', 'weight_0', 'dp:R'))]
 
@@ -30,7 +30,7 @@ def lines(rows): return ''.join(json.dumps(r)+'\n' for r in rows)
 
 
 def write(home, *logs, name='run'):
-    "logs: (rank, rows or text, metadata or None)"
+    "Write logs and metadata. `logs`: tuples of rank, rows or text, and metadata or None."
     for rank,log,meta in logs:
         for d in 'log','data': (home/d).mkdir(exist_ok=True)
         (home/'log'/f'{name}.rank{rank}').write_text(log if isinstance(log, str) else lines(log))
@@ -46,7 +46,7 @@ def merged(home, name='run', **how):
 
 
 def off(df, ttypes=('output', 'output_grad', 'weight')):
-    "Rows that are not those of the whole"
+    "Return step and type of the merged rows that differ from the rows of the whole batch."
     whole = ('output', 'output_0', x), ('output_grad', 'output_0', x), ('weight', 'weight_0', w)
     want = [row(a[s], s, tt, n, '') for s in range(3) for tt,n,a in whole if tt in ttypes]
     got = {(r['step'], r['ttype']): r for r in df.to_dict('records')}
@@ -62,7 +62,7 @@ def test_two_halves(tmp_path):
 
 
 def test_without_metadata(tmp_path):
-    "Nobody says along which processes the axis is: all of them, and it is said. Replicas are not counted twice"
+    "Without metadata, all ranks are assumed to be one group, with a warning. Replicas are still counted once."
     write(tmp_path, *((r, rows(r), None) for r in range(2)))
     df,said = merged(tmp_path)
     assert not off(df) and "lists the ranks along the axis 'dp', so all 2 ranks are assumed to be one group" in said
@@ -72,7 +72,7 @@ def test_without_metadata(tmp_path):
 
 
 def test_logs_of_older_versions(tmp_path):
-    "Without `part`: what is equal is a replica; gradients of activations are each process's own"
+    "Rows have no `part`: equal tensors count as replicas, and gradients of activations as those of each rank's own loss."
     def older(r): return [{k: v for k,v in row.items() if k not in ('part', 'gscale')} for row in rows(r)]
     write(tmp_path, *((r, older(r), None) for r in range(2)))
     df,said = merged(tmp_path)
@@ -85,7 +85,7 @@ def test_logs_of_older_versions(tmp_path):
 @pytest.mark.parametrize('spoil', [lambda h: h[:-1]+[h[-1][:40]], lambda h: h[:4]+['\0'*300+'\n']+h[5:],
     lambda h: h[:4]+[h[4].replace('"step": 1', '"step": []')]+h[5:], lambda h: h[:4]+[h[4].replace('"gscale": 0.5', '"gscale": -1')]+h[5:]])
 def test_torn_lines(tmp_path, spoil):
-    "What a process wrote of a tensor cannot be read: said, and all other rows are right"
+    "A row of one rank cannot be read. A warning is given, and all other rows are right."
     write(tmp_path, (0, rows(0), about(0)), (1, ''.join(spoil(lines(rows(1)).splitlines(True))), about(1)))
     df,said = merged(tmp_path)
     assert len(off(df))<=1 and 'Invalid lines in the log of rank 1: 1. Merged rows lack their values.' in said
@@ -109,7 +109,7 @@ def test_of_different_lengths(tmp_path):
 
 
 def test_names(tmp_path):
-    "`rank01` is another run; a run of one process beside those of several; a run whose name looks like a rank's; folders and links"
+    "Names such as `rank01`, a run name that looks like a rank, folders and links must not be mixed up with logs of ranks."
     write(tmp_path, *((r, rows(r), about(r)) for r in range(2)))
     for odd in '01', '00', '٣', '9'*30: (tmp_path/'log'/f'run.rank{odd}').write_text(lines(rows(0)[:1]))
     (tmp_path/'log'/'run.rank2').mkdir()
@@ -128,7 +128,7 @@ def test_names(tmp_path):
     *({'world': 2, 'axes': {'dp': a}} for a in (5, None, [], ['0', '1'], [[0], [1]], [-1, 0], [0, 5], [1], [0]*9)),
     *({**pieces, 'stages': s} for s in ('0', [], {'': -1}, {'': 10**9}, {'': '0'})), {**pieces, 'rank': 1}], ids=str)
 def test_metadata_that_makes_no_sense(tmp_path, meta):
-    "What the other process says of both is enough. What is a table at all is named"
+    "The valid metadata of the other rank is used. A warning names the invalid metadata if it is a dict."
     write(tmp_path, (0, rows(0), meta if isinstance(meta, str) else json.dumps(meta)), (1, rows(1), about(1)))
     df,said = merged(tmp_path)
     assert not off(df) and ('The metadata of rank 0 is left out' in said)==isinstance(meta, dict)
@@ -136,13 +136,13 @@ def test_metadata_that_makes_no_sense(tmp_path, meta):
 
 @pytest.mark.parametrize('part', [5, [], '', ':', 'dp', 'dp:', 'dp:X', 'x'*99, 'dp:S', None])
 def test_parts_that_make_no_sense(tmp_path, part):
-    "Nothing is known of such a row: equal ones are replicas, others parts"
+    "An invalid `part` is ignored: equal tensors count as replicas, and different tensors as parts."
     write(tmp_path, *((r, [row | {'part': part} for row in rows(r)], about(r)) for r in range(2)))
     assert not off(merged(tmp_path)[0])
 
 
 def test_how_many_elements(tmp_path):
-    "Without shape and numel the mean of a whole is not known, and no 0"
+    "Without shape and numel, the mean of the whole tensor is unknown: it is NaN, not 0."
     def bare(r): return [{k: v for k,v in row.items() if k!='shape'} for row in rows(r)]
     write(tmp_path, *((r, bare(r), about(r)) for r in range(2)))
     df,said = merged(tmp_path)
@@ -152,7 +152,7 @@ def test_how_many_elements(tmp_path):
 
 
 def test_functions_of_the_user(tmp_path):
-    "Nobody knows how to merge what they give: what is the same is shown, what is not is said"
+    "Results of users' functions cannot be merged. Equal values are shown, and a warning names different values."
     def own(r): return [{k: v for k,v in row.items() if k not in ('shape', 'mean', 'std', 'l1', 'min', 'max')} | {'med': r, 'top': 3.} for row in rows(r)]
     write(tmp_path, *((r, own(r), about(r)) for r in range(2)))
     df,said = merged(tmp_path)
@@ -161,7 +161,7 @@ def test_functions_of_the_user(tmp_path):
 
 
 def test_quantities_of_a_monitor(tmp_path):
-    "Rows of weights with no statistic, and no word of what they are a part of: equal or not, nobody has parameters of its own"
+    "Rows of weights have only quantities and no `part`. They count as one parameter of all ranks."
     of = dict(module='model(Net).fc(Linear)', ttype='weight', tname='weight_0', pname='weight', step=0, call=0, dtype='float64', WeightNorm=2.)
     write(tmp_path, *((r, [of | {'Other': r}], None) for r in range(2)))
     df,said = merged(tmp_path)
@@ -178,7 +178,7 @@ def test_resumed_with_fewer_processes(tmp_path):
 
 
 def test_numbers_noted(tmp_path):
-    "Of each note the mean over processes, of those that have one. NaN is not lost among others"
+    "Each logged number is averaged over the ranks that logged it. A NaN of one rank makes the result NaN."
     def note(call, **numbers): return dict(module='model(Net)', ttype='scalar', tname='log', step=0, call=call, dtype='float64') | numbers
     notes = [[note(0, loss=1.), note(0, loss=5.), note(1, a=2., lr=.1), note(2, loss=1.)],
         [note(0, loss=2.), note(0, loss=6.), note(1, a=2.), note(2, loss=None, nan=1)]]
@@ -191,7 +191,7 @@ def test_numbers_noted(tmp_path):
 
 
 def test_what_each_process_has_whole(tmp_path):
-    "Positions have no batch, and are there once; their gradient is the sum over all parts of the batch. A constant of a batch's size is of a batch"
+    "A positional embedding without a batch dimension counts once. Its gradient is the sum over all parts of the batch."
     one,grads = g.normal(size=(1, 5)),g.normal(size=(2, 3, 1, 5))
     def more(r): return [dict(row(a, s, tt, 'output_0', 'dp:B', **how), module='model(Net).pos(Embedding)') for s in range(3)
         for tt,a,how in (('output', one, {}), ('output_grad', grads[r, s], {'gscale': .5}))] + [dict(row(np.zeros((4, 5)), 0, tt, 'output_0', 'dp:B'),
@@ -208,7 +208,7 @@ def test_what_each_process_has_whole(tmp_path):
 
 @pytest.mark.parametrize('halves, role, mean', [('B', 'P', lambda m: (3*(m[0]+m[1])+5*(m[2]+m[3]))/8), ('R', 'P', lambda m: m[0]+m[1]), ('B', 'P*', None)])
 def test_a_sum_that_is_not_added_up_yet(tmp_path, halves, role, mean):
-    "What two pairs of processes have of a batch in uneven halves, or have twice: of a sum the mean is known, of a maximum nothing"
+    "Ranks have partial sums of uneven halves of a batch. Only the mean of the sum is known, no other statistic."
     axes = {r: {'rank': r, 'world': 4, 'axes': {'dp': [r%2, r%2+2], 'tp': [r//2*2, r//2*2+1]}} for r in range(4)}
     def terms(r): return x[0][[0, r%2]] if halves=='R' else x[0][r%2:r%2+3] if r<2 else x[0][r%2+2:r%2+7]
     write(tmp_path, *((r, [row(terms(r), 0, 'output', 'output_0', f'dp:{halves} tp:{role}', gscale=.5)], axes[r]) for r in range(4)))
@@ -219,7 +219,7 @@ def test_a_sum_that_is_not_added_up_yet(tmp_path, halves, role, mean):
 
 
 def test_scan_says_who_is_missing(tmp_path):
-    "What is wrong among processes and shows without looking at rows, `scan` says before anything is read, in the words of `read`"
+    "Problems that can be found without reading rows are reported by `scan` at once, with the same messages as by `read`."
     def said(**how):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter('always')

@@ -1,4 +1,4 @@
-"Rules of tables as the older tools have them: a tracker that is handed rows, two runs, and what is read the second time"
+"Tables in the format of the older library Track & Visualize: trackers, two runs side by side, and reading a run again."
 import math
 
 import numpy as np
@@ -15,7 +15,7 @@ def row(step, path='fc', ttype='output', tname='output_0', pname=None, call=0, *
 
 
 def step_of(s):
-    "The rows of a step: two outputs, a weight, and what a LogFrame has no word for"
+    "Return the rows of a step: two outputs, a weight, and rows that a LogFrame cannot express."
     counts = lambda below, inside, above: dict(exponents=[below, inside, 0, above], exponent_min=-1)
     return [row(s, mean=1.+s, rms=2., **counts(1, 2, 1)), row(s, call=1, mean=3.+s, rms=4., **counts(0, 4, 0)),
         row(s, ttype='weight', tname='weight_0', pname='weight', mean=5.+s, rms=6., **counts(3, 1, 4)), row(s, ttype='probe', tname='p', mean=99., rms=99.),
@@ -23,7 +23,7 @@ def step_of(s):
 
 
 class Wandb:
-    "As much of W&B as is used"
+    "A minimal replacement of a W&B run."
     def __init__(self): self.logged,self.handed = [],[]
     def put(self, step, data): self.logged.append((step, data))
     def file(self, path, name, kind): self.handed.append((name, path, kind))
@@ -33,7 +33,7 @@ def names_of(lf): return list(zip(lf[META, 'step'], lf[META, 'name'], lf[META, '
 
 
 def test_a_tracker_hands_each_row_on_once(tmp_path, capsys):
-    "Of two runs side by side: to the user's function what is new, to W&B each step that was recorded and its own, to disk all of it under the prefix"
+    "Two runs side by side: the user's function, W&B and the file on disk get each row of their own run once."
     a,b = ([], []), ([], [])
     made = []
     for got,(name,prefix,inc,kind) in zip((a, b), (('one', 'module', 2, '.parquet'), ('two', '', 3, '.pkl')), strict=True):
@@ -45,11 +45,11 @@ def test_a_tracker_hands_each_row_on_once(tmp_path, capsys):
         return [(s, name, 'Activation', 1.+s, 2.), (s, name, 'Activation', 3.+s, 4.), (s, name, 'Weights', 5.+s, 6.)]
     for s in range(2, 9):
         for i,(t,*_) in enumerate(made):
-            seen = s!=3+2*i # of that step nothing was recorded
+            seen = s!=3+2*i # in one step of each run, nothing is recorded
             if seen: t.t.put(lambda s=s: step_of(s), True)
             t.current_step = s
             t.note_step_end(s, seen)
-            if seen and s==6: t.log_to_wandb(7) # of which there is nothing yet
+            if seen and s==6: t.log_to_wandb(7) # step 7 has no rows yet, so nothing is logged
     for (t,w,prefix,inc),got in zip(made, (a, b), strict=True):
         there = [s for s in range(2, 9) if s!=(3 if prefix else 5)]
         kept = list(t)
@@ -73,23 +73,23 @@ def test_a_tracker_hands_each_row_on_once(tmp_path, capsys):
 
 
 def test_a_tracker_of_what_no_logframe_has(tmp_path, capsys):
-    "Nothing is handed on, and it is said; a folder that is there is another's, and its own is one however often it is asked for"
+    "If no row fits into a LogFrame, nothing is handed on, and a message is printed. An existing folder is not used."
     w,got = Wandb(),[]
     t = Tracker(emberTracker('r', tmp_path), offload_inc=1, offload_fn=lambda *args: got.append(args), wandb=w)
     t.note_step_end(0, False)
     t.t.put(lambda: [row(0, ttype='probe', tname='p', mean=1.), row(0, '', 'scalar', 'log', loss=1.)], True)
     t.note_step_end(0)
-    assert (len(t), list(t), bool(t))==(0, [], True) # the length is that of the list
+    assert (len(t), list(t), bool(t))==(0, [], True) # a tracker without rows is empty, but still true
     t.finish(False)
     assert (got, w.logged, w.handed, t.out_path)==([], [], [], None) and "Use read('r')" in capsys.readouterr().out
     t.t.put(lambda: [row(1, mean=1.)], True)
-    assert [k.value for k in t]==[{'scalar_stats': {'mean': 1.}}] # no counts
+    assert [k.value for k in t]==[{'scalar_stats': {'mean': 1.}}] # no histogram, because the row has no exponents
     (tmp_path/'track'/'r').mkdir(parents=True)
     assert [t.folder().name for _ in range(2)]==['r_2', 'r_2'] and sorted(p.name for p in (tmp_path/'track').iterdir())==['r', 'r_2']
 
 
 def test_what_a_function_gave_twice(tmp_path):
-    "Each tensor has a number and a file of its own, words are ours, and what is no dict is left as it is"
+    "Each full tensor gets its own number and file. Names are translated, and a result that is no dict stays unchanged."
     calls = []
     def f(x): return {'scalar_stats': {'rm2': x, 'own': x+1}, 'exp_hist': {'hist': [x, 0, 0], 'bins': [-8, -7, -6]}, 'full_tensor': np.full(2, x),
         'max_abs': 9} if x else 'none'
@@ -100,7 +100,7 @@ def test_what_a_function_gave_twice(tmp_path):
 
 
 def test_a_logframe_whole():
-    "Two modules with two outputs each, of two classes, rows without counts and with two ranges, ours and theirs of one statistic; and back"
+    "Two modules with several outputs, rows without exponents or with different ranges, and the way back to rows."
     lstm = dict(module='model(Net).h(List).0(LSTM)', dtype='bfloat16', call=0)
     root = dict(module='model(Net)', dtype='float32', call=0, step=4, nan=0)
     rows = [{**lstm, 'ttype': 'output_grad', 'tname': 'output_10', 'step': 3, 'mean': 1., 'rms': .1, 'nan': 0},
@@ -132,12 +132,12 @@ def test_a_logframe_whole():
         ('h.0', 'model(Net).h.0(LSTM)', 'weight', 'weight_2', 4, 0, 'LSTM')]
     assert back.exponents.iloc[1]==[1, 0, 0, 0, 2, 3] and back.exponent_min.iloc[1]==2 and math.isnan(back.exponents.iloc[0])
     assert back['nan'].tolist()==[0, 0, 2]+[0]*6 and back.rms.tolist()==[r['rms'] for r in rows]
-    again = to_logframe(pd.DataFrame([{**rows[0], 'rm2': 5.}])) # both of one name: theirs is the user's own
+    again = to_logframe(pd.DataFrame([{**rows[0], 'rm2': 5.}])) # both rms and rm2 exist: rm2 is a statistic of the user
     assert again[STAT].iloc[0].to_dict()=={'mean': 1., 'rms': .1, 'rm2': 5.}
 
 
 def test_names_in_a_logframe_and_back():
-    "The first output has the module's name, also where a gradient is of an earlier one; a module may be called as outputs are; calls are those of their step"
+    "The first output has the name of its module. Names that look like outputs, and several calls, are kept."
     net = dict(module='model(Net).a(Two)', dtype='float32', call=0, step=0, mean=1.)
     rows = [{**net, 'ttype': 'output_grad', 'tname': 'output_0'}, {**net, 'ttype': 'output', 'tname': 'output_1'},
         {**net, 'ttype': 'output', 'tname': 'output_2'}, {**net, 'ttype': 'output', 'tname': 'output_1', 'step': 1},
@@ -148,7 +148,8 @@ def test_names_in_a_logframe_and_back():
     lf = to_logframe(pd.DataFrame(rows))
     names = ['a.output_0', 'a', 'a.output_2', 'a', 'a', 'a.output_7', 'a.bias', 'a', 'a.bias', 'a']
     assert lf[META, 'name'].tolist()==names
-    lf[META, 'type'] = [None if i>5 else c for i,c in enumerate(lf[META, 'type'])] # as Track & Visualize has it of parameters
+    # Track & Visualize gives parameters no type
+    lf[META, 'type'] = [None if i>5 else c for i,c in enumerate(lf[META, 'type'])]
     back = from_logframe(lf)
     assert list(zip(back.path, back.module, back.tname, back.step, back.call, strict=True))==[(*(('a.output_7', 'model.a(Two).output_7(Head)') if i==5 else
         ('a', 'model.a(Two)')), n, s, c) for i,(n,s,c) in enumerate((('output_0', 0, 0), ('output_0', 0, 0), ('output_2', 0, 0), ('output_0', 1, 0),
@@ -156,16 +157,17 @@ def test_names_in_a_logframe_and_back():
 
 
 def test_means_for_wandb_are_of_what_there_is():
-    "A tensor without counts has no rates, and what was not measured is no zero"
+    "Tensors without exponents are left out of the rates, and NaN is left out of the means."
     lf = to_logframe(pd.DataFrame([row(0, mean=2., exponents=[1, 3, 0], exponent_min=0), row(0, call=1, mean=math.nan), row(0, call=2, mean=4.)]))
     assert means_by_type(lf)=={'Numerics.Activation/mean': 3., 'Numerics.Activation/underflow_rate': .25, 'Numerics.Activation/overflow_rate': 0.}
 
 
 def test_two_runs_read_together_and_apart(tmp_path):
-    "Each column as each run has it; what one of them lacks is empty, counts are 0; in the order of the log, and in that of the names that were asked for"
+    "Columns that one run lacks are empty, and counts are 0. Rows are in the order of the log and of the requested runs."
     def write(name, rows):
         t = emberTracker(name, tmp_path)
-        for r in rows: t({k: v for k,v in sorted(r.items(), key=lambda kv: kv[0] not in ('mean', 'std')) if v is not None}) # a log has these first
+        # statistics come first, as in the lines of a log
+        for r in rows: t({k: v for k,v in sorted(r.items(), key=lambda kv: kv[0] not in ('mean', 'std')) if v is not None})
         t.close()
     write('b', [row(s, 'z', mean=1.+s, nan=s) for s in (1, 0)])
     write('a', [row(0, 'y', ttype='weight', tname='weight_0', pname='bias', std=5., epoch='e', run='mine'), row(2, 'z', mean=7.)])
@@ -178,15 +180,16 @@ def test_two_runs_read_together_and_apart(tmp_path):
     assert got==want and df.nan.dtype.kind=='i'
     assert [*df.columns]=='mean std run module path ttype tname step call dtype pname nan posinf neginf epoch mark_run'.split()
     assert [*map(tuple, read('*', home=tmp_path)[['run', 'step']].values)]==[('a', 0), ('a', 2), ('b', 1), ('b', 0)]
-    assert [*map(tuple, read(['a', 'b'], steps=-1, home=tmp_path)[['run', 'step', 'path']].values)]==[('a', 2, 'z'), ('b', 1, 'z')] # the last of each
+    # the last step of each run
+    assert [*map(tuple, read(['a', 'b'], steps=-1, home=tmp_path)[['run', 'step', 'path']].values)]==[('a', 2, 'z'), ('b', 1, 'z')]
     some = read(['b', 'a'], columns=['step', 'mean'], path='z', home=tmp_path)
     assert list(some.itertuples(index=False, name=None))==[('b', 1, 2.), ('b', 0, 1.), ('a', 2, 7.)]
     assert read('b', columns=['mean', 'step'], home=tmp_path).values.tolist()==[[2., 1], [1., 0]]
-    assert set(read('b*', home=tmp_path).run)=={'b'} # a pattern that only one has
-    assert [*df.path.cat.categories]==['z', 'y'] # in the order in which they come
+    assert set(read('b*', home=tmp_path).run)=={'b'} # only one run matches this pattern
+    assert [*df.path.cat.categories]==['z', 'y'] # categories are in the order of their first rows
     some = read(['b', 'a'], columns=lambda c: c in ('mean', 'step'), home=tmp_path)
     assert [*some.columns]==['mean', 'run', 'step'] and some.run.tolist()==['b', 'b', 'a', 'a']
-    alone = read(['b', 'a'], path='y', home=tmp_path) # a run of which nothing is left adds no columns
+    alone = read(['b', 'a'], path='y', home=tmp_path) # a run without matching rows adds no columns
     assert [*alone.columns]==[*read(['a'], path='y', home=tmp_path).columns] and alone.run.tolist()==['a']
     w = wide(read('b', home=tmp_path), 'mean')
     assert (w.index.tolist(), w.columns.tolist(), w['z'].tolist())==([0, 1], ['z'], [1., 2.])

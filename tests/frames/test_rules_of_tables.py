@@ -1,4 +1,4 @@
-"Which row counts, where it stands and what it is called: each function of a table against the plainest loop that says the same"
+"Functions of tables are compared with simple loops: the row that counts, its position, and its label."
 import math
 
 import numpy as np
@@ -35,7 +35,7 @@ def trained(df):
 
 
 def lines_of(df):
-    "Place -> step -> (value, whether it was not finite): the mean of the rows of that step that say something"
+    "Return a dict: place -> step -> (mean of the usable values, True if one is not finite). A place is a tensor of a call."
     found = {}
     for r in trained(df): found.setdefault(place(r), {}).setdefault(r['step'], []).append((r['std'], r['nan']>0 or math.isinf(r['std'])))
     def one(some):
@@ -47,7 +47,7 @@ def lines_of(df):
 @some
 @given(tables)
 def test_lines_of_a_table(df):
-    "In the order of the log, each by step; evaluations are left out where there is training"
+    "Lines are in the order of the log, each sorted by step. Evaluation rows are left out if there are training rows."
     got,want = list(series(df, 'std')),lines_of(df)
     assert len(got)==len(want)
     for (_,x,y,bad),steps in zip(got, want.values(), strict=True):
@@ -58,7 +58,7 @@ def test_lines_of_a_table(df):
 @some
 @given(tables)
 def test_labels_tell_tensors_apart(df):
-    "As many as there are tensors, and no word more than that takes"
+    "There are as many labels as tensors, and no label is longer than needed."
     code,labels = places(df)
     known = list(dict.fromkeys(map(place, df.to_dict('records'))))
     assert code.tolist()==[known.index(place(r)) for r in df.to_dict('records')] and len(labels)==len(set(labels))==len(known)
@@ -71,7 +71,7 @@ def test_labels_tell_tensors_apart(df):
 @some
 @given(tables, st.integers(1, 4), st.integers(1, 4))
 def test_cells_of_a_grid(df, most_rows, most_columns):
-    "The value that is farthest from its line's median, of all that a cell stands for; trouble is never lost"
+    "A cell shows the value that is farthest from its line's median. A NaN or infinity in a cell is always marked."
     lines,g = list(lines_of(df).values()),grid(series(df, 'std'), most_rows, most_columns)
     steps = sorted({s for line in lines for s in line})
     def group(i, n, most): return i*most//n if n>most else i
@@ -102,7 +102,7 @@ rows_again = st.lists(st.fixed_dictionaries(
 
 @given(rows_again)
 def test_a_row_stands_in_place_of_the_earlier_ones_of_its_place(rows):
-    "Of its place alone: the same step, module, tensor, call, micro-batch, phase, backward, rank and shard"
+    "A row supersedes only earlier rows of the same step, module, tensor, call, pass, phase, backward, rank and shard."
     rows = [{**r, 'mean': float(i)} for i,r in enumerate(rows)]
     def where(r): return {k: v for k,v in r.items() if k not in ('mean', 'supersedes')}
     want = [r['mean'] for i,r in enumerate(rows) if not any('supersedes' in o and where(o)==where(r) for o in rows[i+1:])]
@@ -113,7 +113,7 @@ def test_a_row_stands_in_place_of_the_earlier_ones_of_its_place(rows):
 @pytest.mark.parametrize(('asked', 'wanted'), [(-1, {9}), (-2, {8}), ([0, -1], {0, 9}), (range(2, 8, 3), {2, 5}), (slice(-3, None), {8, 9}),
     (slice(None, 4), {0, 2, 3}), (slice(2, -1, 3), {2, 5, 8}), (slice(None, -7), {0, 2}), (lambda s: s%4==0, {0, 8}), ((3, 3), {3}), ({5}, {5})])
 def test_steps_that_are_asked_for(asked, wanted, tmp_path):
-    "Counted from the last step of the run, wherever that stands in the file, and also when only some of the modules have it"
+    "Negative steps count from the last step of the run, wherever this step is in the file and whichever modules have it."
     t = emberTracker('r', tmp_path)
     for s in (0, 9, 2, 3, 5, 8):
         for m in 'ab' if s<9 else 'a': t({'step': s, 'module': f'model(N).{m}(L)', 'ttype': 'output', 'tname': 'output_0', 'call': 0, 'mean': 1.*s})
@@ -124,7 +124,7 @@ def test_steps_that_are_asked_for(asked, wanted, tmp_path):
 
 
 def test_runs_of_the_same_name_in_two_folders(tmp_path):
-    "And a run that is named twice is there once; each row says of which it is"
+    "Both runs are in the table. A run that is named twice is read only once."
     for home in 'xy':
         t = emberTracker('r', tmp_path/home)
         t({'step': 0, 'module': 'model(N)', 'ttype': 'output', 'tname': 'output_0', 'call': 0, 'mean': float(home=='y')})
@@ -137,7 +137,7 @@ def test_runs_of_the_same_name_in_two_folders(tmp_path):
 @some
 @given(tables)
 def test_wide_has_the_last_row_that_says_something(df):
-    "Of the calls of a step, too"
+    "If a step has several calls, the last one with a value counts."
     for ttype in df.ttype.unique():
         rows = [r for r in df.to_dict('records') if r['ttype']==ttype]
         got,labels = wide(df, 'std', ttype),places(df[df.ttype==ttype].drop(columns='call'))
@@ -184,7 +184,7 @@ def test_a_summary_has_a_line_for_each_tensor(df):
 @some
 @given(tables)
 def test_the_first_trouble_is_of_the_earliest_step(df):
-    "Wherever that stands in the log; of one step the first in the log's order"
+    "The first trouble (NaN) is in the earliest step, wherever this step is in the log. Within a step, the first row counts."
     rows = df.to_dict('records')
     bad = [i for i,r in enumerate(rows) if r['nan']]
     got = first_nonfinite_tensor(df)
@@ -194,7 +194,7 @@ def test_the_first_trouble_is_of_the_earliest_step(df):
 
 @given(st.lists(st.tuples(st.integers(0, 9), st.sampled_from([1., 2., -1., math.nan, math.inf])), max_size=20), st.integers(1, 5))
 def test_numbers_that_are_kept_of_many(some, width):
-    "Of each bin the smallest, the largest and the first that is not finite, in the order of the log; each name for itself, and a line without numbers"
+    "From each bin of steps, the smallest, the largest and the first non-finite number are kept, separately for each name."
     lines = [(s, b'', {'loss': v}) for s,v in some]+[(0, b'', {'rate': 9.}), (0, b'', {}), (0, b'', {})]
     want = {len(some), len(some)+1}
     for b in {s//width for s,_ in some}:
@@ -206,7 +206,7 @@ def test_numbers_that_are_kept_of_many(some, width):
 
 
 def test_the_lines_that_are_kept_are_bounded():
-    "Whatever names there are, and the findings among them"
+    "The number of kept lines is limited, for any number of names, and including findings."
     kept = KeptLines(100)
     for s in range(3000):
         kept.add(s, b'number', {f'name {s%500}': 1.})
@@ -214,14 +214,15 @@ def test_the_lines_that_are_kept_are_bounded():
         assert len(kept.lines)<=100
     assert kept.lines[-2:]==[(2999, b'number'), (2999, b'finding')] and [s for s,l in kept.lines if l==b'finding']==[*range(2975, 3000)]
     numbers = [s for s,l in kept.lines if l==b'number']
-    assert numbers==[*range(numbers[0], 3000)] # the latest, because 500 names do not fit even in one bin
+    # only the latest numbers are kept, because 500 names do not fit into one bin
+    assert numbers==[*range(numbers[0], 3000)]
     kept.add(3000, b'only texts', {})
     assert (3000, b'only texts') in kept.lines and len(kept.findings)==25
 
 
 @given(st.lists(st.sampled_from(['', 'a', 'a.b', 'a.c', 'a.b.d', 'e', 'e.f', 'e.g']), min_size=1, max_size=8, unique=True), st.sampled_from([None, 1, 2]))
 def test_boxes_lie_inside_of_their_modules_box(paths, deepest):
-    "A module is as tall as the modules in it, one after another in their order, and what has none is one layer"
+    "A module's box is as tall as the boxes of its children together. A module without children has height 1."
     got = {b.path: b for b in boxes(paths, deepest)}
     cut = list(dict.fromkeys('.'.join(p.split('.')[:deepest]) for p in paths))
     known = {'', *(p[:i] for p in cut for i in range(len(p)+1) if p and (i==len(p) or p[i]=='.'))}
@@ -238,7 +239,7 @@ def test_boxes_lie_inside_of_their_modules_box(paths, deepest):
 
 
 def test_a_module_of_several_tensors_has_the_colour_of_the_first_that_is_finite():
-    "In the tree, at the last step"
+    "In the picture of the module tree, the values are those of the last step."
     some = [('a', 'output_0', 1.), ('a', 'output_1', 2.), ('b', 'output_0', math.nan), ('b', 'output_1', 3.), ('c', 'output_0', 4.),
         ('c', 'output_1', math.nan), ('d', 'output_0', math.nan), ('d', 'output_1', math.nan)]
     df = pd.DataFrame([dict(path=p, ttype='output', tname=t, step=s, std=v+10-10*s) for s in (0, 1) for p,t,v in some])
@@ -247,7 +248,7 @@ def test_a_module_of_several_tensors_has_the_colour_of_the_first_that_is_finite(
 
 
 def test_a_page_has_the_exponents_of_the_step_of_the_first_trouble():
-    "Of a long run it has those of a few steps: of the first, the last, and that one wherever it is"
+    "A page of a long run has the exponents of some steps, including the first, the last, and that of the first NaN."
     def page(at):
         rows = [dict(path='a', ttype='output', tname='output_0', step=s, call=0, std=1., nan=int(s in at), posinf=0, neginf=0, exponents=[0, s, 0],
             exponent_min=-1) for s in range(100)]
@@ -271,7 +272,7 @@ def test_a_step_that_is_asked_for():
 
 
 def test_layers_that_are_asked_for():
-    "By path, glob, regex and parameter, together: each row that one of them means, once, in the order of the log"
+    "Layers are selected by path, glob, regular expression and parameter. Each matching row is returned once."
     import re
     df = pd.DataFrame(dict(path=['', 'a', 'a', 'a.b', 'c', 'a'], ttype='weight', tname=['w_0', 'w_0', 'w_1', 'w_0', 'w_0', 'w_0'], step=[0, 0, 0, 0, 0, 1],
         pname=['weight', 'weight', 'bias', 'weight', 'weight', 'weight']))

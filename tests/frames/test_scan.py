@@ -1,4 +1,4 @@
-"A run that is scanned has the columns, rows and numbers of `read`, in each engine, whatever is in it and however it is kept"
+"`scan` gives the same columns, rows and numbers as `read`, with each engine, for any content and any kind of storage."
 import json
 import shutil
 import subprocess
@@ -20,7 +20,7 @@ from torchember.store.parts import Part, folder_of, read_part_list
 
 
 def plain(v, kind=None):
-    "A value as all engines have it: no NaN, numbers as floats, what is none of theirs as its JSON"
+    "Return a value in a common form for all engines: None for NaN, floats for numbers, and texts for other types."
     if v is None or v is pd.NaT or isinstance(v, float) and v!=v: return None
     if isinstance(v, pd.Timestamp|np.datetime64): return str(pd.Timestamp(v))
     if isinstance(v, np.ndarray|tuple|list): return [plain(x) for x in v]
@@ -28,12 +28,13 @@ def plain(v, kind=None):
     return float(v) if isinstance(v, int|float|np.number) else str(v)
 
 def as_json(v):
-    "What a column of JSON has for a value"
+    "Return the JSON text of a value, as a JSON column contains it."
     if isinstance(v, tuple): v = list(v)
     return None if v is None or isinstance(v, float) and v!=v else json.dumps(v)
 
 def same(got, want):
-    if 'numel' not in want and 'numel' in got: assert got.pop('numel').isna().all() # of processes that are merged there may be one
+    # merged rows of several ranks may have an empty column `numel`
+    if 'numel' not in want and 'numel' in got: assert got.pop('numel').isna().all()
     assert list(got)==list(want)
     for c in want:
         a,b = got[c].tolist(),want[c].tolist()
@@ -55,7 +56,7 @@ def test_rows_are_those_of_read(tmp_path, rows, kept):
 
 
 def chunked_parts(home, rows, name='a'):
-    "The first rows in parts, the others in lines after them"
+    "Create a run whose first half of rows is in Parquet parts, and its second half in lines."
     t = begun(home, lines(rows[:len(rows)//2]), name)
     compact(name, home=home)
     with open(t.log_path, 'ab') as f: f.write(lines(rows[len(rows)//2:]))
@@ -64,7 +65,7 @@ def chunked_parts(home, rows, name='a'):
 @settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(rows=st.lists(any_row, min_size=1, max_size=6), parts=st.booleans())
 def test_whatever_is_in_it(tmp_path, rows, parts):
-    "No engine stumbles over it, and rows are as many"
+    "For any content of rows, no engine fails, and the number of rows is right."
     shutil.rmtree(tmp_path)
     begun(tmp_path, lines(rows))
     if parts: compact('a', home=tmp_path)
@@ -74,7 +75,7 @@ def test_whatever_is_in_it(tmp_path, rows, parts):
     assert scan('a', 'arrow', home=tmp_path).count_rows()==len(want)
 
 
-# ---- several processes
+# ---- runs of several ranks
 
 g = np.random.default_rng(0)
 
@@ -83,7 +84,7 @@ def stats(a, step, ttype, tname, part, **more):
         tname=tname, step=step, call=0, dtype='float64', part=part) | more
 
 def ranked(home, n=40, own=False, name='run'):
-    "The logs of two processes, which have a batch in halves and equal weights, or own ones, of which every tenth step is written"
+    "Write the logs of two ranks with halves of a batch. The weights are equal, or with `own` different and recorded in every tenth step."
     for d in 'log','data': (home/d).mkdir(exist_ok=True, parents=True)
     x,w = g.normal(size=(n, 8, 5)),g.normal(size=(n, 2, 4, 5))
     for rank in range(2):
@@ -99,7 +100,7 @@ def ranked(home, n=40, own=False, name='run'):
 @pytest.mark.parametrize('own', [False, True])
 @pytest.mark.parametrize('parts', [False, True])
 def test_several_processes(tmp_path, monkeypatch, own, parts):
-    "Chunks of a few steps merge to what all of them do, and modules are called the same in each"
+    "Merging chunk by chunk gives the same rows as merging everything, and the names of modules agree."
     ranked(tmp_path, own=own)
     if parts: compact('run', home=tmp_path)
     monkeypatch.setattr('torchember.frames.chunks.most_merged', 20)
@@ -112,7 +113,7 @@ def test_several_processes(tmp_path, monkeypatch, own, parts):
 
 
 def test_runs_together(tmp_path):
-    "Several runs have a column that says which, and one of them is found by it without reading the others"
+    "A table of several runs has a column `run`. A condition on this column avoids reading other runs."
     ranked(tmp_path, 3)
     rows = [dict(mean=1., run='a mark', module='m(Net).f(L)', ttype='output', tname='o', step=s, call=0, dtype='float32', epoch=0) for s in range(3)]
     for name in 'a','b': begun(tmp_path, lines(rows), name)
@@ -124,10 +125,10 @@ def test_runs_together(tmp_path):
     assert query("SELECT run, count(*) n FROM log GROUP BY run ORDER BY run", home=tmp_path).values.tolist()==[['a', 3], ['b', 3], ['run', 6]]
 
 
-# ---- engines
+# ---- engines for queries
 
 def big(home, steps=400):
-    "A run in parts and in lines after them, with rows that stand in place of others"
+    "Create a run with Parquet parts, later lines, and superseding rows. Return its table."
     rows = [dict(mean=float(x), std=1/3, rms=2., module=f'm(Net).{i}(L)', ts='2024-01-01 00:00:00', ttype=t, tname='o', step=s, call=0, dtype='float32')
         for s in range(steps) for i in range(3) for t,x in (('output', s*i), ('weight', np.nan if s==7 else -i))]
     rows.insert(100, rows[90]|dict(mean=1e6, supersedes=True))
@@ -137,7 +138,7 @@ def big(home, steps=400):
     return read('a', home=home)
 
 def answer(df):
-    "Mean of the means of a module's outputs, of some steps"
+    "Return the reference result: the mean of the output means of each module, over some steps."
     some = df[(df.ttype=='output') & (df.step>=10) & (df.step<390)]
     return [(p, float(m)) for p,m in some.groupby(some['path'].astype(str))['mean'].mean().sort_index().items()]
 
@@ -176,7 +177,7 @@ def equal(got, want):
 @pytest.mark.parametrize('engine', ask)
 @pytest.mark.parametrize('what', ['one process', 'several'])
 def test_one_question(tmp_path, monkeypatch, engine, what):
-    "Each engine has the same answer, whether it asks or is told beforehand"
+    "All engines give the same result, with the condition in the query or in the arguments of `scan`."
     if what=='several': ranked(tmp_path, 400, name='a')
     want = answer(big(tmp_path) if what!='several' else read('a', home=tmp_path))
     monkeypatch.setattr('torchember.frames.chunks.most_merged', 300)
@@ -185,11 +186,12 @@ def test_one_question(tmp_path, monkeypatch, engine, what):
     equal(ask[engine](scan('a', engine, home=tmp_path, columns=['path', 'ttype', 'step', 'mean'], **question)), want)
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 @pytest.mark.slow
-@pytest.mark.parametrize('engine', ['dask', pytest.param('ray', marks=pytest.mark.release)]) # Ray starts a cluster for 40 s of CPU
+# starting a Ray cluster needs 40 s of CPU time
+@pytest.mark.parametrize('engine', ['dask', pytest.param('ray', marks=pytest.mark.release)])
 def test_on_two_workers(tmp_path, engine):
-    "Chunks are read and merged in the workers' processes"
+    "Chunks are read and merged in the processes of two workers."
     if not find_spec('ray' if engine=='ray' else 'distributed'): pytest.skip(f'{engine} is not installed')
     ranked(tmp_path, 400, name='a')
     want = answer(read('a', home=tmp_path))
@@ -199,10 +201,10 @@ def test_on_two_workers(tmp_path, engine):
     equal(json.loads(said[0].removeprefix('answer ')), want)
 
 
-# ---- what is read, and what is not
+# ---- chunks that are read or skipped
 
 def test_only_what_is_asked_for(tmp_path, monkeypatch):
-    "A condition on steps leaves chunks unread in polars and DuckDB"
+    "With polars and DuckDB, a condition on steps avoids reading other chunks."
     big(tmp_path)
     monkeypatch.setattr('torchember.frames.chunks.most_rows', 700)
     read_now = []
@@ -218,7 +220,7 @@ def test_only_what_is_asked_for(tmp_path, monkeypatch):
 
 
 def test_grows_meanwhile(tmp_path):
-    "What was looked through is not looked through again, and a log that is another by now is"
+    "A log that grows is read only from the point reached before. A log that was replaced is read again."
     rows = [dict(mean=1., module='m(Net).f(L)', ttype='output', tname='o', step=s, call=0, dtype='float32') for s in range(9)]
     t = begun(tmp_path, lines(rows[:3])[:-5])
     assert scan('a', home=tmp_path).collect().height==2
@@ -249,7 +251,7 @@ def test_what_came_is_said(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
 def test_few_rows_of_many_logs(tmp_path, monkeypatch):
-    "Of each of many logs few rows are of the same steps: parts and lines are cut so that others need not be read with them"
+    "Many ranks have few rows each in a range of steps. Parts and lines are cut small, so that few other rows are read."
     monkeypatch.setattr('torchember.store.parts.group_rows', 1024)
     monkeypatch.setattr('torchember.frames.scan.most_merged', 1024)
     monkeypatch.setattr('torchember.frames.chunks.most_merged', 700)

@@ -1,4 +1,4 @@
-"benchmarks/: rows run in their own process and become a table. No test depends on speed."
+"The rows in benchmarks/ run in their own process and become a table. No test depends on speed."
 import json
 from pathlib import Path
 
@@ -22,7 +22,7 @@ def broken(quick): raise ValueError('no such luck')
 
 @pytest.fixture
 def rows(tmp_path, monkeypatch):
-    "Make a Python module of rows, importable by this process and its children, and a folder for results."
+    "Write a Python module with benchmark rows that this process and its children can import. Return command-line arguments."
     (tmp_path/'fake_rows.py').write_text(fake)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.syspath_prepend(str(root))
@@ -107,7 +107,8 @@ def test_cpu_time_of_child_processes_counts(rows):
     from benchmarks.machine import family
     before,own = family(),process_time()
     run([executable, '-c', 'import time\nwhile time.process_time()<.3: pass'], check=True)
-    assert family()-before >= .25 > process_time()-own # what a process used is known to the tick once it has ended
+    # the CPU time of a child process is included once the child has ended
+    assert family()-before >= .25 > process_time()-own
 
 
 def test_rows_are_listed_and_selected_by_name(rows, capsys):
@@ -122,7 +123,8 @@ def test_rows_are_listed_and_selected_by_name(rows, capsys):
 
 def test_medians_have_intervals_and_pairs_alternate(rows):
     from benchmarks.timing import interval, pairs, quartiles, spread
-    assert interval(range(9))==[1, 7] # 8 of 9 on one side has a p-value of .039, 7 of 9 one of .18: scipy.stats.binomtest
+    # with 9 values: 8 of 9 on one side has p=.039, 7 of 9 has p=.18 (scipy.stats.binomtest)
+    assert interval(range(9))==[1, 7]
     assert interval(range(3))==[0, 2]
     assert quartiles(range(9))==[2, 6]
     assert spread([3, 1, 2])['value']==2
@@ -133,18 +135,18 @@ def test_medians_have_intervals_and_pairs_alternate(rows):
 
 @pytest.mark.parametrize('name', ['tap', 'steps', 'blackbox', 'off'])
 def test_rows_of_trainings_run(name, monkeypatch, tmp_path):
-    "Run four rows on tiny trainings, in this process: they use the objects inside an ember, which a change can rename."
+    "Four rows run with tiny models in this process, because they use internal objects of an ember that may be renamed."
     from benchmarks import rows
     from benchmarks.models import mlp, small_cnn
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path))
     monkeypatch.setattr(rows, 'pairs', lambda bare, armed, *a, **kw: [(bare(), armed()) for _ in range(3)])
-    monkeypatch.setattr(rows, 'alexnet', lambda: mlp(2)) # a 100 MB model otherwise
+    monkeypatch.setattr(rows, 'alexnet', lambda: mlp(2)) # replaces a model of 100 MB
     monkeypatch.setattr(rows, 'gpt2', small_cnn)
     lines = list(load_row(rows, name)(True))
     assert lines and all(l['value']==l['value'] for l in lines)
 
 
 def load_row(module, name):
-    "Return the function of a row."
+    "Return the function of the benchmark row `name`."
     from benchmarks.registry import load
     return load(module.__name__)[name][1]

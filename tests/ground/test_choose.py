@@ -1,4 +1,4 @@
-"All functions with `include=`, `exclude=` or a path select the same modules for one word"
+"All functions with `include=`, `exclude=` or a path select the same modules for the same argument."
 import re
 
 import pytest
@@ -18,7 +18,7 @@ class Block(nn.Module):
     def forward(self, x): return self.norm(self.fc10(self.fc1(x)))
 
 class Net(nn.Module):
-    "Each module has an own weight, so none is missing in a selection of weights."
+    "A model in which each module has its own weight, so that a selection of weights contains each module."
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(3))
@@ -73,13 +73,13 @@ def test_a_monitor_a_tracker_and_a_table_choose_the_same(word, run, tmp_path):
     net,te = run
     want = wanted(net, word, None)
     rows = rows_to_draw(read(te.fname))
-    if word is nn.Module: # a log has the name of a class, and not of those it is made from
+    if word is nn.Module: # a log contains the name of a class, but not its base classes
         with pytest.raises(ValueError, match="No layer of the class itself 'Module'"): pick(rows, word)
     else: assert {*pick(rows, word).path}==want
     if not isinstance(word, list|tuple|set):
         with Monitor(Net(), {word: ['WeightNorm']} if '' not in want and not want & {'enc', 'enc.0', 'enc.1'} else {}) as m: pass
         assert not m.watches or {w.track.path for w in m.watches}==want
-    pattern = isinstance(word, str) # which is searched here, as it was in Track & Visualize
+    pattern = isinstance(word, str) # in `track`, a text is a search pattern, as in Track & Visualize
     if not pattern and not isinstance(word, list|tuple|set):
         net = Net()
         with track(net, include=word) as tracker: net(torch.ones(1, 3)); tracker.step()

@@ -1,4 +1,4 @@
-"help, editors and Jupyter show the meaning of each argument of a name that users type, copied from the comment beside the argument"
+"help(), editors and Jupyter show the meaning of each argument of public names, copied from the comment beside the argument."
 import ast
 import inspect
 import json
@@ -29,11 +29,11 @@ def help_of(code):
 def test_help_shows_arguments():
     text = help_of('from torchember import torchEmber; help(torchEmber)')
     for k,v in meanings.items(): assert f'{k}: {v}' in text
-    assert 'tensor: Any tensor, inside a forward' in text # of a method
+    assert 'tensor: Any tensor, inside a forward' in text # an argument of a method
 
 
 def test_jupyter_shows_arguments():
-    "`torchEmber?` and Shift-Tab send these requests to the kernel."
+    "Jupyter sends these requests to the kernel for `torchEmber?` and Shift-Tab."
     shell = InteractiveShell()
     shell.push({'torchEmber': torchEmber})
     text = shell.object_inspect_mime('torchEmber')['text/plain']
@@ -49,7 +49,7 @@ def test_the_source_names_each_argument():
 
 
 def members(o):
-    "Return a function, or a class and its public methods, inherited ones included."
+    "Return a function, or a class with its public methods, including inherited methods."
     if not isinstance(o, type): return [o]
     ours = [c for c in o.__mro__ if c.__module__.startswith('torchember')]
     return [o, *(getattr(f, '__func__', f) for c in ours for n,f in vars(c).items() if not n.startswith('_') and callable(getattr(f, '__func__', f)))]
@@ -60,7 +60,8 @@ def test_each_comment_of_an_argument_is_shown_once(name):
     for o in members(getattr(torchember, name)):
         if not (doc := inspect.getdoc(o)) or isinstance(o, type) and getattr(o.__init__, '__module__', '')!=o.__module__: continue
         said = docstrings.split(doc)[1]['Args']
-        beside = {k: v for k,v in docments(o, returns=False, args_kwargs=True).items() if v and k!='self'} # by fastcore, not by us
+        # read by fastcore instead of torchember
+        beside = {k: v for k,v in docments(o, returns=False, args_kwargs=True).items() if v and k!='self'}
         assert {k.lstrip('*') for k in said}>=beside.keys(), o
         assert doc.count('Args:\n')==bool(said) and doc.count('Returns:\n')<2
 
@@ -98,8 +99,8 @@ def filled(code): return docstrings.filled(code, {'f', 'Net'}.__contains__)
 def test_typed_names_are_those_that_packages_list():
     assert {('monitor.quantities', 'quantity'), ('show.lines', 'scalar_line')}<=docstrings.typed_names()
     assert docstrings.is_typed('ember', 'torchEmber') and docstrings.is_typed('integrations.keras', 'EmberCallback')
-    assert docstrings.is_typed('compat.tracker', 'stash_hist') # users import it from `compat.tandv`
-    assert not docstrings.is_typed('measure.kernels', 'read') # `read` is typed, and is another function
+    assert docstrings.is_typed('compat.tracker', 'stash_hist') # a public name: users import it from `compat.tandv`
+    assert not docstrings.is_typed('measure.kernels', 'read') # not public: the public `read` is another function
 
 
 def test_internal_functions_have_no_sections():
@@ -112,7 +113,8 @@ def test_sections_are_written_once_and_removed():
     assert f'    """Add up\n\n{args}\n    Returns:\n        Their sum\n    """\n' in got
     assert '    """Two lines,\n    of which this is one\n\n    Args:\n        width: How wide\n    """\n' in got
     assert '        """Run it\n\n        Returns:\n            The result\n        """\n' in got
-    assert '        """Whether it is time\n\n        Args:\n            m: how many there were\n        """\n' in got # and not what is returned
+    # no section about the returned value
+    assert '        """Whether it is time\n\n        Args:\n            m: how many there were\n        """\n' in got
     assert '"Says nothing of x"' in got and '): "As it is"' in got
     assert filled(got)==got
     assert docstrings.stripped(got)==code

@@ -1,4 +1,4 @@
-"Importing torchember has no side effects, and logs are read without torch"
+"Importing torchember has no side effects, and logs can be read without torch."
 import json
 import os
 import re
@@ -38,7 +38,7 @@ def test_arming_makes_no_folder(tmp_path):
 def test_dir_lists_the_main_names(tmp_path):
     out = run("import torchember, torchember.ground.choose; torchember.every; names = {n for n in dir(torchember) if n[:2]!='__'}\n"
         "print(names=={*torchember.__all__, *torchember.packages}-{'__version__'}, len(torchember.__all__)<=41)", HOME=str(tmp_path), TORCHEMBER_HOME='')
-    assert out=='True True\n' # no helper names, and no modules that are loaded already
+    assert out=='True True\n' # dir() lists neither helper names nor modules that are already loaded
 
 
 def test_each_package_has_its_names():
@@ -56,7 +56,8 @@ def test_every_public_name_can_be_imported():
     assert {'torchEmber', 'emberTracker', 'tracker', 'moduleTrack', 'get_stats', 'select', 'every'} <= set(torchember.module_of)
     for name in torchember.module_of: assert getattr(torchember, name) is not None
     hints = (root/'torchember'/'__init__.pyi').read_text()
-    for name in torchember.module_of: assert re.search(rf'[ (]{name} as {name}\b', hints) # for editors
+    # the stub file, which editors read
+    for name in torchember.module_of: assert re.search(rf'[ (]{name} as {name}\b', hints)
 
 
 def bare_site(tmp_path):
@@ -106,7 +107,7 @@ def strict(line):
 
 
 def test_other_readers_get_numbers(tmp_path):
-    "NaN and infinity in the log: every reader still gets numbers."
+    "If the log contains NaN and infinity, other libraries still read columns of numbers."
     import duckdb
     import pandas as pd
     import polars as pl
@@ -125,11 +126,12 @@ def test_other_readers_get_numbers(tmp_path):
     assert pd.read_json(path, lines=True)['mean'].dtype==float
     df = te.t.df
     assert df['mean'].dtype==float and df.nan.dtype=='int64' and df.step.dtype=='int64'
-    assert emberTracker('bad', home=tmp_path).lines()[-1]['mean']!=emberTracker('bad', home=tmp_path).lines()[-1]['mean'] # NaN came back
+    # NaN was read back, because NaN is not equal to itself
+    assert emberTracker('bad', home=tmp_path).lines()[-1]['mean']!=emberTracker('bad', home=tmp_path).lines()[-1]['mean']
 
 
 def test_modules_for_jax_work_without_torch(tmp_path):
-    "All Python modules that read and draw, and those for trackers of other libraries: from summary vectors to a LogFrame and a picture."
+    "Without torch, all modules for reading, drawing and trackers can be imported and used, up to a LogFrame and a picture."
     code = f"""if True:
         import pkgutil, sys
         from importlib import import_module
@@ -168,7 +170,7 @@ def test_modules_for_jax_work_without_torch(tmp_path):
 
 
 def test_torch_and_jax_are_extras():
-    "An installed PyTorch is kept, readers of logs and JAX users need none, and constraints.txt pins both."
+    "torch and jax are not required packages, so an installed PyTorch is kept. constraints.txt pins both."
     ini = ConfigParser()
     ini.read(root/'settings.ini', encoding='utf-8')
     asked = {k.removesuffix('_requirements'): re.findall(r'(?:^|\s)([\w-]+)', v) for k,v in ini['DEFAULT'].items() if k.endswith('requirements')}

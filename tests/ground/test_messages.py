@@ -1,4 +1,4 @@
-"Messages to the user: the line of a warning, and errors for unknown names and arguments"
+"Messages to the user: the line to which a warning points, and errors for unknown names and arguments."
 import ast
 import threading
 import warnings
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 def exec_late():
-    "Return a function without a line of the user."
+    "Return a function that warns and has no source line of the user."
     ns = {'warn': warn, '__name__': 'torch.generated'}
     exec('def late(waits):\n    waits.wait()\n    warn("told")', ns)
     return ns['late']
@@ -40,7 +40,7 @@ def broken(tensor): raise ZeroDivisionError('not today')
 
 
 def heard(f):
-    "Return (file, source line, message) of each EmberWarning of `f`."
+    "Call `f`. Return file, source line and message of each EmberWarning."
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         f()
@@ -48,13 +48,13 @@ def heard(f):
 
 
 def points(f, line, says):
-    "Check that `f` gives one warning, at this line of this file."
+    "Check that `f` gives one warning that points to this source line of this file."
     [(file, source, text)] = heard(f)
     assert (file, source)==(__file__, line) and says in text, (file, source, text)
 
 
 def test_no_warning_counts_levels():
-    "All warnings go through `messages.warn`, which finds the user's line."
+    "All warnings use `messages.warn`, which finds the line of the user."
     for p in (root/'torchember').rglob('*.py'):
         calls = [ast.unparse(n.func) for n in ast.walk(ast.parse(p.read_text(encoding='utf-8'))) if isinstance(n, ast.Call)]
         assert 'warnings.warn' not in calls, p
@@ -63,7 +63,7 @@ def test_no_warning_counts_levels():
 
 @pytest.mark.parametrize('backend', [None, 'eager', 'aot_eager'])
 def test_a_statistic_that_fails_in_a_forward_warns_at_its_line(backend):
-    "The warning points into the user's forward; for compiled code into the user's file."
+    "The warning points to the user's forward. In compiled code, it points to the user's file."
     torch._dynamo.reset()
     model = Net()
     with torchEmber(model, include='fc', ttypes=['output']) as te:
@@ -98,7 +98,7 @@ def test_a_problem_in_an_optimizer_step_warns_at_its_line():
 
 
 def test_a_warning_of_another_thread_has_a_line_of_the_user():
-    "A thread of the user has own lines. Without any, the warning points at the line where the main thread waits."
+    "A warning points to a line of the user in the same thread, or else to the line at which the main thread waits."
     def of_mine(waits): warn('told') # mine
     def run(target):
         waits = threading.Event()
@@ -124,7 +124,7 @@ def test_arming_twice_warns_at_the_second_call():
 
 
 def test_a_log_that_cannot_be_written_warns_where_the_user_waits(tmp_path):
-    "The writer thread finds the problem; the warning points at the line where the user waits for the rows."
+    "The writer thread finds the problem, but the warning points to the line at which the user waits for rows."
     model = Net()
     te = torchEmber(model, home=tmp_path)
     (tmp_path/'log').write_text('a file where a folder should be')
@@ -133,7 +133,7 @@ def test_a_log_that_cannot_be_written_warns_where_the_user_waits(tmp_path):
         return te.t.df # look
     [(file, source, text), *_] = heard(look)
     assert (file, source)==(__file__, 'return te.t.df # look') and 'cannot write' in text
-    (tmp_path/'log').unlink() # there is a place again
+    (tmp_path/'log').unlink() # the log folder can be created again
     assert heard(te.close)==[] and len(te.t.df)==10
 
 
@@ -163,7 +163,7 @@ trainer.fit(model) # line 10
 '''
 
 def test_no_warning_points_into_an_installed_trainer(tmp_path):
-    "Frames of an installed training loop are skipped: the user cannot change them."
+    "Frames of an installed training loop are skipped, because the user cannot change them."
     site = tmp_path/'lib'/'site-packages'
     site.mkdir(parents=True)
     (site/'trainer.py').write_text('import torch\ndef fit(model): model(torch.ones(2))\n')
@@ -174,7 +174,7 @@ def test_no_warning_points_into_an_installed_trainer(tmp_path):
     assert got.returncode==0 and '<string>:10: EmberWarning: output_0 of model(Linear)' in got.stderr
 
 
-# ---- what an error says
+# ---- messages of errors
 
 def told(exc, f, *args, **kwargs):
     with pytest.raises(exc) as e: f(*args, **kwargs)
@@ -182,7 +182,7 @@ def told(exc, f, *args, **kwargs):
 
 
 def train(model, te, order, steps=3, zero=None):
-    "Run a training loop with parts in a given order: f(orward), b(ackward), o(ptimizer), z(ero_grad), s (te.step)."
+    "Run a training loop with these parts in order: f(orward), b(ackward), o(ptimizer), z(ero_grad), s (te.step)."
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     loss = None
     def forward():
@@ -197,11 +197,11 @@ def train(model, te, order, steps=3, zero=None):
 
 @pytest.mark.parametrize('order,zero,at', [
     ('zfbos', None, []), ('zfbso', None, []), ('fbsoz', None, []),
-    ('fbozs', None, [(4, 's')]), # at the first te.step() that found nothing
-    ('fbozs', {'set_to_none': False}, [(4, 's')]), # gradients that are zero have a sentence of their own
-    ('fsboz', None, [(6, 's')])]) # the first one could not know yet
+    ('fbozs', None, [(4, 's')]), # the first te.step() without gradients warns
+    ('fbozs', {'set_to_none': False}, [(4, 's')]), # zero gradients have a message of their own
+    ('fsboz', None, [(6, 's')])]) # the second te.step() warns, because the first was called before the backward
 def test_a_step_without_gradients_warns_once(order, zero, at):
-    "There is one warning, at once, and only if gradients are lost."
+    "One warning is given immediately, and only if gradients are lost."
     model = Net()
     te = torchEmber(model)
     where,texts = train(model, te, order, zero=zero)
@@ -213,7 +213,7 @@ def test_a_step_without_gradients_warns_once(order, zero, at):
 
 
 def test_a_step_without_training_does_not_warn():
-    "Passes without training, and models without parameters to train, have no gradients to lose."
+    "Passes without training, and models without trainable parameters, have no gradients that could be lost."
     model = Net()
     with torchEmber(model) as te:
         assert heard(lambda: [(model(x), te.step()) for _ in range(3)])==[]
@@ -248,7 +248,7 @@ def test_a_picture_names_what_was_typed(typed, ours):
 
 
 def test_the_advice_how_to_record_works():
-    "The advice of a picture can be typed as it is."
+    "The error message of a plot contains code, and this code can be run unchanged."
     from torchember import scalar_line
     model = Net()
     opt = torch.optim.SGD(model.parameters(), lr=.1)
@@ -266,7 +266,7 @@ def test_the_advice_how_to_record_works():
 
 
 def test_a_misspelt_statistic_is_not_suggested_for_recording():
-    "Only recordable names are suggested."
+    "The message suggests recording only for names of statistics that exist."
     from torchember import read, scalar_line, wide
     with torchEmber(Net()) as te: te.model(x)
     for f in (lambda s: scalar_line(te, scalar_metric=s), lambda s: wide(te, s, 'output'), lambda s: read(te, columns=[s])):
@@ -281,7 +281,7 @@ def test_a_misspelt_statistic_is_not_suggested_for_recording():
 
 @pytest.mark.parametrize('nothing', [(), [], set()])
 def test_an_empty_choice_raises(nothing):
-    "Empty tensor types or statistics are refused: the user would find a run without rows only at its end."
+    "Empty ttypes or stats raise an error at once. Otherwise the user would find a run without rows at its end."
     model = Net()
     assert "no tensor type, so nothing would be recorded" in told(ValueError, torchEmber, model, ttypes=nothing)
     assert 'got an empty list' in told(ValueError, torchEmber, model, stats=nothing)
@@ -304,7 +304,7 @@ def test_log_and_mark_explain_wrong_arguments():
 
 
 def test_functions_report_a_run_without_rows():
-    "For a run without rows all functions say so."
+    "For a run without rows, the errors of all functions give this reason."
     from torchember import overview, report, scalar_global_heatmap, scalar_line, wide
     te = torchEmber(Net())
     for f in (overview, scalar_line, scalar_global_heatmap, lambda te: wide(te, 'std', 'output'), lambda te: report(te, 'x.html')):
@@ -313,7 +313,7 @@ def test_functions_report_a_run_without_rows():
 
 
 def test_functions_report_a_run_with_scalars_only():
-    "A run with scalar rows only has no tensors to draw. The message blames no argument that was not given."
+    "A run with only scalar rows has no tensors to draw. The message does not mention arguments that were not given."
     from torchember import overview, summary
     te = torchEmber(Net())
     te.log(loss=1.)
@@ -324,7 +324,7 @@ def test_functions_report_a_run_with_scalars_only():
 
 
 def test_an_unknown_argument_names_the_known_ones():
-    "The message names the arguments of the function. A TypeError from inside the function does not change."
+    "The message lists the arguments of the function. A TypeError raised inside the function is not changed."
     import matplotlib.pyplot as plt
 
     from torchember import overview, read, scalar_global_heatmap, scalar_line, summary
@@ -342,7 +342,7 @@ def test_an_unknown_argument_names_the_known_ones():
 
 
 def test_a_model_that_is_never_called_warns():
-    "A watched model that is never called: a warning at the second step, and at the end."
+    "The given model is never called: this gives a warning at the second step, and a remark at the end."
     model = Net()
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     te = torchEmber(model, optimizer=opt)

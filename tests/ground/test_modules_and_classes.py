@@ -1,4 +1,4 @@
-"Python modules import only earlier ones, and classes are small and have few attributes"
+"Python modules import only earlier modules, and classes are short and have few attributes."
 import ast
 import io
 import json
@@ -13,9 +13,10 @@ import torchember
 
 root = Path(__file__).parents[2]
 package = root/'torchember'
-most_lines,most_attributes = 120,14 # lines of code of a class, see `class_lines`; attributes of an object
-larger = {} # class -> number of attributes. Classes may leave this table, and none may be added
-# Python module -> names that its methods for display import from the package
+# largest number of code lines of a class (see `class_lines`), and of attributes of an object
+most_lines,most_attributes = 120,14
+larger = {} # exceptions: class -> number of attributes. Classes may be removed here, but not added
+# Python module -> names that its display methods import from the package
 shows = {'ember': {'overview', 'live', 'summary'}, 'health.diff': {'differences'}}
 
 
@@ -33,14 +34,14 @@ def class_lines(code):
 
 
 def reading_order():
-    "Yield the names of all Python modules in the order of their notebooks."
+    "Yield the names of all Python modules, in the order of their notebooks."
     for p in sorted((root/'nbs').rglob('*.ipynb')):
         code = '\n'.join(''.join(c['source']) for c in json.loads(p.read_text(encoding='utf-8'))['cells'] if c['cell_type']=='code')
         if (m := re.search(r'^#\| default_exp ([\w.]+)$', code, re.M)): yield m[1]
 
 
 def imported(code, module, known):
-    "Return the Python modules that some code imports, also in functions, and the names that it imports from the package."
+    "Return the Python modules that the code imports, also inside functions, and the names that it imports from torchember."
     found,names = set(),set()
     for o in ast.walk(ast.parse(code)):
         if isinstance(o, ast.Import): some = [a.name for a in o.names]
@@ -89,7 +90,7 @@ def test_classes_are_small():
 
 
 def attributes_of_classes(code):
-    "Return a dict: class -> names that its methods assign to `self`, with those of base classes of the same module."
+    "Return a dict: class -> names that its methods assign to `self`, including base classes of the same module."
     classes = {o.name: o for o in ast.walk(ast.parse(code)) if isinstance(o, ast.ClassDef)}
     found = defaultdict(set)
     for name,c in classes.items():

@@ -1,4 +1,4 @@
-"Another package adds a sink and a command: it is built, installed and used by name"
+"Another package adds a sink and a command. The package is built and installed, and both are used by name."
 import subprocess
 import sys
 
@@ -70,7 +70,7 @@ with torchEmber(model, opt, name='watched', home=sys.argv[1], sinks=sys.argv[2])
 
 @pytest.fixture(scope='module')
 def site(tmp_path_factory):
-    "Return a folder with the installed package, for PYTHONPATH."
+    "Build and install the package. Return its folder, which is added to sys.path."
     source,site = tmp_path_factory.mktemp('source'),tmp_path_factory.mktemp('site')
     (source/'pyproject.toml').write_text(pyproject)
     (source/'my_package.py').write_text(package)
@@ -140,5 +140,5 @@ print([str(w.message) for w in caught])
     assert got.returncode==0, got.stderr
     found,names,caught = got.stdout.splitlines()
     assert found=="['This run is long.'] 1" and {*eval(names)}=={'long_run', 'few_steps'}
-    [text] = eval(caught) # once, although several functions asked for the rules
+    [text] = eval(caught) # one warning, although several functions requested the rules
     assert "The plugin 'gone' of the package 'my-package' cannot be imported" in text and 'Its rules are left out.' in text

@@ -1,4 +1,4 @@
-"The check of leftovers names changes of a test in the process, and nothing that it only used"
+"The check for leftovers reports changes that a test leaves in the process, and ignores things that it only used."
 import gc
 import json
 import os
@@ -20,7 +20,7 @@ from torchember.monitor import quantities
 from torchember.store import jsonl, log as store_log
 
 
-def once(): "Anything"
+def once(): "Do nothing."
 
 
 def thread():
@@ -68,7 +68,7 @@ def folder():
     return lambda: os.chdir(old)
 
 
-leaves = { # what is done, which gives how to take it back -> what is said
+leaves = { # part of the message -> function that makes a change and returns a function to undo it
     'mine is an open recorder': ember, 'Linear at 0x': ember, 'Sequential at 0x': monitor, 'torchember-live runs': thread, 'figure': figure,
     'current folder was': folder,
     'the environment variable NEW_ONE was None': lambda: put(os.environ, 'NEW_ONE', '1'),
@@ -90,7 +90,7 @@ leaves = { # what is done, which gives how to take it back -> what is said
 
 @pytest.mark.parametrize('said', leaves)
 def test_a_change_that_stays_is_named(said):
-    "A change that was undone is not named."
+    "Each change is reported, and is no longer reported after it was undone."
     before = process.Before()
     assert before.left()==[]
     undo = leaves[said]()
@@ -114,7 +114,7 @@ def test_garbage_is_collected_and_not_named():
 
 
 def test_changes_by_libraries_are_not_named(monkeypatch):
-    "Libraries set variables, names for compiled code and the recursion limit on first use. Our changes are named all the same."
+    "Libraries set variables and the recursion limit at first use. Similar changes by torchember are still reported."
     names = '_140_c2', '__compiled_fn_1', '_ours'
     for n in names: monkeypatch.setattr(jsonl, n, once, raising=False)
     before = process.Before()
@@ -135,7 +135,7 @@ def test_a_resource_from_before_may_be_released():
 @pytest.mark.release
 @pytest.mark.slow
 def test_a_test_that_leaves_a_change_fails(pytester, request):
-    "A test that fails is not blamed twice."
+    "If a test fails anyway, its leftovers are not reported in addition."
     root = request.config.rootpath
     pytester.makeconftest(f'import sys\nsys.path[:0] = [{str(root/"tests")!r}]\n'+(root/'tests'/'conftest.py').read_text())
     pytester.makepyfile("""
@@ -153,7 +153,7 @@ def test_a_test_that_leaves_a_change_fails(pytester, request):
 @pytest.mark.release
 @pytest.mark.slow
 def test_a_section_that_leaves_a_change_fails(pytester, request):
-    "At the end of the cell, by name. Resources that later cells may use belong to the notebook."
+    "The section is named at the end of the cell. Resources that later cells may use are reported for the whole notebook."
     root,nbs = request.config.rootpath,pytester.path/'nbs'
     nbs.mkdir()
     (nbs/'conftest.py').write_text(f'import sys\nsys.path[:0] = [{str(root/"tests")!r}]\n'+(root/'nbs'/'conftest.py').read_text())

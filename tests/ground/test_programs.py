@@ -1,4 +1,4 @@
-"A forked program behaves like a program that is started by itself"
+"A program that is forked from a prepared process behaves like a program in a new Python process."
 import json
 import os
 import subprocess
@@ -34,7 +34,7 @@ def by_itself(monkeypatch): monkeypatch.setattr(programs, 'forks', lambda env: F
 @pytest.mark.slow
 @pytest.mark.parametrize('script', [False, True])
 def test_a_forked_program_is_like_a_new_python(script, tmp_path, monkeypatch):
-    "Its environment, random numbers and end are the same, and random numbers without a seed differ."
+    "Environment, seeded random numbers and end are the same. Unseeded random numbers differ."
     (tmp_path/'program.py').write_text(looks)
     def run():
         p = programs.run(tmp_path/'program.py' if script else looks, 'a', 'b c', input='typed', cwd=tmp_path, ONE='1', HOME=None, PYTHONPATH=str(tmp_path),
@@ -55,7 +55,7 @@ ends = {'raise ValueError("it")': 1, 'raise SystemExit("it")': 1, '': 0, 'import
 
 @pytest.mark.parametrize('code', ends)
 def test_output_and_exit_status_are_the_same(code, monkeypatch):
-    "Output and exit status, for each way to end."
+    "Output and exit status are compared for each way to end a program."
     forked = programs.run(code)
     by_itself(monkeypatch)
     started = programs.run(code)
@@ -64,7 +64,7 @@ def test_output_and_exit_status_are_the_same(code, monkeypatch):
 
 
 def test_two_programs_run_at_once():
-    "Two programs run at once; each can be polled, killed, and waited for twice."
+    "Two programs run at the same time. Each can be polled, killed, and waited for twice."
     code = 'print("there", flush=True); input(); print("over")'
     with programs.start(code, stdin=subprocess.PIPE) as a, programs.start(code, stdin=subprocess.PIPE) as b:
         assert a.stdout.readline()=='there\n' and a.poll() is None is b.poll()
@@ -82,7 +82,7 @@ def test_a_program_over_its_time_is_killed_with_its_children(tmp_path):
 
 @pytest.mark.release
 def test_common_code_runs_once():
-    "Programs start with own names, and functions that see later names."
+    "The code in `after` runs once. Each program has its own copies of the names, and functions see names defined later."
     after = 'import os, torch\nbegun,more = os.getpid(),[]\ndef said(): return begun!=os.getpid(), more, later'
     drawn = set()
     for _ in range(2):
@@ -96,7 +96,7 @@ def test_common_code_runs_once():
 
 @pytest.mark.release
 def test_variables_that_torch_reads_start_a_new_python(monkeypatch):
-    "starts the program by itself. Variables that libraries set do not: after a test that imports sklearn, programs are forked"
+    "An environment variable that torch reads at its start needs a new Python process. Other variables do not."
     monkeypatch.setenv('KMP_INIT_AT_FORK', 'FALSE')
     code = 'import torch; print(torch.get_num_threads())'
     n = 3-int(os.environ.get('OMP_NUM_THREADS', 1))%2

@@ -1,4 +1,4 @@
-"`make quick` finds the tests of a changed file and keeps its time limit"
+"`make quick` finds the tests of a changed file, and starts no test after its time limit."
 import subprocess
 import sys
 
@@ -12,7 +12,8 @@ def test_each_file_has_its_tests():
     assert quick.tests_of_file('torchember/ground/choose.py')[0]=='nbs/05_ground/30_choose.ipynb'
     assert quick.tests_of_file('tests/ground/test_quick.py')==['tests/ground/test_quick.py']
     assert quick.tests_of_file('tests/near.py')==quick.tests_of_file('README.md')==[]
-    assert quick.tests_of_file('nbs/tutorials/10_alexnet.ipynb')==['nbs/tutorials/10_alexnet.ipynb'] # a page without a Python module
+    # a documentation page without a Python module
+    assert quick.tests_of_file('nbs/tutorials/10_alexnet.ipynb')==['nbs/tutorials/10_alexnet.ipynb']
 
 
 def test_a_module_without_an_entry_has_the_tests_that_import_it():
@@ -27,9 +28,10 @@ def test_tests_of_files_alternate():
 
 
 def run_limited(pytester, changed=()):
-    "Run two tests, the second one after the time limit. Return the result and the limit."
+    "Run two tests of which the second comes after the time limit. Return the result and the limit."
     pytester.makepyfile('def test_a(): pass\ndef test_b(): pass')
-    limit = quick.TimeLimit(2, changed, iter([0, 1, 3]).__next__) # the time of the start, of the first test and of the second
+    # the clock at the start, before the first test, and before the second test
+    limit = quick.TimeLimit(2, changed, iter([0, 1, 3]).__next__)
     return pytester.inline_run('-p', 'no:cacheprovider', '-o', 'addopts=', plugins=[limit]),limit
 
 
@@ -51,7 +53,7 @@ def test_a_module_stands_for_its_notebook():
 
 @pytest.mark.release
 def test_files_with_marks_are_collected():
-    "The mark `filterwarnings` belongs to a plugin of pytest that must stay on."
+    "The mark `filterwarnings` is defined by a pytest plugin, so this plugin must stay on."
     done = subprocess.run([sys.executable, 'tests/quick.py', 'tests/health/test_no_numpy_warnings.py'], cwd=near.root, capture_output=True, text=True)
     assert done.returncode==0 and ' passed' in done.stdout, done.stdout+done.stderr
 

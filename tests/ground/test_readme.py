@@ -1,4 +1,4 @@
-"The code and the commands of the README run as written: in order, and alone where a block needs no earlier block"
+"The code and commands of the README run as they are written: all blocks in order, and independent blocks also alone."
 import builtins
 import json
 import re
@@ -21,7 +21,7 @@ lines = [line for row in re.findall(r'^\| .*', table, re.M)[1:] for line in re.f
 
 
 def unbound(code):
-    "Return the names that a program uses and does not define."
+    "Return the names that a program uses but does not define."
     def used(t):
         names = {s.get_name() for s in t.get_symbols() if s.is_global() or t.get_type()=='module' and s.is_referenced()}
         return names.union(*map(used, t.get_children()))
@@ -31,7 +31,7 @@ def unbound(code):
 
 
 def run(code, tmp_path):
-    "Run a program in a new process, in an empty folder, without a display. Return what it prints."
+    "Run a program in a new process in an empty folder, without a display. Return its printed output."
     env = dict(TORCHEMBER_HOME=tmp_path/'home', MPLBACKEND='agg', PYTHONPATH=root, PYTHONWARNINGS='error::torchember.EmberWarning')
     got = programs.run(code, cwd=tmp_path, **env)
     assert got.returncode==0, f'{code}\n{got.stderr}'
@@ -44,7 +44,7 @@ def test_undefined_names_are_found():
 
 @pytest.mark.slow
 def test_all_blocks_run_in_order(tmp_path):
-    "All blocks in one program. The lines of the table stand where the table stands, on runs with all statistics."
+    "All blocks form one program. The code lines of the README's table run at its position, on runs with all statistics."
     at = next(i for i,b in enumerate(blocks) if b.startswith('from torchember import brief'))
     runs = """te.close()
 for name in ('before', 'after'):
@@ -52,7 +52,8 @@ for name in ('before', 'after'):
     program = [*blocks[:at+1], runs, *lines, *blocks[at+1:]]
     assert unbound('\n'.join(program))==set() and len(lines)==11 and len(blocks)==4, (lines, len(blocks))
     assert 'ERROR (not_trained): `4`' in run('\n'.join(program), tmp_path)
-    assert {p.name.removesuffix('_latest') for p in (tmp_path/'home'/'log').iterdir()}>={'finetune', 'before', 'after'} # in the folder that the README names
+    # the runs are in the folder that the README names
+    assert {p.name.removesuffix('_latest') for p in (tmp_path/'home'/'log').iterdir()}>={'finetune', 'before', 'after'}
     assert (tmp_path/'run.html').exists()
     assert re.search(r'`~/\.torchember/log`.*`\$TORCHEMBER_HOME`', readme)
 
@@ -62,12 +63,12 @@ alone = [b for b in blocks if not unbound(b)]
 @pytest.mark.slow
 @pytest.mark.parametrize('i', range(len(alone)))
 def test_a_block_that_stands_alone_runs_alone(i, tmp_path):
-    "A block that uses no name of an earlier block is a program."
+    "A block that uses no names of earlier blocks can be run alone."
     run(alone[i], tmp_path)
 
 
 def test_the_expected_blocks_are_programs():
-    "The training with a mistake, and the imports for the table."
+    "Two blocks can be run alone: the training with a mistake, and the imports for the table."
     assert [b.splitlines()[0] for b in alone]==['import torch', 'from torchember import brief, compare, overview, read, report, scalar_line, updates, wide']
 
 
@@ -75,7 +76,7 @@ def test_the_readme_is_short(): assert len(readme.splitlines())<=160
 
 
 def test_extras_and_targets_of_make_exist():
-    "The extras and the targets of make that the README names exist."
+    "The package extras and the make targets that the README names exist."
     ini = ConfigParser()
     ini.read(root/'settings.ini', encoding='utf-8')
     extras = {k.removesuffix('_requirements') for k in ini['DEFAULT'] if k.endswith('_requirements')}
@@ -88,7 +89,7 @@ def test_extras_and_targets_of_make_exist():
 
 
 def test_the_command_line_accepts_each_line():
-    "The command line accepts each line."
+    "The parser of the command line accepts each `torchember` command of the README."
     lines = [l for kind,code in shown if kind=='sh' for l in code.splitlines() if l.startswith('torchember ')]
     asked = [make_parser().parse_args(shlex.split(l, comments=True)[1:]) for l in lines]
     assert [a.command for a in asked]==['run', 'check', 'board', 'ls', 'tail', 'plot', 'diagnose', 'diff']
@@ -101,7 +102,7 @@ def title(path):
 
 
 def test_titles_of_pages_differ():
-    "The menu shows the front page as Start here."
+    "The front page is not included, because the menu shows it as Start here."
     pages = [*(p for p in (root/'nbs').glob('*.ipynb') if p.stem!='index'), *(root/'nbs'/'tutorials').glob('*.ipynb'), *(root/'docs'/'reference').glob('*.md')]
     assert len(pages)>20 and sorted(map(title, pages))==sorted({title(p) for p in pages})
 
@@ -109,7 +110,7 @@ def test_titles_of_pages_differ():
 @pytest.mark.slow
 @pytest.mark.parametrize('width', [1920, 1400, 1320, 1280, 1100, 1000, 400])
 def test_pages_are_as_wide_as_the_window(chromium, tmp_path, width):
-    "A page of the theme Furo with our width of text, and with longer lines of code."
+    "A page of the theme Furo with our text width fits the window, also with long lines of code."
     furo = Path(pytest.importorskip('furo').__file__).parent
     css = furo/'theme'/'furo'/'static'/'styles'/'furo.css'
     html = f'''<meta name=viewport content="width=device-width"><link rel=stylesheet href="{css.as_uri()}"><link rel=stylesheet

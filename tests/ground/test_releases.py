@@ -1,4 +1,4 @@
-"One list names the test cases that run only before a release; each test keeps other cases"
+"A list names the test cases that run only before a release. Each of these tests has other cases that always run."
 import re
 import subprocess
 import sys
@@ -26,7 +26,7 @@ def test_listed_cases_are_marked(monkeypatch):
 
 @pytest.mark.release
 def test_each_listed_case_exists_and_its_test_keeps_others(tmp_path):
-    "Return the cases that pytest collects here. Tests of missing packages are not collected, and count as skipped."
+    "pytest collects the cases here. Tests of missing packages are not collected, and count as skipped."
     program = tmp_path/'look.py'
     program.write_text(f'''
 import sys

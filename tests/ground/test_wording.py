@@ -1,4 +1,4 @@
-"The check of words, `docs/wording.py`, finds what it forbids; and lists of the reference name what exists"
+"The check of words, `docs/wording.py`, finds forbidden words. The lists of left-out members in the reference name existing members."
 import re
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from wording import faults, opening, private_words # noqa: E402
 
 @pytest.mark.parametrize('begin', ['What', 'Whether', 'Those', 'The same', 'Of', 'It', 'As', 'How'])
 def test_a_docstring_of_a_function_begins_with_a_verb(begin):
-    "Docstrings of classes and modules need not, and a longer word is another word"
+    "This does not apply to docstrings of classes and modules. Longer words with the same beginning are allowed."
     def texts(code): return [(line, reason) for line,reason,_ in faults(code)]
     assert texts(f'def f():\n    "{begin} x"')==[(2, f"begins with '{begin}' instead of a verb")]
     assert texts(f'"{begin} x"\nclass C:\n    "{begin} x"')==[] and texts(f'def f():\n    "{begin}ever x"')==[]
@@ -23,7 +23,7 @@ def test_a_docstring_of_a_function_begins_with_a_verb(begin):
 
 @pytest.mark.parametrize('word', ['room', 'wings', 'Guest', 'told', 'heard', 'dearer', 'anew', 'nobody', 'give back'])
 def test_private_words_are_found(word):
-    "In docstrings and comments, not in code and strings"
+    "Private words are found in docstrings and comments, but not in code and strings."
     for code,line in (f'"Return a {word}."', 1), (f'class C:\n    "A {word}."', 2), (f'def f():\n    "Return a {word}."', 2), (f'x = 1\ny = 2 # a {word}', 2):
         (at,reason,_), = faults(code)
         assert at==line and repr(word) in reason and reason.split(': write ')[1] in private_words.values()
@@ -31,7 +31,7 @@ def test_private_words_are_found(word):
 
 
 def test_the_check_exits_with_an_error_if_a_place_is_found(tmp_path):
-    "And names file, line and text. Names of packages select modules"
+    "The output contains file, line and text. Package names as arguments select the modules to check."
     (tmp_path/'docs').mkdir()
     (tmp_path/'docs'/'wording.py').write_bytes((root/'docs'/'wording.py').read_bytes())
     for name,text in ('good', 'Return x.'), ('bad', 'Whether x'):
@@ -45,7 +45,7 @@ def test_the_check_exits_with_an_error_if_a_place_is_found(tmp_path):
 
 
 def test_members_left_out_of_the_reference_exist():
-    "A member that is renamed would be listed otherwise"
+    "After a renaming, a left-out member would appear in the reference."
     n = 0
     for page in (root/'docs'/'reference').glob('*.md'):
         text = page.read_text(encoding='utf-8')

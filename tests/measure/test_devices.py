@@ -1,4 +1,4 @@
-"Readers on a device are checked before use: if they are wrong, slow or missing, the user gets a warning and torch operations take over"
+"Kernels of a device are checked before their first use. If they are wrong, slow or missing, the user is warned and torch operations are used."
 import gc
 import math
 import threading
@@ -37,7 +37,7 @@ def read_all(xs, wanted, out, to):
 
 @pytest.fixture
 def kernels_here(monkeypatch):
-    "Return correct kernels that run on the CPU."
+    "Replace the GPU kernels by correct functions that run on the CPU."
     monkeypatch.setattr(gpu, 'read_one', read_right)
     monkeypatch.setattr(gpu, 'read_list', read_all)
     monkeypatch.setattr(gpu, 'trusted', {})
@@ -57,7 +57,7 @@ def test_kernels_are_checked_once_for_each_device_dtype_and_groups(kernels_here,
 
 
 def test_a_check_of_one_choice_of_statistics_is_not_used_for_others(kernels_here, monkeypatch):
-    "Each device, format and choice of statistics is checked for itself."
+    "Each combination of device, dtype and statistics is checked separately."
     tries = []
     monkeypatch.setattr(gpu, 'first_mistake', lambda *key: tries.append(key) or ('' if len(tries)<3 else 'all'))
     monkeypatch.setattr(gpu, 'device_name', str)
@@ -69,7 +69,7 @@ def test_a_check_of_one_choice_of_statistics_is_not_used_for_others(kernels_here
 
 
 def test_nan_in_place_of_a_number_is_wrong():
-    "A result for no elements is checked too."
+    "The check also finds a wrong result for an empty tensor."
     def reads(i, value):
         def read(x, wanted):
             v = read_array(numbers(x), wanted)
@@ -82,7 +82,7 @@ def test_nan_in_place_of_a_number_is_wrong():
 
 
 def test_operations_measure_values_that_float32_cannot_hold():
-    "The mean of equal elements is exact, and their variance 0. Magnitudes of complex numbers are float64."
+    "The mean of equal elements is exact, and their variance is 0. Magnitudes of complex numbers are computed in float64."
     for n in (3, 6, 7, 9, 11, 12, 15):
         v = plain.read_device(torch.full((n,), .1, dtype=torch.float64), full)
         assert v[index['mean']]==.1 and not v[[index[p] for p in ('m2', 'm3', 'm4')]].any()
@@ -128,7 +128,7 @@ def test_a_compiler_that_does_not_end_is_not_waited_for(kernels_here, monkeypatc
 
 
 def test_torch_operations_replace_wrong_kernels(kernels_here, monkeypatch):
-    "The numbers are the same, alone and in lists."
+    "The torch operations give the right statistics, also for lists of tensors."
     monkeypatch.setattr(kernels, 'gpu_kernels', lambda device: gpu)
     monkeypatch.setattr(gpu, 'available', lambda device: True)
     x = torch.tensor([3., math.nan, -1., 0.])
@@ -205,14 +205,14 @@ print(kernels.loops() is not None, len(seen), sorted(te.t.df['ttype'].unique()))
 
 @pytest.mark.parametrize('mode', ["torch.device('meta')", 'FakeTensorMode()', 'Count()', 'torch.inference_mode()', "torch.autocast('cpu', torch.bfloat16)"])
 def test_checks_run_without_the_modes_and_default_device_of_the_user(mode):
-    "A default device above all: its addresses are not addresses of the host."
+    "A user's default device must not apply: memory addresses on another device are not host addresses."
     done = programs.run(around.format(around=mode))
-    there,seen,*_ = done.stdout.split() # lift_fresh, twice, is of arming
+    there,seen,*_ = done.stdout.split() # at most two operations were seen: lift_fresh, called when the model is armed
     assert there=='True' and int(seen)<=2 and "'output'" in done.stdout and not done.stderr, done
 
 
 def test_a_launch_is_prepared_once_for_each_stream_and_alignment(monkeypatch):
-    "It is prepared again after any memory has grown. Later launches pass only the addresses of tensor and row."
+    "A launch is prepared again only if work memory has grown. Later launches pass only the addresses of tensor and row."
     monkeypatch.setattr(gpu, 'memories', {})
     monkeypatch.setattr(gpu, 'handles', {})
     ready,launches = [],[]
@@ -240,11 +240,12 @@ def test_a_launch_is_prepared_once_for_each_stream_and_alignment(monkeypatch):
     r(x[:5000], rows, 0, 8); r(x[1:5001], rows, 0, 7)
     assert len(launches)==5 and len(ready)==5
     r(x[2:5002], rows, 0, 9); r(x[4:], rows, 0, 9)
-    assert ready[5:]==[(9, False)] and len(launches)==6 # 8 bytes further is not aligned
+    # an offset of 8 bytes is not 16-byte aligned, so this launch is prepared separately
+    assert ready[5:]==[(9, False)] and len(launches)==6
 
 
 def test_a_cuda_graph_has_its_own_work_memory(monkeypatch):
-    "The stream of the capture is used again later: arguments of the graph are never used for other launches, and not the other way round."
+    "The stream of a capture may be used again later. Work memory of the graph must not be used by other launches."
     monkeypatch.setattr(gpu, 'memories', {})
     monkeypatch.setattr(gpu, 'handles', {})
     monkeypatch.setattr(kernels, 'gpu_kernels', lambda device: gpu)
@@ -258,29 +259,29 @@ def test_a_cuda_graph_has_its_own_work_memory(monkeypatch):
     graphs,kept = [Graph(), Graph()],[]
     r(x, rows, 0, 7)
     for g in graphs:
-        its = [GraphRows(g, cpu) for _ in range(2)] # of two embers
+        its = [GraphRows(g, cpu) for _ in range(2)] # rows of two embers in the same graph
         for i in range(2): r(x, rows, i, 7)
         assert gpu.memories is not eager and len(gpu.memories)==1
         memory = gpu.memories
-        its[0].end(); its[0].end() # nothing is exchanged twice
+        its[0].end(); its[0].end() # a second end() changes nothing
         assert gpu.memories is memory
         its[1].end()
         assert gpu.memories is eager
-        memory[0] = Graph() # something that can be referred to
+        memory[0] = Graph() # an object that supports weak references
         kept.append(weakref.ref(memory[0]))
         del memory, its
     r(x, rows, 0, 7)
     assert len(used)==6 and used[0]==used[5] and used[1]==used[2]!=used[3]==used[4] and len({used[0], used[1], used[3]})==3
     assert not GraphRows.captured
     gc.collect()
-    assert all(k() is not None for k in kept) # while there is the graph
+    assert all(k() is not None for k in kept) # the memory lives as long as the graph
     del graphs[0], g
     graphs.clear()
     assert not any(k() is not None for k in kept)
 
 
 def test_a_tensor_is_read_once_per_block(another):
-    "With other statistics, or after a change, a tensor is read again."
+    "A tensor is read again if other statistics are requested, or if the tensor has changed."
     class Graph: pass
     graph = Graph()
     rows,x = GraphRows(graph, cpu),torch.arange(4.)
@@ -294,7 +295,7 @@ def test_a_tensor_is_read_once_per_block(another):
 
 
 def test_the_table_of_a_list_is_on_the_device_of_its_stream(monkeypatch):
-    "On the device of the table. A flag says if all addresses are multiples of 16."
+    "Each stream has its own table of addresses. A flag says if all addresses are multiples of 16."
     plans,x = [],torch.zeros(400)
     monkeypatch.setattr(gpu, 'memories', {})
     monkeypatch.setattr(gpu, 'plan', cache(gpu.plan.__wrapped__))
@@ -307,14 +308,14 @@ def test_the_table_of_a_list_is_on_the_device_of_its_stream(monkeypatch):
 
 
 def used_of(wanted):
-    "Return the columns of a block's row that a kernel writes."
+    "Return the columns in a row of a block that a kernel writes."
     more = dict(higher=['s4'], absolute=['zeros'], powers=['p8'], exponents=['zeros'])
     return {'posinf', *(c for g in wanted for c in more.get(g, ()))}
 
 
 @pytest.mark.parametrize('blocks,groups,tensors', [(900, 800, 300), (40, 30, 20), (79, 70, 60), (57, 1, 1)])
 def test_work_memory_is_large_enough_for_its_launch(blocks, groups, tensors):
-    "Sizes are powers of two, which may be enough by chance."
+    "Allocated sizes are rounded up to powers of two. Several cases are tested, because this may hide a wrong size."
     for wanted in (('basic',), *(('basic', g) for g in full[1:]), full):
         memory = gpu.StreamMemory(cpu)
         rows,k,part,n,counters,bins = memory.arguments(torch.float32, wanted, blocks, groups, tensors)
@@ -331,7 +332,7 @@ def test_tensors_without_gaps_in_memory_are_recognized():
 
 @pytest.mark.parametrize('block', [64, 4096])
 def test_trials_have_one_block_less_and_more(block):
-    "One block, one block less an element, and more than two blocks."
+    "The tested sizes are around one block of elements, and more than two blocks."
     sizes = []
     def read(x, wanted):
         sizes.append(x.numel())
@@ -341,7 +342,7 @@ def test_trials_have_one_block_less_and_more(block):
 
 
 def test_huge_tensors_have_their_own_compiled_code():
-    "The number of elements does not fit int32."
+    "From 2^31 elements on, the number of elements does not fit into int32."
     assert len({gpu.kernel_key(torch.float32, cpu, ('basic',), n, True) for n in (0, 5, 2**31-1, 2**31, 2**33)})==2
 
 
@@ -380,7 +381,7 @@ def test_tensors_that_wrap_others_have_no_address(kernels_here, monkeypatch):
 
 
 class Event:
-    "A stream or event that is late."
+    "A fake stream event that notes its calls."
     def __init__(self, device): self.device = device
     def record(self): made.append((self.device, chosen[-1]))
     def synchronize(self): made.append('waited')
@@ -397,7 +398,7 @@ class Chosen:
 
 @pytest.fixture
 def another(monkeypatch):
-    "The CPU as an accelerator."
+    "Make the CPU look like an accelerator with asynchronous copies."
     monkeypatch.setattr(devices, 'pinned', devices.Pinned())
     made.clear()
     for f in (devices.accelerator, devices.copies_async, devices.capture_of): f.cache_clear()
@@ -412,7 +413,7 @@ def another(monkeypatch):
 
 def test_a_reader_waits_for_a_copy_on_the_device_of_the_copy(another):
     got = devices.to_host(torch.tensor([1.5, 2.], dtype=torch.bfloat16))
-    tried = ['waited'] # when the device was asked for a copy first
+    tried = ['waited'] # the device was tried first with a test copy
     assert made==[(cpu, cpu), *tried, (cpu, cpu)] and chosen==[None]
     assert np.asarray(got).tolist()==[1.5, 2.] and made[-1]=='waited'
     assert devices.to_host(torch.arange(3)).shape==(3,) and len(made)==5
@@ -435,7 +436,7 @@ def test_a_device_with_wrong_copies_is_copied_synchronously(another, monkeypatch
 
 
 def test_mps_is_copied_synchronously(monkeypatch):
-    "A device whose copies are wrong is not used for copies without waiting."
+    "If a test copy of a device is wrong, its tensors are copied synchronously."
     monkeypatch.setattr(devices, 'accelerator', lambda: 'mps')
     monkeypatch.setattr(devices, 'start_copy', lambda x: np.arange(5))
     devices.copies_async.cache_clear()
@@ -444,11 +445,12 @@ def test_mps_is_copied_synchronously(monkeypatch):
 
 
 def test_tensors_in_a_captured_graph_are_not_recorded(another, monkeypatch, tmp_path):
-    "No tensors and no logged numbers. There is one warning, and passes outside of the capture are recorded."
+    "During a CUDA graph capture, no tensors and no logged numbers are recorded, and one warning is given."
     model = torch.nn.Linear(2, 2)
     opt = torch.optim.SGD(model.parameters(), .1)
     with pytest.warns(EmberWarning) as said, torchEmber(model, opt, ttypes=('output',), home=tmp_path) as te:
-        monkeypatch.setattr(arena.Tap, 'plan_cpu_read', lambda *args: None) # as for a tensor on a device
+        # switch off direct reads, as for a tensor on a GPU
+        monkeypatch.setattr(arena.Tap, 'plan_cpu_read', lambda *args: None)
         for capturing in (False, True, True, False):
             made[:] = ['capturing'] if capturing else []
             loss = model(torch.ones(1, 2)).sum()

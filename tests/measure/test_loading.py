@@ -1,4 +1,4 @@
-"Compiled loops are loaded in a thread beside the training: no step waits for them or is charged for them, and no fork or exit hangs"
+"Compiled loops are loaded in a background thread: no step waits or is charged for it, and no fork or exit hangs."
 import os
 
 import programs
@@ -20,7 +20,7 @@ def train(te, n):
 
 
 def run(code, timeout=100, **env):
-    "Return the output of a program whose loops are loaded in a thread."
+    "Run a program whose loops are loaded in a background thread. Return the words that it prints."
     done = programs.run(code, after=start, timeout=timeout, **{'TORCHEMBER_WAIT': '0', **env})
     assert done.returncode==0 and not done.stderr, done
     return done.stdout.split()
@@ -39,7 +39,7 @@ loading.load_numba = slow
 
 
 def test_the_first_step_does_not_wait():
-    "The numbers agree with the compiled loops within the tolerance of torch operations."
+    "Before the loops are loaded, torch operations measure. Both give the same statistics within a tolerance."
     told = run(slowly+'''
 from torchember.recorder import cost
 te = torchEmber(model, ttypes=('input', 'output', 'weight', 'weight_grad'), stats='full')
@@ -71,7 +71,7 @@ print(report['seconds']<900, report['beside']>900, 'in the background' in repr(r
 
 
 def test_loading_is_not_charged_to_the_budget():
-    "A step that is recorded while a thread loads does not count for the budget."
+    "A step that is recorded while the loops are loaded does not count in the time budget."
     told = run(slowly+'''
 te = torchEmber(model, overhead=.5)
 train(te, 20)
@@ -86,7 +86,7 @@ print(te.close()['recorded']>10)
 
 @pytest.mark.parametrize('plan', [None, '0'])
 def test_functions_for_plans_are_compiled_beside_a_long_run(plan):
-    "A first run on a machine does not wait for the compiler. After many calls a background thread compiles, and all modules get plans."
+    "The first run on a machine does not wait for the compiler. After many calls, a background thread compiles the plans."
     told = run('''
 from torchember.measure import planning
 from torchember.recorder.call_plans import PlannedPass
@@ -114,12 +114,12 @@ te.close()
     assert 'bfloat16' in ''.join(told)
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 @pytest.mark.slow
 @pytest.mark.parametrize('after,new', [(0, False), (.05, False), (.2, False), (.5, False), (1, False), pytest.param(0, True, marks=pytest.mark.slow),
     pytest.param(.5, True, marks=[pytest.mark.slow, pytest.mark.release])])
 def test_a_process_can_exit_while_loading(after, new, tmp_path):
-    "The process can exit also while loops are compiled, because the cache folder is empty."
+    "This also holds if the cache folder is empty, so that the loops must be compiled."
     told = run(f'''
 te = torchEmber(model)
 time.sleep({after})
@@ -133,7 +133,7 @@ print('over', flush=True)
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='there is no fork here')
 @pytest.mark.parametrize('after', [0, .1, .4])
 def test_a_process_can_fork_while_loading(after):
-    "The child can measure and import numba."
+    "The forked child can measure tensors and import numba."
     told = run(f'''
 warnings.simplefilter('ignore') # about forks beside threads
 te = torchEmber(model)
@@ -175,7 +175,7 @@ def test_ready_waits_for_loading():
 
 
 def test_arming_waits():
-    "The loops are loaded before the first step, which is not charged for it. Another format is loaded on its first tensor."
+    "Arming loads the loops, so no step is charged for it. Loops of another dtype are loaded at its first tensor."
     told = run('''
 real = loading.load_numba
 def slow(): time.sleep(2); return real()
@@ -191,7 +191,7 @@ te.close()
 
 
 def test_the_report_names_the_time_of_loading():
-    "Loading is no lasting cost: the report names its time, and the wait at arming. A second run has neither."
+    "The report names the time of loading and the wait at arming separately. A second run in the process has neither."
     told = run('''
 real = loading.load_numba
 def slow(): time.sleep(1.2); return real()
@@ -228,9 +228,9 @@ print(hash(tuple(kept[:9])))
 '''
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 def test_equal_weights_have_equal_digits_in_each_step_and_process():
-    "Unchanged weights have the same digits at each step, in each of two processes, also at the first steps."
+    "Unchanged weights have the same statistics to the last digit in each step and in two processes."
     a,b = (run(still, TORCHEMBER_WAIT='', PYTHONHASHSEED='0') for _ in range(2))
     assert a==b and a[:2]==['108', '9']
 
@@ -238,12 +238,13 @@ def test_equal_weights_have_equal_digits_in_each_step_and_process():
 @pytest.mark.release
 @pytest.mark.slow
 def test_cached_kernels_of_two_processes_are_not_confused(tmp_path):
-    "numba identifies a kernel by name, signature and a number of the process. bfloat16 and float16 once shared all three, and so the code of one."
+    "numba's cache key of kernels must differ between dtypes. Once, bfloat16 and float16 shared the same compiled code."
     def ones(*dtypes):
         script = 'import sys, torch; from torchember.measure import kernels, loading; loading.ready()\n' \
             'for d in sys.argv[1:]: print(kernels.read(torch.ones(16, dtype=getattr(torch, d)))[1])'
         got = programs.run(script, *dtypes, NUMBA_CACHE_DIR=tmp_path)
         assert got.returncode==0, got.stderr[-2000:]
         return got.stdout.split()
-    for dtypes in (['float32'], ['float32', 'bfloat16'], ['float32', 'float16']): ones(*dtypes) # each of the two is the second of its process
+    # bfloat16 and float16 are each the second dtype of their process
+    for dtypes in (['float32'], ['float32', 'bfloat16'], ['float32', 'float16']): ones(*dtypes)
     assert ones('bfloat16', 'float16')==ones('float16', 'bfloat16')==['1.0', '1.0']

@@ -1,4 +1,4 @@
-"Tensors are measured also if numba is missing, switched off or broken"
+"Tensors are still measured if numba is missing, switched off or broken."
 import os
 import platform
 
@@ -40,7 +40,7 @@ def test_numba_missing_or_broken(error, said, tmp_path):
 
 
 def test_no_writable_cache_folder(tmp_path):
-    "Without a writable cache folder numba compiles in each process."
+    "Without a writable cache folder, numba compiles again in each process."
     cache = tmp_path/'cache'
     cache.write_text('a file, no folder')
     done = run(NUMBA_CACHE_DIR=str(cache))
@@ -71,6 +71,6 @@ print(cpu.lanes)
 @pytest.mark.slow
 @pytest.mark.parametrize('name,features', [('generic', ''), ('haswell', '+avx2,+avx,+fma,+sse4.2,+sse4.1,+ssse3,+sse3,+bmi,+bmi2,+popcnt,+lzcnt,+f16c')])
 def test_numbers_do_not_depend_on_the_processor(name, features):
-    "The numbers do not depend on the vector width of the processor."
+    "The statistics do not depend on the vector width of the processor."
     done = run(code=everywhere, NUMBA_CPU_NAME=name, NUMBA_CPU_FEATURES=features)
     assert done.stdout.strip()=='8', done

@@ -1,4 +1,4 @@
-"Memory of a tensor: freed storage is not read, and exchanged storage is read again"
+"The memory of a tensor may be freed or exchanged. Freed memory is not read, and exchanged memory is read again."
 import pytest
 import torch
 
@@ -9,7 +9,7 @@ from torchember.measure.tap import observe
 
 @pytest.mark.parametrize('n', [64, 1<<21])
 def test_a_tensor_without_memory_is_not_read(n):
-    "Its storage was freed, as sharding does."
+    "The storage of the tensor was freed, as FSDP does with sharded weights."
     arena,x = Arena(),torch.randn(n)
     tap = arena.tap('x')
     observe(x, tap)
@@ -20,7 +20,7 @@ def test_a_tensor_without_memory_is_not_read(n):
 
 
 def test_exchanged_memory_of_a_tensor_is_read_again():
-    "`x.data = y` exchanges the memory without a change of the version counter."
+    "`x.data = y` exchanges the memory of x without changing its version counter."
     arena,x = Arena(),torch.zeros(3)
     tap = arena.tap('x', ['mean', 'shape'])
     observe(x, tap)

@@ -1,4 +1,4 @@
-"""A statistic that needs sums of its own: two lines in `measure.summary`, and everything measures, merges and reads it.
+"""A new statistic with its own sums needs two lines in `measure.summary`. All other parts then measure, merge and read it.
 
 The lines are written into a copy of the Python module, as a developer would add them, in a process of its own. With them a row has more than 16 entries.
 Their names begin with `planted_`, so that the package may have the documented example, too.
@@ -175,18 +175,18 @@ def run(code, none=False, after=added, **env):
     assert done.returncode==0, done.stdout+done.stderr
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 @pytest.mark.slow
 @pytest.mark.parametrize('none', [False, True], ids=['loops', 'no loops'])
 @pytest.mark.parametrize('code', [cpu, armed], ids=['read', 'armed'])
 def test_cpu(code, none):
-    "A new sum is read, merged, recorded, compiled and read back."
+    "A new sum is measured, merged, recorded, compiled and read back from the log."
     run(code, none)
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 def test_an_expression_that_leaves_its_range_gives_no_warning():
-    "The documented example for the output of a ReLU: log of 0."
+    "The example of the documentation takes the logarithm of 0 for the output of a ReLU."
     run("""
 from torchember import get_stats, torchEmber
 warnings.simplefilter('error')
@@ -202,7 +202,7 @@ te.close()
 
 
 def test_scaled():
-    "The factor of a GradScaler is divided out of the sum, or before it."
+    "The scale of a GradScaler is removed from the new sum."
     run(scaled)
 
 
@@ -210,17 +210,17 @@ def test_scaled():
 def test_triton(): run(by_triton, TRITON_INTERPRET='1')
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 @pytest.mark.slow
 @pytest.mark.skipif(not importlib.util.find_spec('jax'), reason='JAX is not installed')
 @pytest.mark.parametrize('none', [False, pytest.param(True, marks=[pytest.mark.slow, pytest.mark.release])], ids=['loops', 'no loops'])
 def test_jax(none):
-    "Without loops JAX measures by operations. Marked `release`: XLA compiles each size for seconds."
+    "Without compiled loops, JAX operations measure. The test is slow, because XLA compiles each tensor size for seconds."
     run(by_jax, none)
 
 
 def test_loops_kept_for_shorter_rows():
-    "All programs share the cache of numba, which does not see that a row is longer."
+    "All programs share numba's cache. Cached loops for shorter rows must not be used for longer rows."
     few = """
 import torch
 from torchember import get_stats

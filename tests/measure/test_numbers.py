@@ -1,4 +1,4 @@
-"""Measured numbers are equal to those of numpy in float64: for random tensors of every kind, and for difficult tensors by name.
+"""Measured statistics are equal to those of numpy in float64: for random tensors of all kinds, and for difficult tensors by name.
 
 `NUMBERS=100000 pytest tests/measure/test_numbers.py -k fuzz` tries that many; a failure prints a line that makes its tensor again.
 """
@@ -26,7 +26,7 @@ complexes = [torch.complex64, torch.complex128]
 
 @pytest.fixture(autouse=True, params=['loops', 'torch'])
 def engine(request, monkeypatch):
-    "Read all by compiled loops, and all by torch operations."
+    "Run each test twice: with compiled loops, and with torch operations. Return the name of the engine."
     if request.param=='torch': monkeypatch.setattr(kernels, 'loops', lambda: None)
     else: assert kernels.loops(), 'numba is part of the dev extra'
     return request.param
@@ -34,7 +34,7 @@ def engine(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    "Set the number of threads: one thread and several threads run different code."
+    "Set the number of threads to one, because several threads run other code. Restore it after the test."
     n = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -43,21 +43,21 @@ def one_thread():
 
 
 def plain(t):
-    "Return the elements of a tensor as an array."
+    "Return the elements of a tensor as a numpy array in double precision."
     t = t.detach()
     return t.to(torch.complex128).resolve_conj().resolve_neg().numpy() if t.is_complex() else t.to(torch.float64).resolve_neg().numpy()
 
 
-# ---- random tensors
+# ---- statistics of random tensors
 
 def contents(r, n):
-    "Draw `n` float64 numbers."
+    "Draw `n` float64 numbers of a random kind. Return the kind and the numbers."
     kind = r.choice(list(kinds))
     return kind, np.asarray(kinds[kind](r, n), dtype=np.float64)
 
 
 def spoil(r, x, *bad):
-    "Replace some elements of `x`."
+    "Replace some random elements of `x` by one of the values `bad`."
     x = x.copy()
     if x.size: x[r.random(x.size)<r.choice([.01, .3])] = r.choice(bad)
     return x
@@ -96,7 +96,7 @@ kinds = dict(
 
 
 def as_tensor(r, x, dtype):
-    "Convert `x` to `dtype`, within its range."
+    "Convert the array `x` to a tensor of `dtype`, clipped to its range."
     if dtype is torch.bool: return torch.from_numpy(x>.5)
     if dtype in integers:
         i = torch.iinfo(dtype)
@@ -106,7 +106,7 @@ def as_tensor(r, x, dtype):
 
 
 def size(r, large):
-    "Draw a number of elements: mostly few, often near a limit of the kernels."
+    "Draw a number of elements: mostly small, and often close to a size limit of the kernels."
     if large: return int(large*r.integers(1, 4)+r.integers(-2, 3))
     if (u:=r.random())<.06: return int(r.integers(0, 2))
     if u<.6: return int(r.integers(1, 80))
@@ -115,7 +115,7 @@ def size(r, large):
 
 
 def shaped(r, t):
-    "Give `t` another shape, with as many elements or a few less."
+    "Return a view of `t` with a random shape, of all its elements or a few less."
     dims,n = r.integers(1, 5),len(t)
     shape = [int(r.integers(1, 9)) for _ in range(dims-1)]
     rest = n//math.prod(shape)
@@ -145,21 +145,21 @@ layouts = [shaped, scalar, transposed, holes, block, expanded, channels_last, fl
 
 
 def sample(seed, large=0):
-    "Draw a tensor and its description."
+    "Draw a random tensor. Return it with a description."
     r = np.random.default_rng(seed)
     dtype = r.choice(np.array([*floats, *floats[:4], *floats[:1]*6, *integers, *complexes], dtype=object))
     kind,x = contents(r, size(r, large))
     t = as_tensor(r, x, dtype)
     layout = layouts[r.integers(len(layouts))]
     try: t = layout(r, t)
-    except (RuntimeError, NotImplementedError) as e: # what torch itself does not do for a dtype of 8 bits
+    except (RuntimeError, NotImplementedError) as e: # torch does not support this operation for an 8-bit dtype
         if dtype not in small_floats: raise
         layout = e
     if dtype.is_complex and r.random()<.5: t = r.choice([torch.conj, lambda t: t.conj().imag, torch.real, lambda t: torch.view_as_real(t.resolve_conj())])(t)
     return t, f'(sample({seed}, {large}): {kind} {str(dtype)[6:]} {tuple(t.shape)} {getattr(layout, "__name__", layout)})'
 
 
-answers = {} # of tensors that both engines read
+answers = {} # expected results, because both engines read the same tensors
 
 
 def answer(of, x):
@@ -168,7 +168,7 @@ def answer(of, x):
 
 
 def fuzz(seeds, large=0, worst=None):
-    "Read each tensor in both ways: all groups, and the basic group."
+    "Read random tensors with all groups of statistics, with the basic group, and with torch operations. Check the results."
     with np.errstate(all='ignore'):
         for seed in seeds:
             t,what = sample(seed, large)
@@ -183,13 +183,14 @@ tries = int(os.environ.get('NUMBERS', 4000))
 batches = 8
 
 
-@pytest.mark.parametrize('batch', [pytest.param(b, marks=[pytest.mark.release]*(b>=batches//2)) for b in range(batches)]) # the same numbers each time
+# each batch has the same tensors in every test run
+@pytest.mark.parametrize('batch', [pytest.param(b, marks=[pytest.mark.release]*(b>=batches//2)) for b in range(batches)])
 def test_fuzz(batch): fuzz(range(batch, tries, batches))
 
 
 @pytest.mark.parametrize('piece', [1024, 1500, 4096])
 def test_fuzz_many_pieces(piece, monkeypatch):
-    "Make pieces short, so that small tensors have several."
+    "Small tensors are divided into several pieces, because the size of a piece is reduced."
     for room in (kernels, without_loops): monkeypatch.setattr(room, 'piece', piece)
     monkeypatch.setattr(without_loops, 'cached', piece)
     monkeypatch.setattr(without_loops, 'stretch', 2048)
@@ -197,18 +198,18 @@ def test_fuzz_many_pieces(piece, monkeypatch):
 
 
 def test_fuzz_large():
-    "Near the true size of a stretch."
+    "The tensors have sizes close to the real size of a stretch (the elements that torch operations read at once)."
     fuzz(range(2*10**9, 2*10**9+tries//400), without_loops.stretch)
 
 
 def test_fuzz_threads(engine, monkeypatch):
-    "Loops give the same numbers with two threads and with one."
+    "The loops give the same statistics with two threads as with one."
     torch.set_num_threads(2)
     if engine=='loops': monkeypatch.setattr(kernels.loops(), 'long', 5000)
     fuzz(range(3*10**9, 3*10**9+tries//200), 20000)
 
 
-# ---- difficult tensors, by name
+# ---- difficult tensors, selected by name
 
 def r(seed=0): return torch.Generator().manual_seed(seed)
 def normal(*shape, dtype=torch.float32): return torch.randn(*shape, generator=r(), dtype=torch.float64).to(dtype)
@@ -297,7 +298,7 @@ def test_difficult_tensors(name):
             judge(read(x, ('basic', *some)), right, ('basic', *some), where=f'{name} {some}')
         judge(read_device(x.detach().reshape(-1).resolve_neg(), everything).numpy(), right, where=f'{name} read_device')
         judge(summarize(x).vector, right, scalars, where=f'{name} summarize')
-    np.testing.assert_array_equal(plain(x), before) # and reading changes nothing
+    np.testing.assert_array_equal(plain(x), before) # reading does not change the tensor
     assert version is None or x._version==version
 
 
@@ -340,7 +341,7 @@ def test_refused_with_a_reason():
 
 
 def test_repeats_are_read_once():
-    x = normal(50, 1).expand(50, 10**12) # 4 * 10^14 bytes, were they there
+    x = normal(50, 1).expand(50, 10**12) # an expanded tensor: as a dense tensor, it would have 4 * 10^14 bytes
     f,times = flat(x)
     assert f.numel()==50 and times==10**12
     judge(read(x)/[*[10**12 if p in ('count', 'm2') else 1 for p in parts], 1], plain(normal(50)), ('basic',))
@@ -367,7 +368,7 @@ def test_get_stats_is_derived_from_the_same():
 
 
 def test_norms_of_an_empty_tensor_are_zero():
-    "As in torch, from every reader, alone and merged. The other moments are NaN."
+    "l1 and l2 are 0 as in torch, from all readers and after merging. Other statistics such as the mean are NaN."
     x,full = torch.empty(0, 3),torch.tensor([3., -4])
     vectors = dict(read=read(x, everything), device=read_device(x.reshape(-1), everything).numpy(), summarize=summarize(x).vector, numpy=read_array(x.numpy()))
     for name,v in vectors.items():

@@ -1,4 +1,4 @@
-"""Number of elements of a row: from its shape, or from `numel` if several tensors were merged"""
+"""The number of elements of a row follows from its shape, or is in `numel` if several tensors were merged."""
 import math
 
 import pytest
@@ -25,7 +25,7 @@ def trained(sizes, stats, ttypes=('input', 'output', 'output_grad', 'weight', 'w
 
 @pytest.mark.parametrize('stats', [*sets, ('std',), ('shape', 'exponents')])
 def test_micro_batches(stats):
-    "Tensors of 5, 7 and 2 elements merge into 14, with the shape of the last. Weights and their gradients do not change."
+    "Tensors of three micro-batches (5, 7 and 2 samples) are merged. The row has the last shape, and `numel` counts all elements."
     rows = trained((5, 7, 2), stats)
     merged = [r for r in rows if r['ttype'] in ('input', 'output', 'output_grad')]
     assert len(merged)==2*9 and len(rows)==2*(9+4+4+4)
@@ -42,7 +42,7 @@ def test_micro_batches(stats):
 
 @pytest.mark.parametrize('stats', ['basic', 'numerics'])
 def test_one_batch(stats):
-    "Rows whose shape gives the number have no `numel`."
+    "Rows have no `numel` if their shape gives the number of elements."
     rows = trained((5,), stats)
     assert not any('numel' in r for r in rows)
     assert [*rows[0]][:len(sets['basic'])]==list(sets['basic']) or stats!='basic'
@@ -51,7 +51,7 @@ def test_one_batch(stats):
 
 
 def test_some_steps_of_several():
-    "The writer gets a step of two passes and a step of one in one batch."
+    "Steps with one pass and steps with several passes are written in the same batch."
     torch.manual_seed(0)
     m = nn.Linear(3, 1)
     o = torch.optim.SGD(m.parameters(), .1)
@@ -65,7 +65,7 @@ def test_some_steps_of_several():
 
 
 def test_many_dimensions():
-    "A shape that was cut gives no number."
+    "A shape with too many dimensions is cut, so the row has `numel`."
     m = nn.Identity()
     te = torchEmber(m, ttypes=('output',))
     m(torch.ones(*[1]*12, 2))

@@ -1,4 +1,4 @@
-"""GPU kernels without a GPU: Triton interprets them with numpy, in a child process with TRITON_INTERPRET=1.
+"""GPU kernels are tested without a GPU: Triton interprets them with numpy, in a child process with TRITON_INTERPRET=1.
 
 What is tried there is in triton_cases.py. On a machine with a GPU the same cases run there too, compiled: `pytest tests/measure/triton_cases.py`.
 """
@@ -52,16 +52,16 @@ for cc,x,wanted in ((80, 'fp32', 15), (80, 'fp64', 15), (90, 'bf16', 0)): # each
 
 
 @pytest.mark.slow
-@pytest.mark.release # the kernels hardly change, nor does what a pinned compiler makes of them
+@pytest.mark.release # slow test: the kernels rarely change, and the version of the compiler is fixed
 def test_compiled_for_gpus_that_are_not_here(tmp_path):
-    "The compiler needs no GPU. Its code for an A100 and an H100 loads 16 bytes at once and keeps subnormal numbers."
+    "Compiling needs no GPU. The code for A100 and H100 loads 16 bytes at once and keeps subnormal numbers."
     env = {k:v for k,v in os.environ.items() if k!='TRITON_INTERPRET'} | {'TRITON_CACHE_DIR': str(tmp_path)}
     done = subprocess.run([sys.executable, '-c', compiled], env=env, cwd=root, capture_output=True, text=True)
     assert done.returncode==0, done.stderr
 
 
 def test_without_triton(tmp_path):
-    "The Python module can be imported without Triton, and `available` is False."
+    "The Python module can be imported without Triton, and `available` returns False."
     (tmp_path/'triton.py').write_text("raise ImportError('no triton')")
     code = "from torchember.measure.readers import triton as gpu; print(gpu.available('cuda'), gpu.available('cpu'))"
     done = programs.run(code, cwd=root, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')]))

@@ -1,4 +1,4 @@
-"""Cases for the GPU kernels, compared with numpy in float64. test_triton.py runs them by the interpreter; with a GPU, run this file by name"""
+"""Cases for the GPU kernels, compared with numpy in float64. test_triton.py interprets them; on a GPU, run this file directly."""
 import math
 
 import numpy as np
@@ -15,7 +15,7 @@ if device.type=='cpu':
     from triton.runtime import interpreter
     once = set()
     def call(f, *args, **kwargs):
-        "A function that a kernel calls. Triton would look through its whole language, in which the launch has replaced all there is to replace"
+        "Call a function of a kernel in Triton's interpreter. Triton's language is patched once per Python module, not at each call."
         if f.fn.__module__ not in once: interpreter._patch_lang(f.fn); once.add(f.fn.__module__)
         return f.rewrite()(*args, **kwargs)
     if hasattr(interpreter, '_LangPatchScope'): interpreter.InterpretedFunction.__call__ = call
@@ -29,14 +29,14 @@ def numbers(x): return x.detach().cpu().double().numpy().ravel()
 
 
 def bins(x):
-    "Return the counts of exponents, by frexp of numpy."
+    "Return the number of elements for each exponent, computed with numpy's frexp."
     x = numbers(x)
     x = x[np.isfinite(x)&(x!=0)]
     return np.bincount(np.clip(np.frexp(x)[1]-1+127, 0, 255), minlength=256)
 
 
 def check(x, v, wanted=full, rel=rel):
-    "Compare each part within `rel` of itself; sums that cancel within `rel` of the sum of absolute values."
+    "Compare each result with numpy within `rel`. Sums of positive and negative terms are compared relative to their absolute values."
     x,v = numbers(x),v.cpu().numpy()
     want = read_array(x, wanted=tuple(g for g in wanted if g!='exponents'))
     if 'exponents' in wanted: want[index['zeros']] = (x==0).sum()
@@ -99,8 +99,10 @@ def test_equal_elements_have_exactly_that_mean(value, dtype):
 
 def test_a_huge_offset_and_a_tiny_spread():
     for offset,spread in ((10_000, .01), (-1e6, 1.), (1e30, 1e24)): one(offset+spread*torch.randn(20_000))
-    one(1e9+torch.randn(20_000, dtype=torch.float64)) # with less spread, rounding the mean costs read_array its third moment
-    one(torch.cat([torch.zeros(4096), torch.full((4096,), 1e4), 1e4+.01*torch.randn(9000)])) # no block is like the next
+    # with a smaller spread, the reference `read_array` itself loses the third moment
+    one(1e9+torch.randn(20_000, dtype=torch.float64))
+    # the blocks have very different values
+    one(torch.cat([torch.zeros(4096), torch.full((4096,), 1e4), 1e4+.01*torch.randn(9000)]))
     one(torch.arange(50_000.))
 
 
@@ -112,7 +114,8 @@ def test_numbers_that_float32_cannot_square():
     one(torch.tensor([3.4e38, -3.4e38, 1e-45, 1e-38]))
     one(torch.cat([1e-20*torch.randn(5000), 1e20*torch.randn(5000)]))
     one(torch.tensor([2.**-24, -2.**-14, 2.**-15], dtype=torch.float16))
-    if device.type=='cuda': one(torch.tensor([1e-40, -1e-39, 2e-38], dtype=torch.bfloat16)) # the interpreter reads a subnormal bfloat16 wrong
+    # Triton's interpreter reads subnormal bfloat16 numbers wrong
+    if device.type=='cuda': one(torch.tensor([1e-40, -1e-39, 2e-38], dtype=torch.bfloat16))
 
 
 def test_float64_beyond_float32():
@@ -137,7 +140,8 @@ def test_a_model_parameter_is_left_as_it_is():
     before,version,v = p.detach().clone(),p._version,row(full)
     gpu.read_one(p, full, v)
     check(p, v)
-    assert p._version==version and torch.equal(p, before) and v._version==0 # compiled code would take a new version for a mutation
+    # the version counter is unchanged, because compiled code would notice a change
+    assert p._version==version and torch.equal(p, before) and v._version==0
 
 
 mixed = [(5, torch.float32), (0, torch.float32), (20_000, torch.float32), (3, torch.float64), (9000, torch.bfloat16), (4096, torch.float16), (0, torch.float64)]
@@ -147,7 +151,7 @@ mixed = [(5, torch.float32), (0, torch.float32), (20_000, torch.float32), (3, to
 def test_a_list(wanted):
     xs = [(k+torch.randn(n)).to(t).to(device) for k,(n,t) in enumerate(mixed)]
     xs[2][77] = math.nan
-    for _ in range(2): # the second time with tables that are there already
+    for _ in range(2): # the second pass uses the tables of the first
         out = torch.stack([row(wanted)]*len(xs))
         gpu.read_list(xs, wanted, out)
         for x,v in zip(xs, out, strict=True):
@@ -159,7 +163,8 @@ def test_lists_of_few_and_of_odd_addresses():
     gpu.read_list([], full, torch.empty(0, 272, dtype=torch.float64, device=device))
     base = torch.randn(10_000).to(device)
     xs = [base[1:], base[3:3], base[::3], base[:9999].view(99, 101).t()]
-    out = torch.full((4, 300), math.nan, dtype=torch.float64, device=device) # a row may be longer
+    # a row may have more columns than the kernel writes
+    out = torch.full((4, 300), math.nan, dtype=torch.float64, device=device)
     gpu.read_list(xs, full, out[:, :272])
     for x,v in zip(xs, out, strict=True): check(x, v)
     assert out[:, 272:].isnan().all()
@@ -167,7 +172,7 @@ def test_lists_of_few_and_of_odd_addresses():
 
 @pytest.fixture
 def small(monkeypatch):
-    "Set how much a program reads and merges, so that small tensors need many programs."
+    "Return a function that sets the sizes of kernels, so that small tensors need many programs."
     def clear(): gpu.reading.cache_clear(); gpu.plan.cache_clear()
     def cut(**sizes):
         for k,v in sizes.items(): monkeypatch.setattr(gpu, k, v)
@@ -178,7 +183,7 @@ def small(monkeypatch):
 
 @pytest.mark.parametrize('tile,programs', [(4, 3), *(pytest.param(*v, marks=pytest.mark.release) for v in ((32, 2048), (128, 2048)))])
 def test_rows_that_are_merged_more_than_once(small, tile, programs):
-    "As with millions of elements. On a device, 32 rows are one warp, and 128 rows several."
+    "This happens with millions of elements. On a GPU, 32 rows are one warp, and 128 rows are several."
     small(tile=tile, programs=programs, blocks=dict.fromkeys(gpu.blocks, 4096 if tile==4 else 512 if device.type=='cpu' else 128))
     x,y = 3+torch.randn(100_003),torch.randn(30_000).cumsum(0)
     one(x)
@@ -194,16 +199,16 @@ def test_rows_that_are_merged_more_than_once(small, tile, programs):
 
 
 def test_memory_after_a_tensor_is_not_read():
-    "Also if the last block lacks one element."
+    "This also holds if the last block lacks only one element."
     for dtype in dtypes:
         B = gpu.blocks[dtype]
         base = torch.full((2*B+9,), 3., dtype=dtype)
         for n in (1, B-1, B+7, 2*B-1): one(base[:n])
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 def test_programs_may_come_in_any_order(monkeypatch, small):
-    "The last program merges, and each tensor has own counters."
+    "The program that ends last merges the results. Each tensor has its own counters."
     small(tile=4, programs=3, blocks=dict.fromkeys(gpu.blocks, 512))
     planned,g = gpu.plan,torch.Generator().manual_seed(0)
     def mixed_up(*args):
@@ -221,7 +226,7 @@ def test_programs_may_come_in_any_order(monkeypatch, small):
 
 
 def test_blocks_of_a_program_with_different_exponents(small):
-    "The window of bins moves from block to block, up and down."
+    "The window of counted exponents moves up and down from block to block."
     small(programs=1, blocks=dict.fromkeys(gpu.blocks, 512))
     x = torch.randn(6000)
     for at,far in ((512, 2.**-40), (1024, 2.**30), (1536, 2.**-90), (3000, 2.**9)): x[at:at+600] *= far
@@ -231,9 +236,10 @@ def test_blocks_of_a_program_with_different_exponents(small):
 
 @pytest.mark.parametrize('dtype', dtypes, ids=str)
 def test_equal_elements_do_not_vary(dtype):
-    "Exact to the last digit, whatever the rounding of their sum; also over several blocks."
+    "For equal elements, the mean is exact and the higher moments are 0, also over several blocks."
     for c in (.1, -1/3, 1e-30, 7e4/3, 1e-40):
-        if gpu.interpreted and c==1e-40 and dtype is torch.bfloat16: continue # there Triton's interpreter has a zero
+        # Triton's interpreter rounds this number to zero
+        if gpu.interpreted and c==1e-40 and dtype is torch.bfloat16: continue
         c = torch.tensor(c).to(dtype)
         for n in (1, 3, 1000, 10_001):
             v = one(c.expand(n).contiguous(), ('basic', 'absolute', 'higher'))
@@ -241,7 +247,7 @@ def test_equal_elements_do_not_vary(dtype):
 
 
 def test_a_row_is_written_to_its_end():
-    "Old content of the row does not matter, and nothing after the row changes."
+    "All columns of a row are overwritten, and memory after the row is not changed."
     for wanted in (('basic',), full):
         n = gpu.length(wanted)
         out = torch.full((4, n+3), 7., dtype=torch.float64, device=device)
@@ -251,11 +257,11 @@ def test_a_row_is_written_to_its_end():
         if n>16: assert (out[1:3, 16:n].sum(1).cpu()==torch.tensor([9000., 5000.])).all()
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 def test_work_memory_is_clean_for_the_next_launch():
-    "Counters and bins are zero again. Memory that was too small is kept: another thread may launch with it."
+    "Counters and bins are zero after a launch. Replaced memory is kept, because another thread may still launch with it."
     from torchember.measure.devices import stream_of
-    there = torch.zeros(1, device=device).device # with its number
+    there = torch.zeros(1, device=device).device # the device with its index, such as cuda:0
     gpu.memories.clear()
     for n in (100, 300_000, 20_000): one(torch.randn(n))
     memory, = gpu.memories.values()
@@ -267,7 +273,7 @@ def test_work_memory_is_clean_for_the_next_launch():
 
 
 def test_few_and_far_exponents():
-    "Most elements are counted in 31 bins below the largest; also elements far below, and windows that move, are counted."
+    "Most elements are counted in 31 bins below the largest exponent. Elements far below are counted as well."
     x = torch.randn(20_000)
     for far in (2.**-20, 2.**-30, 2.**-31, 2.**-32, 2.**-40, 2.**-90):
         y = x.clone()
@@ -285,7 +291,7 @@ def test_unreadable_dtypes_are_named_in_the_error():
 
 
 def test_a_model_whose_parameters_are_read_in_lists(tmp_path, monkeypatch):
-    "Weights, gradients, states and updates of a step take a few launches, with the same numbers as torch operations."
+    "Weights, gradients, states and updates of a step need few launches. The statistics equal those of torch operations."
     from torchember import torchEmber
     from torchember.measure import kernels
     ttypes = ('input', 'output', 'weight', 'weight_grad', 'optimizer', 'update')
@@ -295,7 +301,8 @@ def test_a_model_whose_parameters_are_read_in_lists(tmp_path, monkeypatch):
         opt = torch.optim.Adam(model.parameters())
         with torchEmber(model, optimizer=opt, ttypes=ttypes, stats='numerics', home=tmp_path, name=name) as te:
             for i in range(2):
-                for _ in range(2): model(torch.ones(4, 5, device=device)*(i+1)).square().sum().backward() # two micro-batches
+                # two micro-batches per step
+                for _ in range(2): model(torch.ones(4, 5, device=device)*(i+1)).square().sum().backward()
                 opt.step()
                 opt.zero_grad()
         return te.t.df
@@ -306,7 +313,8 @@ def test_a_model_whose_parameters_are_read_in_lists(tmp_path, monkeypatch):
     many = gpu.read_list
     monkeypatch.setattr(gpu, 'read_list', lambda xs, *a, **k: (launches.append(len(xs)), many(xs, *a, **k)))
     got = train('two')
-    assert launches==[4, 4, 12]*2, launches # weights in the first pass, gradients at the boundary, states and updates after it
+    # numbers of tensors: 4 weights in the first pass, 4 gradients, then 12 states and updates
+    assert launches==[4, 4, 12]*2, launches
     assert len(got)==len(want)
     for c in want.columns:
         if c in ('ts',): continue

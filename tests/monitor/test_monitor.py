@@ -1,4 +1,4 @@
-"Quantities of a training, compared with torch's hooks and numpy, for each way to run a model"
+"Quantities of a Monitor are compared with torch's hooks and numpy, for each way to run a model."
 import copy
 import gc
 import json
@@ -63,7 +63,7 @@ def home(tmp_path, monkeypatch): monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_p
 
 
 def truth(model, path, n=6):
-    "Return copies of a module's tensors for each step, captured by torch's hooks."
+    "Return the tensors of a module in each step, copied by torch's hooks: a list of dicts."
     m,steps,now = model.get_submodule(path),[],{}
     def forward(m, args, out):
         now.update(input=args[0].detach().clone(), output=out.detach().clone())
@@ -85,7 +85,7 @@ def test_values_equal_numpy(how):
     seen = {p: truth(made(inplace=how=='inplace'), p) for p in ('conv', 'fc1')}
     model = made(inplace=how=='inplace')
     run = torch.compile(model, backend='aot_eager', fullgraph=True) if 'compiled' in how else model
-    if how=='compiled before': run(batches()[0][0]) # compile before the monitor is made
+    if how=='compiled before': run(batches()[0][0]) # compile the model before the monitor is created
     if how=='compiled before': model.load_state_dict(made().state_dict())
     te = torchEmber(model) if how=='ember first' else None
     monitor = Monitor(run, {p: every_quantity for p in ('conv', 'fc1')})
@@ -104,7 +104,7 @@ def test_values_equal_numpy(how):
             if p=='conv':
                 close(v['InputCovCondition'], e[0]/e[-1])
                 for at_ in (20, 50, 80): close(v[f'InputCovCondition{at_}'], e[0]/e[math.floor(len(e)*at_/100)])
-            else: assert v['InputCovCondition']==math.inf # 32 samples of 288 features
+            else: assert v['InputCovCondition']==math.inf # the covariance is singular: 32 samples of 288 features
             close(v['OutputGradCovMaxEig'], o[0])
             close(v['OutputGradCovStableRank'], o.sum()/o[0])
             close(v['OutputGradCovCondition50'], o[0]/o[len(o)//2])
@@ -128,7 +128,7 @@ def test_values_equal_numpy(how):
                 u = np.linalg.svd((s['weight']-before).double().flatten(1).numpy(), compute_uv=False)
                 close(v['UpdateEffectiveRank'], np.exp(-(u/u.sum()*np.log(u/u.sum()+1e-300)).sum()), 1e-3)
             else: assert v['WeightParamJump']==0 and 'UpdateEffectiveRank' not in v
-            assert math.isnan(v['GradSNR']) # of one step
+            assert math.isnan(v['GradSNR']) # the signal-to-noise ratio needs more than one step
 
 
 def test_monitor_does_not_change_training():
@@ -188,7 +188,7 @@ def test_wrapped_models():
     assert [*Monitor(torch.compile(model, backend='aot_eager'), {'_orig_mod.fc1': ['WeightNorm'], 'module.fc2': ['WeightNorm']}).parse_quantity]==['fc1', 'fc2']
 
 
-# ---- quantities written for Taiyi
+# ---- quantities written for the library Taiyi
 
 class OldMaxEig(SingleStepQuantity):
     def _compute(self, global_step):
@@ -267,7 +267,7 @@ def test_quantities_without_a_monitor():
     np.testing.assert_allclose(q.get_output()[2], gap, rtol=.3)
 
 
-# ---- quantities of users
+# ---- quantities defined by users
 
 @quantity
 def Both(input, output_grad): return (input.mean()*0+output_grad.norm()).reshape(())
@@ -294,7 +294,7 @@ def test_only_needed_tensors_are_captured():
     kept = []
     watch = next(w for w in monitor.watches if w.track.path=='fc2')
     train(model, monitor, seen=None, run=lambda x: (model(x), kept.append(len(watch.view._reduced)))[0])
-    assert kept==[1, 1, 1, 0, 0, 0] # the first two steps cannot be predicted
+    assert kept==[1, 1, 1, 0, 0, 0] # in the first two steps, the next due step cannot be predicted, so tensors are kept
 
 
 def test_overwritten_tensor_has_no_value():
@@ -316,7 +316,7 @@ def test_overwritten_tensor_has_no_value():
     assert list(got['LinearDeadNeuronNum'].values())==[((want<=0).all(0).double().mean().item())]*3
 
 
-# ---- loops
+# ---- training loops
 
 @pytest.mark.parametrize('steps', [range(0, 60, 10), [7, 8, 9, 10, 11], range(1000, 1006)])
 def test_numbers_of_steps(steps):
@@ -336,7 +336,7 @@ def test_irregular_steps_lose_few_values():
         for (x,_),step in zip(batches(len(steps), 4), steps, strict=True):
             model(x)
             monitor.track(step)
-    assert len(monitor.get_output()['fc1']['InputStd'])>=6 # of 7
+    assert len(monitor.get_output()['fc1']['InputStd'])>=6 # at most one of the 7 values is lost
 
 
 def test_micro_batches_and_evaluations():
@@ -359,7 +359,7 @@ def test_micro_batches_and_evaluations():
 
 
 def test_eval_pass_before_training_pass_is_not_a_micro_batch():
-    "An adversarial attack computes gradients in eval() mode. The training pass counts."
+    "An adversarial attack computes gradients in eval mode. Only the training pass counts."
     model,want = nn.Linear(3, 2),{}
     opt,m = torch.optim.SGD(model.parameters(), lr=.1),Monitor(model, {'': ['InputStd']})
     for step in (0, 10, 20, 30):
@@ -415,13 +415,13 @@ def test_module_called_several_times():
     monitor = Monitor(model, {'fc': ['InputStd', 'OutputGradSndNorm']})
     (model(x)*3).sum().backward()
     monitor.track(0)
-    got = monitor.get_output()['fc'] # number of the last call
+    got = monitor.get_output()['fc'] # the value of the last call
     np.testing.assert_allclose(got['InputStd'][0], model.fc(x).std().item(), rtol=1e-5)
     np.testing.assert_allclose(got['OutputGradSndNorm'][0], 3*math.sqrt(24), rtol=1e-6)
     assert monitor.t.df.call.tolist()==[1, 1]
 
 
-# ---- log and memory
+# ---- the log of a monitor and its memory
 
 def test_rows_in_the_run_of_an_ember():
     model = made()
@@ -483,7 +483,7 @@ print(after-before, more-tensors)
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists('/proc/self/status'), reason='needs /proc')
 def test_memory_does_not_grow(tmp_path):
-    "Run a new process. 1500 kept batches would be 98 MB."
+    "A new process trains with a Monitor. If 1500 batches were kept, they would need 98 MB."
     done = programs.run(flat, TORCHEMBER_HOME=tmp_path)
     assert done.returncode==0, done.stderr[-2000:]
     grown,tensors = map(int, done.stdout.split())
@@ -519,7 +519,7 @@ def test_two_monitors_on_one_model():
     assert a.get_output()['conv']==b.get_output()['conv'] and len(b.get_output()['fc1']['InputMean'])==6
 
 
-# ---- errors
+# ---- errors in quantities and configurations
 
 def test_failing_quantity_does_not_affect_others():
     class Fails(SingleStepQuantity):
@@ -619,7 +619,8 @@ def test_gradients_are_unscaled(how):
 def alone(step, model, opt, x, y):
     model.train()
     opt.zero_grad()
-    F.cross_entropy(model.fc2(F.relu(model.fc1(model.bn(model.conv(x)).flatten(1)))), y).backward() # the root's forward is not called
+    # the forward of the whole model is not called
+    F.cross_entropy(model.fc2(F.relu(model.fc1(model.bn(model.conv(x)).flatten(1)))), y).backward()
 
 def test_root_is_never_called_and_model_is_validated():
     model = made()
@@ -628,12 +629,12 @@ def test_root_is_never_called_and_model_is_validated():
     for step,(x,y) in enumerate(batches(12, 8)):
         alone(step, model, opt, x, y)
         want = x.std().item()
-        if step%3==1: # before track
+        if step%3==1: # a validation pass before track
             model.eval()
             model.fc1(model.bn(model.conv(x*100)).flatten(1))
         monitor.track(step)
         assert abs(monitor.get_output()['conv']['InputStd'][step]-want)<1e-5
-        if step%3==2: # after it
+        if step%3==2: # a validation pass after track
             model.eval()
             with torch.no_grad(): model.fc1(model.bn(model.conv(x*100)).flatten(1))
         opt.step()
@@ -677,7 +678,7 @@ def test_training_of_parts_and_validation_of_the_whole():
     opt = torch.optim.SGD(model.parameters(), lr=.05)
     for step,(x,y) in enumerate(batches(8)):
         model.train()
-        model.bn.eval() # frozen
+        model.bn.eval() # batch normalization is frozen
         opt.zero_grad()
         with torch.no_grad(): h = model.bn(model.conv(x))
         F.cross_entropy(model.fc2(F.relu(model.fc1(h.flatten(1)))), y).backward()
@@ -694,7 +695,8 @@ def test_failed_passes_and_vmap_do_not_count():
     for step in range(4):
         F.cross_entropy(model(x), y).backward()
         if step==1:
-            with pytest.raises(RuntimeError): model(torch.randn(4, 3, 9, 9)) # fc1 cannot
+            # this image size does not fit the layer fc1
+            with pytest.raises(RuntimeError): model(torch.randn(4, 3, 9, 9))
         if step==2: torch.vmap(lambda x: model.conv(x[None]))(x)
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter('always')
@@ -714,7 +716,8 @@ def test_track_once_per_epoch():
         with warnings.catch_warnings(): warnings.simplefilter('ignore', EmberWarning); monitor.track(epoch)
         values = monitor.get_output()[''].get('InputMean', {})
         if epoch in values: np.testing.assert_allclose(values[epoch], x.mean(0), rtol=1e-5)
-    assert {2, 3}<=set(values) and 0 not in values # the length of the first epoch is unknown
+    # in the first epoch, the number of passes per epoch is unknown, so there is no value
+    assert {2, 3}<=set(values) and 0 not in values
 
 
 def test_training_switches_to_eval_mode():
@@ -801,7 +804,7 @@ def test_plot_without_a_tensor_type():
 @pytest.mark.release
 @pytest.mark.slow
 def test_two_processes(tmp_path):
-    "DDP, compiled or not, and FSDP2. Activations belong to one rank. Weights and gradients are those of the whole model, on all ranks."
+    "DDP (also compiled) and FSDP2: activations belong to one rank, weights and gradients to the whole model on all ranks."
     here = Path(__file__).parent
     programs.ranks(here/'monitored.py', tmp_path, TORCHEMBER_HOME=tmp_path)
     a,b = (json.loads((tmp_path/f'{k}.json').read_text()) for k in range(2))
@@ -811,14 +814,15 @@ def test_two_processes(tmp_path):
             assert list(result['output']['1']['MeanTID'])==['1', '3']
             for path,quantities in result['output'].items():
                 for q,values in quantities.items():
-                    if how=='fsdp' and q=='MeanTID': continue # DDP gives all ranks the running statistics of the first
+                    # DDP broadcasts the running statistics of the first rank to all ranks
+                    if how=='fsdp' and q=='MeanTID': continue
                     np.testing.assert_allclose(list(values.values()), list((a, b)[k]['ddp']['output'][path][q].values()), rtol=2e-5, err_msg=f'{how} {q}')
         for q in ('WeightNorm', 'WeightGradNorm', 'WeightEffectiveRank'): assert a[how]['output']['0'][q]==b[how]['output']['0'][q]
         assert a[how]['output']['0']['InputStd']!=b[how]['output']['0']['InputStd']
 
 
 def test_training_call_takes_precedence_in_its_step(tmp_path):
-    "Submodules are called alone, and without gradients before and after. Check the value and the number of the call."
+    "A submodule is called alone, and without gradients before and after. The value of the training call is recorded."
     def Seen(input): return input.mean()
     model = nn.Sequential(nn.Linear(2, 2))
     with Monitor(model, {'0': [Seen]}, name='alone', home=tmp_path) as monitor:
@@ -855,7 +859,7 @@ def test_failed_pass_explains_only_its_own_step(tmp_path):
 
 @pytest.mark.parametrize('how', ['eager', 'compiled'])
 def test_gradient_of_the_last_call(how, tmp_path):
-    "A layer is called twice. By hand, its gradients are 1, and 6 for the first call."
+    "A layer is called twice. Its gradients are 6 in the first call and 1 in the last call, which counts."
     def Slope(output_grad): return output_grad.mean()
     class Twice(nn.Module):
         def __init__(self):

@@ -1,4 +1,4 @@
-"Extensions of users: quantities read the tensors of the tracked step, forward and backward"
+"Users' extensions: quantities read the tensors of the tracked step, of the forward and of the backward."
 import json
 
 import numpy as np
@@ -14,7 +14,7 @@ class OutputSum(Extension):
     def __init__(self): self._name = 'mine'
     def _default(self, module, input, output): return output.sum()
 
-class GradSum(Extension): # without `backward = True`: backward_extensions returns it
+class GradSum(Extension): # without `backward = True`, because `backward_extensions` returns this extension
     def __init__(self): self._name = 'mine_back'
     def _default(self, module, grad_input, grad_output): return torch.stack([grad_input[0].sum(), grad_output[0].sum()])
 
@@ -38,7 +38,7 @@ class Window(MultiStepQuantity):
 
 
 def steps_of(model, config, n=6, run=None):
-    "Return the output of a monitor, and the sums of output and input gradient for each step."
+    "Train with a monitor. Return it, and for each step the sums of the output and of the input gradient."
     monitor,seen = Monitor(model, config),[]
     for step in range(n):
         x = torch.full((2, 3), 1.+step, requires_grad=True)
@@ -144,7 +144,7 @@ def test_missing_tensor_is_not_taken_from_an_earlier_step():
     monitor = Monitor(model, {'1': [Mine]}, on_error='raise')
     model(torch.ones(2, 3)).sum().backward()
     monitor.track(0)
-    model[0](torch.ones(2, 3)).sum().backward() # the layer of the quantity is not called
+    model[0](torch.ones(2, 3)).sum().backward() # layer 1, which has the quantity, is not called
     with pytest.raises(AttributeError, match='mine'): monitor.track(1)
 
 
@@ -162,13 +162,14 @@ class Nested(SingleStepQuantity):
     def forward_extensions(self): return [OutputSum()]
 
 
-@pytest.mark.parametrize('most', [4_000_000, 50]) # of the few, the older ones come from the log
+# with 50, few values stay in memory, and older values are read from the log
+@pytest.mark.parametrize('most', [4_000_000, 50])
 def test_numbers_are_numpy_scalars(most, monkeypatch):
     monkeypatch.setattr('torchember.monitor.monitor.QuantityValues.most_numbers', most)
     monitor,seen = steps_of(nn.Sequential(nn.Linear(3, 3)), {'0': [Mine, 'InputMean', 'WeightNorm']})
     got = monitor.get_output()['0']
     assert [list(got[q]) for q in ('Mine', 'InputMean', 'WeightNorm')]==[list(range(6))]*3
-    for v in (*got['Mine'].values(), *got['WeightNorm'].values()): # 0-d array, and number
+    for v in (*got['Mine'].values(), *got['WeightNorm'].values()): # a 0-d array, and a number
         assert (v.size, v.shape, v.ndim, v.dtype.kind)==(1, (), 0, 'f') and v.item()==v and isinstance(v, float) and json.loads(json.dumps(v))==v
     assert all(v.shape==(3,) for v in got['InputMean'].values()) and pd.DataFrame({'mine': got['Mine']}).dtypes['mine']=='float64'
     np.testing.assert_allclose([v.item() for v in got['Mine'].values()], [y for y,_ in seen], rtol=1e-5)

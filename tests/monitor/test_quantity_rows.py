@@ -1,4 +1,4 @@
-"Rows of quantities in a log, also vectors, do not change plots of an ember's rows"
+"Rows of a Monitor's quantities in a log, also vectors, do not change the plots of an ember's rows."
 import json
 
 import matplotlib.pyplot as plt
@@ -37,7 +37,7 @@ vectors = {'InputMean': [.1, .2, .3], 'UnitActivity': [0., .5, 1.]}
 
 
 def quantities(t, step, i):
-    "Return rows of a Monitor: for tensors that the ember also records, with equal and other names, and for tensors that it does not record."
+    "Write rows of quantities to a log: for tensors that the ember records, with equal or other names, and for other tensors."
     row = {'module': 'model(Sequential).0(Linear)', 'ts': t.ts, 'ttype': 'output', 'tname': 'output_0', 'step': step, 'call': 0, 'dtype': 'float32'}
     some = {'InputStd': 1.+i, **vectors}
     t + {**some, **row} # noqa: B018
@@ -51,7 +51,7 @@ def quantities(t, step, i):
 
 @pytest.fixture(scope='module', params=[None, 5])
 def logs(request, tmp_path_factory):
-    "Return an ember's log, and the same log with rows of quantities at these and other steps. One has values that are not finite."
+    "Return the log of an ember, and the same log with added rows of quantities. With the parameter 5, step 5 has infinite values."
     home,other = (tmp_path_factory.mktemp(n) for n in ('alone', 'both'))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.ReLU(), torch.nn.Linear(3, 1))
@@ -65,10 +65,13 @@ def logs(request, tmp_path_factory):
     alone,both = emberTracker('run', home),emberTracker('run', other)
     for line in alone.log_path.read_text().splitlines():
         row = json.loads(line)
-        is_last = row['tname']=='log' and not row.get('skipped') # the loss is the last row of a step; a refused batch belongs to the step before
-        if is_last and row['step']%3==0: quantities(both, row['step'], row['step']) # before the last row
+        # the logged loss is the last row of a step; a refused pass belongs to the step before
+        is_last = row['tname']=='log' and not row.get('skipped')
+        # add quantities before the last row of the step
+        if is_last and row['step']%3==0: quantities(both, row['step'], row['step'])
         both.logging(line)
-        if is_last and row['step']%2==0: quantities(both, row['step'], row['step']) # after the last row
+        # add quantities after the last row of the step
+        if is_last and row['step']%2==0: quantities(both, row['step'], row['step'])
     for step in 11,14: quantities(both, step, step)
     both.barrier()
     return alone, both
@@ -76,7 +79,7 @@ def logs(request, tmp_path_factory):
 
 @pytest.fixture(params=['msgspec', 'no msgspec'])
 def reader(request, monkeypatch):
-    "Read logs in small blocks, with each reader."
+    "Read logs in small blocks, with and without msgspec."
     if request.param=='msgspec': pytest.importorskip('msgspec')
     else: monkeypatch.setattr(columns, 'msgspec', lambda: None)
     monkeypatch.setattr(lines.line_blocks, '__defaults__', (b'', None, 1000))
@@ -165,11 +168,11 @@ def test_menu(logs):
     alone,both = map(read, logs)
     assert axis_columns(both)==axis_columns(alone)
     more = set(statistics_of(both))-set(statistics_of(alone))
-    assert more=={'InputStd', 'Elsewhere', 'Jumps'} # no vectors
+    assert more=={'InputStd', 'Elsewhere', 'Jumps'} # quantities that are vectors are not in the menu
 
 
 def test_live(logs):
-    "The live picture is that of the ember's rows alone"
+    "The live picture is equal to the picture of the ember's rows alone."
     alone,both = (Viewer(t.dir, True, {}).answer('run', over=True)['png'] for t in logs)
     assert alone==both and alone[:4]==b'\x89PNG'
 

@@ -1,4 +1,4 @@
-"Values of a Monitor for each step, computed by hand, for two models with their own schedules"
+"Values of a Monitor in each step are compared with values computed by hand, for two models with different schedules."
 import math
 
 import numpy as np
@@ -19,7 +19,7 @@ def due(when, s): return s in (1, 6, 9) if callable(when) else s%when==0
 
 
 class Training:
-    "A model with a Monitor, and its tensors of each step, captured by torch's hooks."
+    "A model with a Monitor. Its tensors of each step are copied by torch's hooks."
     def __init__(self, seed, home, passes, first, stride):
         torch.manual_seed(seed)
         self.model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 2))
@@ -42,11 +42,11 @@ class Training:
         self.monitor.track(self.steps[i])
         self.opt.step()
         self.opt.zero_grad()
-        self.model.eval()(torch.randn(3, 3, generator=self.g)) # an evaluation
+        self.model.eval()(torch.randn(3, 3, generator=self.g)) # a pass in eval mode
         self.model.train()
 
     def value(self, k, name, n, window):
-        "Compute a quantity of module `k` at the n-th step. `window` has the steps since the last due step, and this one."
+        "Compute a quantity of module `k` at step n. `window`: all steps since the last due step, up to this step."
         x = lambda t, i=n: self.seen[i][k, t]
         mean,var = self.seen[n]['mean'],self.seen[n]['var']
         if name=='InputStd': return x('input').std(ddof=1)
@@ -63,7 +63,7 @@ class Training:
         if name=='GradSNR':
             g = np.array([x('weight_grad', i) for i in window])
             return np.linalg.norm(g.mean(0))/math.sqrt(g.var(0, ddof=1).sum()) if len(g)>1 else math.nan
-        if window[0]==0: return None # the change of a weight, at the first step
+        if window[0]==0: return None # the first step has no earlier weight to compare
         p = np.linalg.svd(x('weight')-x('weight', window[0]-1), compute_uv=False)
         p = p[p>1e-9]/p.sum()
         return math.exp(-(p*np.log(p)).sum())
@@ -89,7 +89,7 @@ def near(v): return pytest.approx(v, rel=2e-4, abs=1e-6, nan_ok=True)
 
 
 def test_values_of_each_step(tmp_path):
-    "Train two models in turns, one with two passes per step. Both are evaluated. Check each value of each step."
+    "Two models are trained in turns, one with two passes per step. Each value of each step is checked."
     both = [Training(1, tmp_path, 1, 0, 1), Training(2, tmp_path, 2, 6, 3)]
     for i in range(7):
         for t in both: t.step(i)
@@ -113,7 +113,7 @@ def test_values_of_each_step(tmp_path):
 
 
 def test_step_prediction():
-    "Check ranks of passes, passes per step, and regular steps until one differs."
+    "Checks the ranks of passes, the passes per step, and the predicted step numbers until one is wrong."
     assert [pass_rank(t, g) for t in (False, True) for g in (False, True)]==[0, 2, 1, 3]
     e,seen = StepPredictor(),[]
     def step(number, *ranks):
@@ -123,18 +123,23 @@ def test_step_prediction():
         e.end_step(number)
         out,seen[:] = [*seen],[]
         return out
-    assert step(0, 2, 3, 2, 3)==[(False, 1, False, None), (False, 1, False, None), (True, 1, False, None), (False, 2, False, None)] # rank 3 replaces rank 2
+    # in a step, the first pass of rank 3 replaces the earlier pass of rank 2
+    assert step(0, 2, 3, 2, 3)==[(False, 1, False, None), (False, 1, False, None), (True, 1, False, None), (False, 2, False, None)]
     assert (e.usual_passes, e.ranks.previous, e.pass_)==(2, 3, 3)
-    assert step(5, 1, 3)==[(True, 0, False, None), (False, 1, False, None)] # a pass without gradients, after a step with gradients
+    # a pass without gradients counts less than one with gradients, if the previous step had gradients
+    assert step(5, 1, 3)==[(True, 0, False, None), (False, 1, False, None)]
     assert (e.usual_passes, e.varies, e.step)==(1, True, 10)
-    assert step(10, 3, 3)==[(False, 1, False, 10), (False, 2, False, None)] # one more than usual
+    assert step(10, 3, 3)==[(False, 1, False, 10), (False, 2, False, None)] # this step has one pass more than usual
     e = StepPredictor()
     for s in (0, 5): step(s, 3, 3)
-    assert step(10, 3, 3)==[(False, 1, True, 10), (False, 2, False, 10)] # the last of two passes counts
-    assert step(12, 3, 3)==[(False, 1, True, 15), (False, 2, False, 15)] and e.needed_steps==4 # a wrong prediction
+    assert step(10, 3, 3)==[(False, 1, True, 10), (False, 2, False, 10)] # the last of the two passes counts
+    # the predicted step number was wrong
+    assert step(12, 3, 3)==[(False, 1, True, 15), (False, 2, False, 15)] and e.needed_steps==4
     assert [step(s, 3, 3)[1][3] for s in (14, 16, 18, 20, 22, 24)]==[None]*4+[22, 24]
     step(30)
-    assert (e.ranks.previous, e.passes, e.step)==(3, 0, None) # a step without a pass does not change the number of passes
+    # a step without a pass leaves the usual number of passes unchanged
+    assert (e.ranks.previous, e.passes, e.step)==(3, 0, None)
     step(31, 1, 0)
-    assert (e.ranks.previous, e.usual_passes)==(1, 2) # only a validation, so in the next step a validation counts
+    # this step had only a validation pass, so a validation pass counts in the next step
+    assert (e.ranks.previous, e.usual_passes)==(1, 2)
     assert step(32, 1)[0][:2]==(False, 1)

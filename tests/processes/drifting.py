@@ -1,4 +1,4 @@
-"""Run by `test_drifting.py` in each of 2 processes: data-parallel trainings whose copies drift apart, and healthy ones.
+"""Run by `test_drifting.py` in each of 2 processes: DDP trainings whose model copies drift apart, and healthy trainings.
 
     python -m torch.distributed.run --nproc_per_node=2 drifting.py FOLDER"""
 import os
@@ -19,7 +19,7 @@ ddp = nn.parallel.DistributedDataParallel
 
 
 def train(name, called=None, lr=.1, prepare=None, hook=None, after=None, micro=1, opt=torch.optim.SGD, steps=16):
-    """Train with other data on each rank.
+    """Train with different data on each rank.
 
     called: function of DDP model and step, returns the model to call. prepare, after: functions called before the training and after each step
     """
@@ -44,7 +44,7 @@ def train(name, called=None, lr=.1, prepare=None, hook=None, after=None, micro=1
 
 
 def losing_hook():
-    "Return a communication hook that averages gradients, and loses them on rank 1 in steps 5 and 9."
+    "Return a communication hook of DDP that averages gradients, but returns zeros on rank 1 in steps 5 and 9."
     seen = []
     def hook(state, bucket):
         seen.append(0)
@@ -71,7 +71,7 @@ def one_rank_decays(model, s):
 
 
 dist.init_process_group('gloo')
-# broken
+# trainings whose model copies drift apart
 train('lost', hook=losing_hook())
 train('second', called=lambda net, s: net.module if s%2 else net)
 train('never', called=lambda net, s: net.module)
@@ -79,7 +79,7 @@ train('late', called=lambda net, s: net.module if s>=8 else net)
 train('rates', lr=.1/(1+rank))
 train('start', prepare=other_head)
 train('by_hand', after=one_rank_decays)
-# healthy
+# healthy trainings
 train('plain', opt=torch.optim.AdamW, lr=.01)
 train('accumulated', micro=3)
 train('local', called=lambda net, s: net.module, after=average)

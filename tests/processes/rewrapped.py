@@ -1,4 +1,4 @@
-"""Run by `test_rewrapped.py` in each of 2 processes: models that `DistributedDataParallel` wraps in some steps only.
+"""Run by `test_rewrapped.py` in each of 2 processes: models with a `DistributedDataParallel` wrapper in some steps only.
 
     python -m torch.distributed.run --nproc_per_node=2 rewrapped.py FOLDER"""
 import os
@@ -27,7 +27,7 @@ class Net(nn.Module):
 
 
 def train(name, wrapped, same=(), **how):
-    "Train with different data on each rank. wrapped: steps in which the model has a new DDP wrapper. same: steps with the same data on all ranks"
+    "Train with different data on each rank. wrapped: steps with a new DDP wrapper. same: steps with the same data on all ranks"
     torch.manual_seed(0)
     model,g = Net(),torch.Generator().manual_seed(rank)
     opt = torch.optim.SGD([*model.body.parameters(), *model.head.parameters()], .1)
@@ -42,7 +42,7 @@ def train(name, wrapped, same=(), **how):
 
 
 dist.init_process_group('gloo')
-alone = dict(init_sync=False) # the replicas stay apart once they have drifted
+alone = dict(init_sync=False) # DDP does not synchronize the replicas at its creation, so they stay different
 train('second', range(1, steps, 2), **alone).close()
 train('late', range(5, steps, 2), **alone).close()
 train('in_step', range(0, steps, 2)).close()

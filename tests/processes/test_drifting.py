@@ -1,4 +1,4 @@
-"Findings about copies of a model that drift apart in two processes, and healthy data-parallel trainings"
+"diagnose() finds model copies that drift apart in two processes, and finds nothing in healthy data-parallel trainings."
 import os
 import warnings
 from pathlib import Path
@@ -13,14 +13,14 @@ here = Path(__file__).parent
 
 @pytest.fixture(scope='module')
 def ran(tmp_path_factory):
-    "Return the home of the runs of `drifting.py`."
+    "Run `drifting.py` in two processes. Return the folder of the runs."
     d = tmp_path_factory.mktemp('drifting')
     programs.ranks(here/'drifting.py', d, n=2, PYTHONPATH=os.environ.get('PYTHONPATH', ''))
     return d
 
 
 def found(ran, name):
-    "Return the findings about a run that are no hints."
+    "Return the findings about a run, except hints."
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         df = diagnose(name, home=ran)
@@ -43,7 +43,7 @@ def test_healthy_copies_have_no_finding(ran, name):
 
 
 def test_models_that_begin_equal_and_are_never_averaged_are_a_hint(ran):
-    "Nothing says that they are copies, as no wrapper is called."
+    "No wrapper is called, so the models may be copies or independent. Their differences are only a hint."
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         one, = (f for f in diagnose('never', home=ran).to_dict('records') if f['rule']=='replicas')

@@ -1,4 +1,4 @@
-"The norm of all gradients of a run on several ranks: the norm of the whole model, or none"
+"The norm of all gradients in a run of several ranks is the norm of the whole model, or missing if it cannot be known."
 import json
 import math
 

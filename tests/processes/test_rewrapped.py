@@ -1,4 +1,4 @@
-"Runs of two ranks with a wrapper in some steps only, and metadata found by the name of such a run"
+"Runs of two ranks with a wrapper in some steps only, and metadata that is found by the name of such a run."
 import os
 import signal
 import warnings
@@ -16,14 +16,14 @@ paths = ['', 'body', 'body.0', 'body.1', 'head']
 
 @pytest.fixture(scope='module')
 def ran(tmp_path_factory):
-    "Return the home of the runs of `rewrapped.py`"
+    "Run `rewrapped.py` in two processes. Return the folder of the runs."
     d = tmp_path_factory.mktemp('rewrapped')
     programs.ranks(here/'rewrapped.py', d, n=2, PYTHONPATH=os.environ.get('PYTHONPATH', ''))
     return d
 
 
 def merged(ran, name):
-    "Return the table of a run, and its warnings"
+    "Return the merged table of a run, and the warnings."
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always', EmberWarning)
         df = read(name, home=ran)

@@ -1,4 +1,4 @@
-"Exchange of rows between ranks during training: packets, merged steps, late ranks, broken stores"
+"Ranks exchange rows during training: packets of rows, merged steps, late ranks and broken stores."
 import gc
 import json
 import math
@@ -38,7 +38,7 @@ def packets(*rows, **head): return {r: Packet.of(some, **head) for r,some in enu
 def plain(rows): return [{k: (round(v, 12) if isinstance(v, float) and v==v else str(v)) for k,v in r.items()} for r in rows]
 
 
-# ---- packets
+# ---- packets: the rows of one rank, packed into arrays
 
 def test_a_packet_holds_all_rows():
     packer,unpacker = Packer(),Unpacker()
@@ -60,10 +60,10 @@ def test_a_packet_holds_all_rows():
 def test_a_changed_fixed_value_changes_the_layout(rows): assert Packet.of(rows[:1]).layout!=Packet.of(rows[1:]).layout
 
 
-# ---- rows of the whole
+# ---- merged rows of all ranks
 
 def test_shards_are_found_again_when_the_numbers_contradict_the_last_step(monkeypatch):
-    "Equal inputs are one copy in one step, and parts of a batch in the next. Parameters of unknown role behave alike"
+    "Equal inputs of two ranks are one copy in one step, and different inputs are parts of a batch in the next."
     known,rng,made = StepMerger(),np.random.default_rng(0),[]
     monkeypatch.setattr(packed_rows, 'RankRows', lambda *args, make=packed_rows.RankRows: (made.append(1), make(*args))[1])
     for r in (0, 1): known.note_head(r, Packet.of([], about=about(r), paths=['', 'up', 'down.0', 'down.1']))
@@ -73,7 +73,7 @@ def test_shards_are_found_again_when_the_numbers_contradict_the_last_step(monkey
         flow,own = (lambda v: [v, v if same else x(0)])(x(0)) if (same := alike[0]) is not None else None,x(1)
         other = own if alike[1] else x(1)
         odd = math.nan if alike[2] else 1.
-        lost = math.nan if step in (8, 9) else 1. # weights without statistics count as equal
+        lost = math.nan if step in (8, 9) else 1. # weights without statistics count as equal on all ranks
         some = [[row(r, flow[r], step), row(r, (own, other)[r]*lost, step, 'dp:?', 'weight', 'model(Net).down(Sequential).0(Linear)', pname='weight'),
             row(r, x(2)*odd, step, 'dp:B', 'input', 'model(Net)', nan=18 if alike[2] else 0),
             row(r, x(3), step-1, 'dp:B', 'input', 'model(Net)', late=1)] for r in (0, 1)]
@@ -84,12 +84,12 @@ def test_shards_are_found_again_when_the_numbers_contradict_the_last_step(monkey
         got = known.rows(p)
         again = len(made)==before
         assert plain(got)==plain(one.rows(p)), step
-        if step in (1, 3, 6): assert again, step # the plan of the step before is kept
+        if step in (1, 3, 6): assert again, step # the merge plan of the previous step is used again
     assert len(known.layouts)==len(known.last)==1
 
 
 def test_rows_of_two_steps_become_rows_of_one():
-    "With the same layout, a number recorded twice in a step gives two rows, and numbers of two steps give one row each"
+    "A number recorded twice in a step gives two rows. Numbers of two steps give one row each, with the same packet layout."
     w = StepMerger()
     for first in (0, 1, 3, 3):
         step = first+(first<3)
@@ -102,7 +102,7 @@ def test_a_plan_is_dropped_when_the_axes_of_a_rank_change():
     w,x = StepMerger(),np.arange(8.).reshape(2, 4)
     some = lambda s: packets(*([row(r, x[r:r+1], s, 'tp:R', 'weight', pname='weight')] for r in (0, 1)))
     for r in (0, 1): w.note_head(r, Packet.of([], about={'rank': r, 'world': 2, 'axes': {'tp': [0, 1]}}))
-    assert [w.rows(some(s))[0]['mean'] for s in (0, 1)]==[1.5, 1.5] # replicas count once
+    assert [w.rows(some(s))[0]['mean'] for s in (0, 1)]==[1.5, 1.5] # replicas are counted once
     for r in (0, 1): w.note_head(r, Packet.of([], about={'rank': r, 'world': 2, 'axes': {'tp': [r]}}))
     assert w.rows(some(2))[0]['mean']==3.5
     fresh = StepMerger()
@@ -111,7 +111,7 @@ def test_a_plan_is_dropped_when_the_axes_of_a_rank_change():
 
 
 def test_modules_of_a_ranks_own_keep_their_names_in_steps_without_weights():
-    "Weights of unknown role that differ are recorded in every second step. Scalars are still averaged"
+    "Weights differ between ranks and are recorded in every second step. Scalars are still averaged."
     w,rng = StepMerger(),np.random.default_rng(0)
     for r in (0, 1): w.note_head(r, Packet.of([], about=about(r), paths=['', 'up']))
     def some(s, weights):
@@ -127,14 +127,14 @@ def test_modules_of_a_ranks_own_keep_their_names_in_steps_without_weights():
 
 
 def test_a_scalar_that_is_not_finite():
-    "It is NaN in the row of its call, and missing in other rows"
+    "The scalar is NaN in the row of its call. Rows of other calls do not contain it."
     more = dict(module='model(Net)', ts='now', ttype='scalar', tname='log', step=3, dtype='float64')
     def noted(r, call, **numbers): return {**numbers, **more, 'call': call, 'rank': r}
     some = packets(*([noted(r, 0, loss=math.nan if r else 1., nan=r), noted(r, 1, acc=.5+r/4)] for r in (0, 1)))
     loss,acc = StepMerger().rows(some)
     assert math.isnan(loss['loss']) and loss['nan']==1 and 'acc' not in loss
     last, = StepMerger().rows(packets([noted(0, 0, loss=1.), {**noted(0, 0, val=2.), 'step': 4}]))[1:]
-    assert last['val']==2. and 'loss' not in last # another row of this call has the loss
+    assert last['val']==2. and 'loss' not in last # the row of the other call contains the loss
     assert acc['acc']==.625 and {'loss', 'nan', 'numel', 'shape'}.isdisjoint(acc)
 
 
@@ -145,7 +145,7 @@ def test_old_layouts_are_forgotten():
 
 
 def test_rows_are_as_one_process_writes_them():
-    "Integers stay ints, missing values stay missing, and unknown statistics of a tensor with infinities are NaN"
+    "Integers stay int, missing values stay missing, and statistics that infinities make unknown are NaN."
     a,b = row(0, np.array([[1., math.inf]]), posinf=1, n=3, epoch=2),row(1, np.array([[1., 5.]]), n=4, epoch=2)
     got,other = StepMerger().rows(packets([a, row(0, np.ones(1), ttype='weight', part='dp:R', pname='bias')], [b]))
     assert got['posinf']==1 and type(got['posinf']) is int and 'nan' not in got and got['epoch']==2 and type(got['epoch']) is int
@@ -153,7 +153,7 @@ def test_rows_are_as_one_process_writes_them():
     assert {'rank', 'part', 'path', 'gscale'}.isdisjoint(got) and 'posinf' not in other and math.isnan(other['std']) and 'n' not in other
 
 
-# ---- messages
+# ---- messages in the store
 
 def test_unread_messages_are_bounded():
     store = HashStore()
@@ -183,13 +183,14 @@ def test_the_store_is_bounded_while_the_first_rank_reads_nothing(pair):
     for s in range(30): pair.step(s, [1]); pair.settle(pair.second)
     assert pair.store.num_keys()<=17 and pair.second.sharing.channel.left_out==14
     pair.step(30, [0]); pair.settle()
-    assert pair.seen()==[(30, [(31.5, [1])])] and pair.store.num_keys()<=1 # steps that the first rank lacks are not reported
+    # steps that the first rank does not have are not reported
+    assert pair.seen()==[(30, [(31.5, [1])])] and pair.store.num_keys()<=1
 
 
-# ---- sharing without a thread
+# ---- sharing of rows without the thread
 
 def shares(store, rank, patience=0., **kwargs):
-    "Return the `Sharing` of one of two ranks, and the list of the steps and means that it reports."
+    "Return the `Sharing` of one of two ranks, and a list that gets the step, mean and missing ranks of each report."
     told = []
     def report(rows): told.append([(r['step'], r['mean'], r.get('without')) for r in rows])
     s = Sharing(store, rank, 2, lambda: {'about': about(rank)}, report=report, **kwargs)
@@ -208,7 +209,7 @@ def test_other_ranks_are_waited_for_while_the_queue_is_short(behind, waits):
 
 
 def test_a_step_is_left_out_when_too_many_wait():
-    "9 of 10 steps are reported: more than 8 wait together with the oldest"
+    "Ten steps wait for the other rank. Only eight may wait together with the oldest, so one is left out and 9 are reported."
     first,told = shares(HashStore(), 0)
     for s in range(10): first.take(own(0, s))
     first.report_complete()
@@ -216,7 +217,7 @@ def test_a_step_is_left_out_when_too_many_wait():
 
 
 def test_the_first_rank_waits_for_the_end_of_all_ranks(monkeypatch):
-    "The store lives in the first rank"
+    "The store lives in the process of the first rank, so the first rank must end last."
     store,sleeps = HashStore(),[]
     (first,told),(second,_) = shares(store, 0, 9.),shares(store, 1)
     for p in (second, first): p.take(own(p.rank, 0))
@@ -226,12 +227,12 @@ def test_the_first_rank_waits_for_the_end_of_all_ranks(monkeypatch):
     assert sleeps==[Receiver.pause] and first.channel.assembly.ended=={0, 1} and told==[[(0, 3.5, None)], [(1, 4.5, None)]]
     first,told = shares(HashStore(), 0, 9.)
     monkeypatch.setattr(whole_steps.time, 'sleep', lambda seconds: (sleeps.append(seconds), first.channel.assembly.end(1)))
-    first.finish(b'') # no rows
+    first.finish(b'') # there are no more rows
     assert len(sleeps)==2 and first.channel.assembly.ended=={0, 1} and not told
 
 
 def test_the_kept_object_is_dropped_when_the_sharing_stops():
-    "It is dropped at once, and a dropped WholeSteps needs no garbage collector either"
+    "The object is freed as soon as the sharing stops. `WholeSteps` itself is freed without the garbage collector."
     class Kept: pass
     gc.collect(); gc.disable()
     try:
@@ -247,13 +248,13 @@ def test_the_kept_object_is_dropped_when_the_sharing_stops():
 
 
 def test_all_left_out_steps_are_counted(monkeypatch):
-    "Two steps find the queue full, and the first rank lacks one step. Only this test takes from the queue"
+    "Two steps find the queue full, and the first rank lacks one step: 3 steps are left out."
     p = Pair(monkeypatch)
     p.second.sharing.take(own(1, 0))
     p.first.thread = threading.main_thread()
     for s in range(1, 11): p.step(s, [0])
     assert p.first.left_out==2 and p.first.queue.qsize()==8
-    run_job(p.first.sharing, p.first.queue.get()) # 7 more wait, so the other rank is not waited for
+    run_job(p.first.sharing, p.first.queue.get()) # 7 more jobs wait, so the first rank does not wait for the other rank
     assert p.first.sharing.channel.left_out==1 and len(p.first.sharing.channel.assembly.waiting[0])==1 and not p.first.sharing.channel.partial
     assert p.first.remark()=='Rows of the whole: 3 steps were left out, because they came faster than they could be reported.'
     p.first.listeners.wait()
@@ -269,10 +270,10 @@ def test_after_a_stop_own_rows_are_reported_with_the_lines_of_the_log(monkeypatc
     p.first.listeners.wait()
 
 
-# ---- the thread
+# ---- sharing of rows in a thread
 
 class Pair:
-    "Two ranks in threads of this process, with the reported steps and messages of the first."
+    "Two ranks in threads of this process. Keeps the steps and messages that the first rank reports."
     def __init__(self, monkeypatch, patience=.3, store=None, world=2):
         monkeypatch.setattr(StepCollector, 'patience', patience)
         self.store,self.told,self.said = store or HashStore(),[],[]
@@ -311,11 +312,11 @@ def pair(monkeypatch):
 def test_the_rows_of_the_whole_are_reported(pair):
     for s in range(3): pair.step(s); pair.both()
     assert pair.seen()==[(s, [(3.5+s, None)]) for s in range(3)] and not pair.said and pair.first.remark() is None
-    assert pair.store.num_keys()<=1 # read messages are removed; HashStore has one key of its own
+    assert pair.store.num_keys()<=1 # messages are removed after reading; HashStore has one key of its own
 
 
 def test_a_drifted_replica_is_reported_once(pair):
-    "It is reported during training, also if other rows come and go. A passing difference is not"
+    "Drift is reported during training, also if the set of rows changes. A temporary difference is not reported."
     pair.first.sharing.channel.merger.drift.patience = 3
     def step(n, off):
         for p,more in (pair.first, 0.), (pair.second, off):
@@ -343,7 +344,7 @@ def test_a_drift_names_the_tensor_and_the_rank_that_began_it():
 
 
 def test_several_batches_of_a_step_are_one_packet_and_late_numbers_follow(pair):
-    "Numbers recorded after the end of a step are reported with the next step, or at the end"
+    "Numbers recorded after a step are reported with the next step, or at the end of the run."
     for s in range(2):
         pair.step(s, over=False)
         pair.step(s, ttype='weight', part='dp:R')
@@ -366,9 +367,10 @@ def test_a_late_rank_is_named_once_and_comes_back(pair):
     pair.step(3); pair.both()
     assert pair.seen()[3:]==[(3, [(6.5, None)])] and len(pair.said)==1
     pair.step(4, [0]); pair.settle()
-    assert pair.seen()[4:]==[(4, [(5.5, [1])])] and len(pair.said)==1 # late again, but named before
+    # rank 1 is late again, but it was already named in a warning
+    assert pair.seen()[4:]==[(4, [(5.5, [1])])] and len(pair.said)==1
     pair.step(4, [1]); pair.settle(pair.second); pair.step(5); pair.both()
-    assert pair.seen()[5:]==[(5, [(8.5, None)])] # it has caught up, and is waited for again
+    assert pair.seen()[5:]==[(5, [(8.5, None)])] # rank 1 has caught up, so the first rank waits for it again
     assert pair.first.remark()=='Rows of the whole: 3 steps were reported without the rows of some rank.'
 
 
@@ -376,7 +378,8 @@ def test_a_step_without_one_rank_is_reported_at_once_if_the_rank_is_ahead(pair):
     pair.step(0, [0]); pair.step(1); pair.both()
     assert pair.seen()==[(0, [(1.5, [1])]), (1, [(4.5, None)])] and not pair.said
     pair.step(2, [1]); pair.step(3); pair.both()
-    assert [s for s,_ in pair.told]==[0, 1, 3] and pair.first.sharing.channel.left_out==1 # the first rank lacks this step
+    # the first rank has no rows of step 2
+    assert [s for s,_ in pair.told]==[0, 1, 3] and pair.first.sharing.channel.left_out==1
 
 
 def test_an_ended_rank_is_not_waited_for(pair):
@@ -389,7 +392,7 @@ def test_an_ended_rank_is_not_waited_for(pair):
 
 @pytest.mark.parametrize('broken', ['set', 'check', 'get', 'delete_key'])
 def test_a_broken_store(monkeypatch, broken):
-    "Each rank goes on alone. The first one warns once, and reports its own rows"
+    "If the store fails, each rank continues alone. The first rank warns once, and reports only its own rows."
     class Store:
         def __init__(self): self.store,self.ok = HashStore(),True
         def __getattr__(self, name):
@@ -401,7 +404,7 @@ def test_a_broken_store(monkeypatch, broken):
     store.ok = False
     for s in range(1, 4): p.step(s); p.both()
     whole = [(0, [(3.5, None)])]
-    if broken=='set': # the first rank notices nothing
+    if broken=='set': # only rank 1 fails; the first rank notices nothing
         assert p.second.sharing.stopped and not p.first.sharing.stopped and p.seen()[-1]==(3, [(4.5, [1])])
     else:
         assert p.seen()==[*whole, (2, [(3.5, None)]), (3, [(4.5, None)])] and len(p.said)==1 and 'reset by peer' in p.said[0] and p.told[-1][1][0]['rank']==0

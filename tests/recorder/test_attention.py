@@ -1,4 +1,4 @@
-"Numbers of attention heads, compared with explicit weights: models of Hugging Face and of torch, hand-written attention, checkpoints, bad input"
+"Statistics of attention heads are compared with explicit weights: Hugging Face and torch models, hand-written attention, checkpoints, bad input."
 import warnings
 
 import pytest
@@ -19,7 +19,7 @@ def heads(te):
 
 
 def expected(w):
-    "Return numbers of each head from explicit weights (sequences, heads, queries, keys), where hidden keys have the weight 0."
+    "Return the expected statistics of each head. `w`: attention weights (sequences, heads, queries, keys), 0 for masked keys."
     w = w.double()
     count = (w>0).sum(-1)
     chosen = count>1
@@ -31,7 +31,7 @@ def expected(w):
 
 
 def compare(rows, weights, tolerance=1e-5):
-    "Compare rows with the weights of each call, in the order of the calls."
+    "Check the rows against the attention weights of each call, in the order of the calls."
     calls = list(dict.fromkeys(zip(rows.module, rows.call, strict=True)))
     assert len(calls)==len(weights)
     for (module,call),w in zip(calls, weights, strict=True):
@@ -91,11 +91,12 @@ def test_numbers_equal_those_of_explicit_weights(name, implementation):
     causal = {'BertForMaskedLM': False, 'ViTForImageClassification': False, 'DistilBertForMaskedLM': False,
         **dict.fromkeys(with_encoder)}.get(name, True)
     if causal is not None: assert ((rows.reach==0)==causal).all()
-    if implementation=='sdpa' and 'T5' not in name: assert (rows.logit_max<=rows.logit_bound*1.0001).all() # T5 adds a bias
+    # with T5, logits may exceed the bound because T5 adds a bias
+    if implementation=='sdpa' and 'T5' not in name: assert (rows.logit_max<=rows.logit_bound*1.0001).all()
 
 
 class Attention(nn.Module):
-    "Causal attention with two heads, in one of several spellings. Stores its weights."
+    "Causal attention with two heads. `how`: the way the attention is computed. The attention weights are kept in `weights`."
     def __init__(self, how, size=8):
         super().__init__()
         self.how,self.qkv,self.out = how,nn.Linear(size, 3*size),nn.Linear(size, size)
@@ -128,22 +129,22 @@ def test_hand_written_attention():
 
 
 def einsum_in_float32(q, k, hidden):
-    "Queries and keys (sequences, tokens, heads, size), softmax in another dtype. Return the function to call, and the logits."
+    "Compute the logits with einsum, and the softmax in float64. Return the function to call, and the logits."
     logits = torch.einsum('bqhd,bkhd->bhqk', q.transpose(1, 2).half().float(), k.transpose(1, 2))+hidden
     return lambda: F.softmax(logits, -1, dtype=torch.float64), logits
 
 
-def one_head(q, k, hidden): # three dimensions, and no attribute for the number of heads
+def one_head(q, k, hidden): # logits with three dimensions; the module has no attribute for the number of heads
     logits = q[:, 0]@k[:, 0].mT+hidden
     return lambda: torch.softmax(logits, 2), logits[:, None]
 
 
-def groups_of_heads(q, k, hidden): # grouped queries in five dimensions
+def groups_of_heads(q, k, hidden): # grouped-query attention; the logits have five dimensions
     logits = (q.unflatten(1, (2, 2))@k[:, ::2, None].mT)+hidden
     return lambda: nn.Softmax(dim=-1)(logits), logits.flatten(1, 2)
 
 
-def bias_by_distance(q, k, hidden): # ALiBi, given to SDPA as a mask
+def bias_by_distance(q, k, hidden): # ALiBi: a bias that grows with the distance of tokens, passed to SDPA as its mask
     n = q.shape[2]
     bias = hidden-torch.tensor([.5, .25, .1, .05])[:, None, None]*(torch.arange(n)[:, None]-torch.arange(n)).abs()
     return lambda: F.scaled_dot_product_attention(q, k, k, attn_mask=bias), q@k.mT*q.shape[-1]**-.5+bias
@@ -173,7 +174,7 @@ def test_multihead_attention(need_weights):
     te.disarm()
     weights = model(x, y, y, key_padding_mask=hidden, average_attn_weights=False)[1].detach()
     compare(heads(te), [weights])
-    assert 'reach' not in heads(te) # 6 queries and 9 keys have no diagonal
+    assert 'reach' not in heads(te) # 6 queries and 9 keys: `reach` is measured only if both numbers are equal
 
 
 def test_encoder_layers():
@@ -266,7 +267,7 @@ def test_without_attention_a_note_is_given_once():
 
 
 def compiled_and_eager(backend, make, parts=False, **more):
-    "Train a compiled model without and with attention, and a model that is not compiled. Return both results with attention."
+    "Train a compiled model without and with recorded attention, and an eager model. Return the attention rows, compiled and eager."
     def run(compiled=True, **more):
         model = make()
         torch._dynamo.reset()
@@ -296,7 +297,7 @@ def test_compiled_code_has_the_same_rows_and_bits(backend, parts):
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, equal_nan=True, msg=c)
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # this test is slow
 def test_attention_of_compiled_code_can_be_switched_on_and_off():
     model = nn.Sequential(Attention('method'))
     f = torch.compile(model, backend='aot_eager', fullgraph=True)
@@ -323,23 +324,23 @@ def test_odd_inputs():
     class Odd(nn.Module):
         num_heads = 2
         def forward(self, x):
-            one = F.scaled_dot_product_attention(x[:, :, :1], x[:, :, :1], x[:, :, :1]) # a single key
+            one = F.scaled_dot_product_attention(x[:, :, :1], x[:, :, :1], x[:, :, :1]) # attention with only one key
             hidden = torch.zeros(4, 4, dtype=torch.bool)
             F.scaled_dot_product_attention(x, x, x, attn_mask=hidden)
-            F.scaled_dot_product_attention(x[:0], x[:0], x[:0]) # no sequence
-            F.scaled_dot_product_attention(x[:, :0], x[:, :0], x[:, :0]) # no head
-            F.scaled_dot_product_attention(x[0, 0], x[0, 0], x[0, 0]) # neither sequences nor heads
+            F.scaled_dot_product_attention(x[:0], x[:0], x[:0]) # attention of an empty batch
+            F.scaled_dot_product_attention(x[:, :0], x[:, :0], x[:, :0]) # attention without heads
+            F.scaled_dot_product_attention(x[0, 0], x[0, 0], x[0, 0]) # attention without batch and head dimensions
             F.scaled_dot_product_attention(x.flatten(0, 1), x.flatten(0, 1), x.flatten(0, 1), attn_mask=hidden[:1].logical_not())
             F.softmax(x*torch.nan, -1)
-            x.softmax(dim=1) # not over keys
-            x[0, 0].softmax(-1) # classes
+            x.softmax(dim=1) # a softmax over another dimension than the keys
+            x[0, 0].softmax(-1) # a softmax over class scores, not over keys
             return one
     model = Odd()
     te = torchEmber(model, attention=True)
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         model(torch.randn(3, 2, 4, 4))
-        F.scaled_dot_product_attention(*[torch.randn(1, 1, 2, 2)]*3) # outside of a pass
+        F.scaled_dot_product_attention(*[torch.randn(1, 1, 2, 2)]*3) # called outside of the model's forward pass
         te.disarm()
     rows = heads(te)
     assert [len(rows[rows.call==i]) for i in range(6)]==[2, 2, 1, 2, 2, 0]
@@ -364,7 +365,8 @@ def test_a_layer_whose_attention_cannot_be_seen_is_named():
     from torch.nn.attention.flex_attention import flex_attention
     class FlexAttention(nn.Module):
         def forward(self, x):
-            with torch.no_grad(): y = flex_attention(*[x.detach()[:, None]]*3)[:, 0] # on a CPU, it has no backward
+            # on a CPU, flex_attention has no backward
+            with torch.no_grad(): y = flex_attention(*[x.detach()[:, None]]*3)[:, 0]
             return x+y
     model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, 0., batch_first=True), FlexAttention(), FlexAttention())
     te = torchEmber(model, attention=True)

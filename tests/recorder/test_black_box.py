@@ -1,4 +1,4 @@
-"A process that dies in any way loses no finished step, and its run shows where it was"
+"A process that is killed or crashes loses no finished step, and its run shows the module or phase in which it died."
 import gc
 import json
 import os
@@ -88,7 +88,7 @@ te.close()
 """
 
 def rows_by_step(name, **kwargs):
-    "Step -> its rows as they were written, without when"
+    "Return a dict: step -> the rows of this step in the order of the log, without their times."
     found = {}
     for r in read_lines(name):
         if r['ttype']=='finding': continue
@@ -96,7 +96,7 @@ def rows_by_step(name, **kwargs):
     return found
 
 def read_lines(name):
-    "The rows of the log's file; a line that was being written when the process died is torn, and its row comes once more"
+    "Return the rows of the log file. A line that was cut off by the death of the process is left out; recovery writes its row again."
     return parse((folder('torchember')/'log'/name).read_bytes())[0]
 
 def without_seeing(name):
@@ -105,7 +105,7 @@ def without_seeing(name):
 
 twins = {}
 def twin(kind):
-    "The rows of a training that nobody has killed"
+    "Return the rows of the same training in a process that was not killed."
     if kind not in twins:
         run(training, f'twin {kind}', kind, 'none', '-1', 'False', after=common)
         twins[kind] = rows_by_step(f'twin {kind}')
@@ -113,7 +113,7 @@ def twin(kind):
 
 
 def dies(name, kind, way='random', at=-1, where='forward', moment=0.):
-    "A training that dies: the last step that it has finished"
+    "Start a training process that dies. Return the last step that it finished."
     with start(training, name, kind, way, str(at), 'None', where, after=common) as p:
         done = -1
         if way=='random':
@@ -127,7 +127,7 @@ def dies(name, kind, way='random', at=-1, where='forward', moment=0.):
 
 
 def check(name, kind, done):
-    "All finished steps are there and as they would have been, and the beginning of the one that was open"
+    "Check that all finished steps have complete rows, and that the unfinished step has the first of its rows."
     rows,whole = without_seeing(name),twin(kind)
     noted = lambda rs: [r for r in rs if r['ttype']=='scalar']
     rest = lambda rs: [r for r in rs if r['ttype']!='scalar']
@@ -195,10 +195,11 @@ for step in range(5):
 """
 
 @pytest.mark.slow
-@pytest.mark.release # starts a process that compiles; the page of recovery shows the finding
+# a slow test: the process compiles a model. The documentation page about recovery also shows this finding
+@pytest.mark.release
 @pytest.mark.parametrize('what, first', [('whole', 'first'), ('inner', 'inner.a')])
 def test_a_death_in_compiled_code_is_between_two_modules(what, first):
-    "Inductor merges the reports of a graph, so the black box has the first and the last module of the graph"
+    "Inductor merges the reports of all modules of a graph, so the black box contains only the first and the last module."
     with start(in_compiled_code, what, what, after=common) as p: p.wait()
     found = diagnose(what).iloc[0]
     assert (found.rule, found.path, found.first_step)==('died', '', 3)
@@ -231,8 +232,10 @@ def test_every_view_of_a_run_shows_its_death(tmp_path):
     assert set(df['step'][df['unfinished'].notna()])=={7} and df['unfinished'].notna().sum()==len(df[(df['step']==7) & (df['ttype']!='finding')])
     losses = df['loss'].dropna()
     assert f'The last loss was {losses.iloc[-1]:.4g}.' in df['text'].dropna().iloc[0] and len(losses)==7
-    assert set(emberTracker('shown').latest_df['step'])=={7} # the file of the latest step was that of a step before
-    assert not df.drop(columns='ts').astype(str).duplicated().any() and len(read('shown'))==len(df) # taken in once
+    # before recovery, the file of the latest step contained an earlier step
+    assert set(emberTracker('shown').latest_df['step'])=={7}
+    # a second read adds no rows: the black box is recovered only once
+    assert not df.drop(columns='ts').astype(str).duplicated().any() and len(read('shown'))==len(df)
 
 
 def test_a_resumed_run_is_not_shown_as_dead():
@@ -264,7 +267,7 @@ def test_the_box_of_a_living_process_is_not_recovered():
 
 @pytest.fixture(scope='module')
 def left(tmp_path_factory):
-    "A box as a process leaves it that was killed in its eighth step: the folder of its run, and the name of the box"
+    "Return the folder of a run whose process was killed in its eighth step, and the name of the black box that remains there."
     home = tmp_path_factory.mktemp('left')
     with start(training, 'left', 'noted', 'kill', '7', 'None', 'forward', after=common, TORCHEMBER_HOME=home) as p: p.wait()
     return home, next((home/'box').glob('*.box')).stem
@@ -275,14 +278,14 @@ def copied(left, to, name=None):
     return to, name or left[1]
 
 def run_is(folder, name, run):
-    "Have a box say that it is of another run"
+    "Change the name of the run that is stored in a black box."
     told = folder/'box'/f'{name}.told'
     first,rest = told.read_bytes().split(b'\n', 1)
     told.write_bytes(json.dumps({**json.loads(first), 'run': run}).encode()+b'\n'+rest)
 
 
 def test_the_content_of_a_box_is_treated_as_data(left, tmp_path):
-    "No name of a run leads out of the folder"
+    "A name of a run that is stored in a box cannot make recovery write outside of the folder."
     outside = tmp_path/'outside'
     for i,run_name in enumerate(('../../outside', str(outside), '..', '', 'a/b', 7, None)):
         home,name = copied(left, tmp_path/str(i))
@@ -293,7 +296,7 @@ def test_the_content_of_a_box_is_treated_as_data(left, tmp_path):
 
 
 def test_a_damaged_box_harms_no_reader(left, tmp_path):
-    "Changed bytes and cut files: a reader warns at most, and the rows of the log stay"
+    "Bytes of the box are changed, or its files are cut. Reading gives at most a warning, and the rows of the log stay."
     before = (left[0]/'log'/'left').read_bytes()
     rng,read_all = random.Random(0),0
     for i in range(40):
@@ -309,7 +312,7 @@ def test_a_damaged_box_harms_no_reader(left, tmp_path):
             read_all += bool(recover_all(home))
             read('left', home=home)
         assert (home/'log'/'left').read_bytes().startswith(before)
-    assert read_all>3 # not each byte counts
+    assert read_all>3 # some boxes can still be read, because not every changed byte matters
 
 
 def test_a_killed_reader_leaves_no_row_twice(left, tmp_path, monkeypatch):
@@ -324,7 +327,7 @@ def test_a_killed_reader_leaves_no_row_twice(left, tmp_path, monkeypatch):
 
 
 def test_a_new_process_may_have_the_id_of_a_dead_one(left, tmp_path):
-    "As in a restarted container, where each training is process 1"
+    "This happens in a restarted container, where each training has the process id 1."
     home,_ = copied(left, tmp_path/'home', f'{os.getpid()}-0')
     assert recover_all(home)==['left']
 
@@ -338,7 +341,7 @@ def test_a_box_of_another_version_is_kept(left, tmp_path):
 
 
 def test_rows_that_the_box_cannot_hold_harm_no_training(monkeypatch):
-    "Lines without space, and a step that cannot be kept"
+    "The training continues if a row does not fit into the box, or if a step cannot be copied into the box."
     from torchember.recorder import black_box
     def full(self, line): raise OSError(28, 'No space left on device')
     model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Tanh())
@@ -347,7 +350,8 @@ def test_rows_that_the_box_cannot_hold_harm_no_training(monkeypatch):
         with monkeypatch.context() as m:
             m.setattr(black_box.BlackBoxFiles, 'append_line', full)
             for _ in range(3): model(torch.ones(1, 3)).sum().backward(); te.step()
-        assert te.recorder.box.box.header.words[black_box.MAGIC]==0 # nobody could read it
+        # the box is marked as invalid, because a row is missing
+        assert te.recorder.box.box.header.words[black_box.MAGIC]==0
     def breaks(self, *args, **kwargs): raise ValueError('odd')
     monkeypatch.setattr(black_box.BlackBox, 'keep', breaks)
     with pytest.warns(EmberWarning, match='not be copied into the black box.*ValueError: odd') as heard, torchEmber(model, name='steps') as te:
@@ -368,7 +372,7 @@ def test_many_armings_leave_no_descriptor_file_or_thread():
 
 @pytest.mark.release
 def test_a_long_run_reuses_its_space():
-    "Slots and notes are written over when the log has their rows"
+    "Memory of the box is overwritten as soon as the log contains its rows."
     from torchember.recorder.black_box import LATE, NOTED, most_text
     model = torch.nn.Linear(3, 2)
     with torchEmber(model, name='long') as te:
@@ -382,7 +386,8 @@ def test_a_long_run_reuses_its_space():
             if i%50==0: te.t.file.flush()
             most = max(most, box.header.words[LATE], box.header.words[NOTED])
         size = box.header.file.end
-    assert size<2_000_000 and len(box.slots.memories)<=70 and most<most_text//4 # as many as may wait for the writer
+    # at most 70 slots: the number of steps that may wait for the writer thread
+    assert size<2_000_000 and len(box.slots.memories)<=70 and most<most_text//4
     assert read('long')['loss'].notna().sum()==1200
 
 
@@ -449,7 +454,7 @@ def test_steps_handed_over_in_parts_are_recovered_whole():
 
 
 def test_recovery_reads_only_the_end_of_a_large_log(tmp_path):
-    "All lines from a step on are compared, whatever follows them"
+    "All lines from a given step to the end of the file are compared, also lines of other steps among them."
     from torchember.recorder.recovery import missing_lines, tail_lines
     lines = [b'{"step":%d,"i":%d,"x":"%s"}' % (i//1000, i, b'x'*400) for i in range(10_000)]
     log = tmp_path/'log'
@@ -457,7 +462,8 @@ def test_recovery_reads_only_the_end_of_a_large_log(tmp_path):
     found = tail_lines(log, 0, 7, 1000)
     assert set(lines[7000:])<=set(found) and len(found)<len(lines)
     new = b'{"step":8,"i":-1}'
-    assert missing_lines(log, [lines[9999], new, lines[7001], lines[7001]])==[lines[7001], new] # twice where it was once
+    # lines[7001] is missing once: the log has it once, and the box twice
+    assert missing_lines(log, [lines[9999], new, lines[7001], lines[7001]])==[lines[7001], new]
     assert missing_lines(tmp_path/'none', [new])==[new]
 
 
@@ -470,7 +476,8 @@ def test_the_cause_of_death_is_a_sentence(monkeypatch):
     said = lambda fault='', **about: recovery.cause_of_process_end(Some(fault=fault, about=here|about))
     assert said('Fatal Python error: Bus error\n\nmore')=='Bus error' and said().startswith('killed without a message (by SIGKILL')
     assert 'probably by the kernel' in said(killed=2) and said(boot='another')=='the machine was restarted since then'
-    assert said(host='elsewhere', boot='another', killed=2)==said() # of another machine nobody knows
+    # the cause of death is unknown if the process ran on another machine
+    assert said(host='elsewhere', boot='another', killed=2)==said()
 
 
 ended = """
@@ -592,7 +599,8 @@ def test_the_last_steps_are_kept_whatever_the_schedule(way, steps):
     assert (done.returncode==0)==(way in ('none', 'nan')), done.stderr
     df = read(name)
     assert sorted(set(df['step'][df['ttype']=='output']))==steps
-    assert sorted(set(df['step'][df['ttype']=='scalar']))==list(range(80 if way in ('none', 'nan') else 47)) # what is noted is noted
+    # numbers of te.log are kept in every step, whatever the schedule
+    assert sorted(set(df['step'][df['ttype']=='scalar']))==list(range(80 if way in ('none', 'nan') else 47))
     assert df[df['ttype']=='output'].groupby('step').size().nunique()==1
 
 

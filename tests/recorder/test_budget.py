@@ -1,4 +1,4 @@
-"Time of recording, and the budget for it, with a simulated clock"
+"The measured time of recording, and the time budget (`overhead`), tested with a simulated clock."
 from tensor_rows import lines
 import math
 import random
@@ -17,7 +17,7 @@ from torchember.recorder import budget, cost, model_events, step_buffer
 
 
 class Clock:
-    "A clock for tests: `pass_` moves it."
+    "A simulated clock. `pass_` moves it forward."
     def __init__(self): self.now = 0.
     def __call__(self): return self.now
     def pass_(self, seconds): self.now += seconds
@@ -27,14 +27,14 @@ class Clock:
 def clock(monkeypatch):
     c = Clock()
     for m in (budget, cost, model_events): monkeypatch.setattr(m, 'clock', c)
-    monkeypatch.setenv('TORCHEMBER_PLAN', '0') # compiled code reads the true clock
+    monkeypatch.setenv('TORCHEMBER_PLAN', '0') # compiled plans of calls read the real clock, so they are switched off
     monkeypatch.setattr(cost, 'call_overhead', lambda told: 0)
     return c
 
 
 @pytest.fixture
 def slow(clock, monkeypatch):
-    "A clock on which measuring a tensor takes 1 s."
+    "Return a simulated clock that advances 1 s when a tensor is measured."
     real = step_buffer.observe
     def observe(*args, **kwargs):
         clock.pass_(1)
@@ -44,7 +44,7 @@ def slow(clock, monkeypatch):
 
 
 class Layer(nn.Linear):
-    "A layer with a `forward` of 10 s."
+    "A linear layer whose `forward` takes 10 s of the simulated clock."
     def forward(self, x):
         if Layer.clock is not None: Layer.clock.pass_(10)
         return super().forward(x)
@@ -69,7 +69,8 @@ def test_each_tensor_is_measured_once(slow, monkeypatch, ttypes):
         opt.step()
         opt.zero_grad()
     rows = len(lines(te))
-    assert rows and abs(spent(te)-rows*(2 if ttypes=='update' else 1))<1e-6 # an update needs its weight, which has no row
+    # for an update, its weight is measured too, without a row
+    assert rows and abs(spent(te)-rows*(2 if ttypes=='update' else 1))<1e-6
 
 
 def test_passes_that_are_not_recorded_take_nothing(slow):
@@ -130,10 +131,10 @@ def test_a_report_is_a_dict_and_prints_as_a_sentence():
     assert repr(report).startswith('said: 1 of 1 steps recorded, 8 rows, ')
 
 
-# ---- staying below a share
+# ---- the time of recording stays below its share of the training time
 
 def train(b, steps, cost, time, late=lambda i: 0.):
-    "Return the recorded steps, and the share of recording after each step."
+    "Simulate steps with the budget `b`. Return the recorded steps, and the share of recording after each step."
     kept,shares,spent,elapsed,owing = [],[],0.,0.,0.
     for i in range(steps):
         on = b.allows()
@@ -150,14 +151,15 @@ def train(b, steps, cost, time, late=lambda i: 0.):
 @settings(max_examples=60, deadline=None)
 @given(st.floats(.001, .5), st.floats(.01, 3), st.floats(1, 5))
 def test_share_is_kept_and_used(share, cost, first):
-    "With steps of 1 s: the share is kept once the first step is paid, and no more steps are skipped than necessary."
+    "Steps take 1 s. The share is kept as soon as the first step is paid for, and no more steps are skipped than necessary."
     n = budget.recording_interval(cost, 1., share)
     hypothesis.assume(n<=200)
     steps = 120*n+400
     kept,shares = train(budget.Budget(share), steps, lambda i: cost*first if i==0 else cost, lambda i: 1.)
     assert kept[0]==0
     paid = next(i for i,s in enumerate(shares) if s<=share)
-    if cost*first<=100*share: assert max(shares[paid:])<=share*(1+1e-6) # else the second step may come before the first is paid for
+    # with a higher cost, a second step may be recorded before the first is paid for
+    if cost*first<=100*share: assert max(shares[paid:])<=share*(1+1e-6)
     gaps = [b-a for a,b in zip(kept[2:], kept[3:], strict=False)]
     assert max(gaps)<=1.2*n+1 and sum(gaps)/len(gaps)>=n-1.1
     assert shares[-1]<=share*(1+1e-6)
@@ -204,7 +206,7 @@ def steps(te): return sorted({r['step'] for r in lines(te)})
 
 
 def test_a_model_that_moves_to_a_gpu_is_not_charged_with_whole_steps():
-    "Hidden costs are estimated only after some recorded steps and some other steps."
+    "Costs hidden on a GPU are estimated only after some recorded and some unrecorded steps."
     b = budget.Budget(.5)
     for i in range(8): b.add_step(.01, .0001, True, hidden=i>3)
     assert b.times.cost==pytest.approx(.0001)
@@ -218,13 +220,13 @@ def test_a_step_is_charged_for_the_time_of_the_writer_since_the_last_step():
         def add_step(self, took, cost, recorded, late, *more): self.append(late)
     c = cost.Cost(Told())
     for late in (1., 1.5, 1.5, 4.): c.end_step(True, late)
-    assert c.budget==[.5, 0., 2.5] # the first has no beginning
+    assert c.budget==[.5, 0., 2.5] # the first charge is only .5 s: the time before the first step does not count
 
 
 @pytest.mark.parametrize('says_step', [False, True])
 @pytest.mark.parametrize('compiled', [False, True])
 def test_thinned_steps(slow, monkeypatch, compiled, says_step):
-    "A tensor takes 1 s to measure, a step 10 s: with 8 tensors and a share of 10%, one step in 8 is recorded."
+    "Measuring a tensor takes 1 s, and a step takes 10 s. With 8 tensors and a share of 10%, one step in 8 is recorded."
     torch._dynamo.reset()
     model = net()
     te = torchEmber(model, overhead=.1)
@@ -298,24 +300,26 @@ def test_a_step_without_rows_does_not_wake_the_writer(monkeypatch):
     assert set(puts)=={0, 10, 20}
 
 
-# ---- by hand
+# ---- decisions of the budget, compared with sums computed by hand
 
 @settings(max_examples=200, deadline=None)
 @given(st.floats(.001, 5), st.floats(.01, 3), st.floats(.01, .9), st.floats(0, .2))
 def test_the_recording_interval_is_the_least_that_keeps_the_share(cost, time, share, off):
-    "Compared with the sum of `n` steps: one is recorded, the others have an overhead of `off`."
+    "One of `n` steps is recorded, and each of the other steps has an overhead of `off`."
     def kept(n, slack): return cost+(n-1)*off<=share*(n*time+cost+(n-1)*off)*(1+slack)
     n = budget.recording_interval(cost, time, share, off)
-    if cost<=off: assert n==1 # leaving a step out takes no less
+    if cost<=off: assert n==1 # skipping a step saves no time
     elif n<math.inf: assert kept(n, 1e-6) and (n==1 or not kept(n-1, -1e-6))
     else: assert not kept(10**6, -1e-4)
 
 
 def test_times_and_decisions_of_a_budget():
     b = budget.Budget(.1)
-    assert b.allows() and not b.allows(.5) and b.thinned==1 # nothing is known; something of this step was recorded already
+    # with unknown costs, a step is recorded, unless .5 s were already spent on it
+    assert b.allows() and not b.allows(.5) and b.thinned==1
     b.add_step(1.5, .5, True, disturbed=True)
-    assert not b.allows() and b.times.recorded==0 and (b.times.time, b.times.cost)==(0, None) # wait until it is known what it takes
+    # compiled code was loaded, so the times are ignored and the cost stays unknown
+    assert not b.allows() and b.times.recorded==0 and (b.times.time, b.times.cost)==(0, None)
     b.add_step(9., 0., False, disturbed=True)
     assert not b.allows() and b.thinned==3
     b.add_step(1., 0., False)
@@ -327,7 +331,8 @@ def test_times_and_decisions_of_a_budget():
     for step in ((2., 1., True), (1., 0., False), (2., 1., True)): b.add_step(*step)
     assert b.allows() and not b.allows(1.1) and (b.times.late, b.times.idle_cost)==(0., 0.)
     b.add_step(2., 1., True, late=.5)
-    assert b.times.late==.5 and b.times.cost==1+.5/2 # the writer's, of all but the first
+    # the cost includes the writer's time per recorded step, except the first
+    assert b.times.late==.5 and b.times.cost==1+.5/2
     b.add_step(1., 0., False, late=.25)
     b.add_step(2., 1., True)
     assert b.times.late==.75 and b.times.cost==1+.75/3
@@ -345,7 +350,8 @@ def test_some_steps_are_skipped_to_find_hidden_costs():
     for i in range(3): b.add_step(1., .001, True, hidden=True); assert b.allows()==(i<2)
     for i in range(3): b.add_step(.5, 0., False, hidden=True); assert b.allows()==(i==2)
     b.add_step(1., .001, True, hidden=True)
-    assert b.times.costs[-1]==.5 and b.times.bare[-1]==.5 # told by steps without
+    # the hidden cost is the difference to the time of unrecorded steps
+    assert b.times.costs[-1]==.5 and b.times.bare[-1]==.5
 
 
 def test_a_budget_that_no_schedule_can_keep():
@@ -354,12 +360,12 @@ def test_a_budget_that_no_schedule_can_keep():
     assert not b.hopeless
     for _ in range(24): b.add_step(1., .02, False)
     assert not b.hopeless
-    for _ in range(8): b.add_step(1., .02, False) # each that is not recorded is held up for more than the share
+    for _ in range(8): b.add_step(1., .02, False) # the overhead of each unrecorded step already exceeds the share
     assert b.hopeless and str(b)=='recording one step in 1,000, although this costs more than overhead=0.01 allows'
     b.since = b.rarest-2
     assert not b.allows()
     b.since += 1
-    assert b.allows() # after all
+    assert b.allows() # one step in `b.rarest` steps is recorded anyway
     fine = budget.Budget(.25)
     assert str(fine)=='overhead=0.25, no step skipped'
     fine.add_step(2., 1., True)
@@ -386,7 +392,7 @@ def test_the_text_of_a_report():
 
 
 def test_time_of_two_threads_and_of_nested_calls(clock):
-    "Each thread has its own timer. Nested timed calls are counted once, also after an error."
+    "Each thread has its own timer. The time of nested timed calls is counted once, also after an exception."
     import threading
     class Works:
         def __init__(self): self.cost,self.local,self.spent = self,budget.ThreadTimer(),0.
@@ -400,7 +406,7 @@ def test_time_of_two_threads_and_of_nested_calls(clock):
         def fail(self): clock.pass_(5); raise ValueError
     w = Works()
     other = threading.Thread(target=w.go, args=(0,))
-    assert w.go(2)==2 and w.spent==3+1+1 # the other's second passes in both
+    assert w.go(2)==2 and w.spent==3+1+1 # the second of the other thread passes in both threads
     with pytest.raises(ValueError): w.fail()
     assert w.local.entered is None and w.spent==10
     w.go(0)

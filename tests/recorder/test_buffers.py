@@ -1,4 +1,4 @@
-"Buffers are measured at the end of a step, whatever ends it, compiled or not"
+"The buffers of a model are measured at the end of each step, however the step ends, with and without torch.compile."
 from tensor_rows import df
 import pytest
 import torch
@@ -38,7 +38,7 @@ def test_buffers_are_those_at_the_end_of_the_step(backend):
 
 
 def test_lazy_buffers():
-    "They have no values before their first pass"
+    "Buffers of a lazy module have no values before the first pass of this module."
     model = nn.ModuleDict({'a': nn.Linear(3, 3), 'b': nn.LazyBatchNorm1d()})
     te = torchEmber(model, ttypes=('buffer',), on_error='raise')
     te.plan()

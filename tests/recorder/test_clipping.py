@@ -1,4 +1,4 @@
-"Gradients are recorded as they were before clipping. Torch's clipping functions work as before"
+"Gradients are recorded as they were before clipping, and torch's clipping functions return the same results as without torchember."
 from tensor_rows import lines
 import functools
 import pickle
@@ -32,7 +32,7 @@ def as_before():
 
 
 def clipped(clip, te_options=None, data=None, make=Net):
-    "The ember, and gradients of each step before and after"
+    "Train with the clipping function `clip`. Return the ember, and the gradients of each step before and after clipping."
     model = seeded(make)
     opt,before,after = momentum(model),[],[]
     with torchEmber(model, opt, **{'ttypes': both, **(te_options or {})}) as te:
@@ -63,7 +63,7 @@ def test_gradients_before_and_after_clipping_have_rows(clip):
 
 @pytest.mark.skipif(norm_clipper is None, reason='before torch 2.6 the function calls no helper')
 def test_a_function_imported_by_name_before_the_run_gives_the_same_rows():
-    "The whole rows, and the norms of all gradients"
+    "All columns of the rows and the norms of all gradients are compared."
     runs = [clipped(lambda m, clip=clip: clip(m.parameters(), .01)) for clip in (imported_by_name, lambda *a: utils.clip_grad_norm_(*a))]
     said_of_parameters(runs[0][0], 'unclipped_grad', runs[0][1])
     said_of_parameters(runs[0][0], 'weight_grad', runs[0][2])
@@ -77,7 +77,7 @@ def test_a_function_imported_by_name_before_the_run_gives_the_same_rows():
 @pytest.mark.parametrize('clip', [imported_by_name, lambda *a: utils.clip_grad_norm_(*a), lambda *a: utils.clip_grad.clip_grad_norm_(*a)],
     ids=['by name', 'utils', 'clip_grad'])
 def test_each_call_is_reported_once(clip):
-    "Also if both the function and its helper are replaced"
+    "A call is reported once, although both the clipping function and its helper are replaced."
     if clip is imported_by_name and norm_clipper is None: pytest.skip('before torch 2.6 the function calls no helper')
     reports = []
     class Listener:
@@ -117,9 +117,9 @@ def test_clipping_some_parameters_measures_only_these():
 
 
 def test_the_last_clipping_of_a_step_counts():
-    "So does the last backward, if several backwards add up"
+    "Gradients are recorded before the last clipping of a step, so an earlier clipping has already changed them."
     te,_,after = clipped(lambda m: [utils.clip_grad_norm_(m.parameters(), n) for n in (.01, 1.)])
-    said_of_parameters(te, 'unclipped_grad', after) # the second one changes nothing
+    said_of_parameters(te, 'unclipped_grad', after) # the second clipping, to a norm of 1, changes nothing
 
 
 def test_a_norm_that_the_loop_computed_is_recorded():
@@ -136,7 +136,7 @@ def test_only_scheduled_steps_have_unclipped_gradients():
 
 @pytest.mark.parametrize('unscale', [True, False])
 def test_unclipped_gradients_are_recorded_without_the_scale(unscale):
-    "A scaler multiplies the loss; the recorded gradients are divided by the same factor"
+    "A GradScaler multiplies the loss by a factor. The recorded gradients are divided by this factor."
     model = seeded()
     opt,scaler = momentum(model),torch.amp.GradScaler('cpu', init_scale=1024.)
     want = by_hand(seeded(), torch.optim.SGD(seeded().parameters(), 0.), batches(1))
@@ -195,7 +195,7 @@ def test_a_later_patch_of_the_user_stays(wraps):
 @pytest.mark.skipif(sys.platform!='linux', reason='a compiler is needed')
 @pytest.mark.slow
 def test_a_compiled_step_clips_as_before():
-    "The graph has no break, and no listener is called"
+    "Clipping inside of torch.compile causes no graph break, and is not reported to the recorder."
     model = seeded()
     def run(model):
         utils.clip_grad_norm_(model.parameters(), .01)
@@ -236,7 +236,7 @@ def test_clippings_in_time_are_counted(before):
 
 
 def test_without_a_known_backward_no_clipping_is_counted():
-    "A listener of backwards is missing in compiled code and under FSDP and Opacus"
+    "In compiled code and with FSDP or Opacus, the recorder cannot know the time of the backward."
     model = seeded()
     te = torchEmber(model, opt := momentum(model))
     te.recorder.pipe.remover.refused.hook_outputs = lambda outputs: None

@@ -1,4 +1,4 @@
-"An evaluation belongs to the step before, whose weights it uses, and is no step itself"
+"Rows of an evaluation belong to the training step before it, whose weights it uses. An evaluation does not begin a new step."
 from tensor_rows import df, lines
 import contextlib
 import json
@@ -22,7 +22,7 @@ def passes(model, *values, grad=True):
 
 
 class Loop:
-    "Training batches hold 0, 1, 2; two batches of each evaluation 100 and 102, 110 and 112, 120 and 122"
+    "A training loop. Inputs of training have the values 0, 1, 2; inputs of an evaluation have the values `v` and `v+2`."
     def __init__(self, ends, compiled=False, trains_in_eval=False, **options):
         torch._dynamo.reset()
         self.model = nn.Sequential(nn.Linear(1, 1))
@@ -54,7 +54,7 @@ in_turn = [r for pair in zip(training, evaluations, strict=True) for r in pair]
 @pytest.mark.parametrize('grad', [False, True], ids=['no_grad', 'with gradients'])
 @pytest.mark.parametrize('how', ['', 'read', 'compiled', 'before', 'only the last'])
 def test_an_evaluation_belongs_to_the_step_before(ends, grad, how):
-    "Before the first step it belongs to step 0. Its rows have a phase, and it adds no step and no weight"
+    "An evaluation before the first step belongs to step 0. Its rows have a phase, and it adds no step and no weight rows."
     loop = Loop(ends, compiled=how=='compiled')
     if how=='before': loop.evaluate(1000, grad)
     for i in range(3):
@@ -77,7 +77,7 @@ def test_an_evaluation_before_all_steps_belongs_to_step_0(ends):
 
 
 def test_a_row_of_step_0_supersedes_that_of_an_evaluation_before():
-    "The file has both rows, and the later row supersedes"
+    "An evaluation before and one after step 0 both have rows in the file. The later row replaces the earlier one."
     loop = Loop('optimizer')
     loop.evaluate(1000)
     loop.train(0)
@@ -91,7 +91,7 @@ def test_a_row_of_step_0_supersedes_that_of_an_evaluation_before():
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
 def test_a_second_evaluation_of_a_step_supersedes_the_first(ends):
-    "Each evaluation was over when the file of the latest step was requested"
+    "The rows are read after each evaluation, so the earlier evaluation is already in the file."
     loop = Loop(ends)
     for i in range(2):
         loop.train(i)
@@ -114,7 +114,7 @@ def test_te_step_after_an_evaluation_ends_no_step(ends):
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
 def test_a_model_can_be_trained_in_eval_mode(ends):
-    "After the first step its rows have no phase. A pass without gradients is an evaluation of the step before"
+    "Training rows have no phase after the first step. A pass without gradients is an evaluation of the step before it."
     loop = Loop(ends, trains_in_eval=True)
     for i in range(3):
         loop.train(i)
@@ -124,7 +124,7 @@ def test_a_model_can_be_trained_in_eval_mode(ends):
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
 def test_steps_go_on_when_a_model_changes_to_eval_mode(ends):
-    "As when normalization is frozen"
+    "A user may switch to eval mode to freeze normalization layers. Only the first step after the change has the phase 'eval'."
     loop = Loop(ends)
     for i in range(4):
         if i==2: loop.model.eval(); loop.mode = False
@@ -134,7 +134,7 @@ def test_steps_go_on_when_a_model_changes_to_eval_mode(ends):
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
 def test_te_step_makes_steps_of_evaluations_if_nothing_trains(ends):
-    "With an optimizer they are no steps"
+    "With te.step(), each evaluation is a step. With an optimizer that never steps, evaluations are no steps."
     loop = Loop(ends)
     for i in range(3):
         loop.evaluate(10*i)
@@ -153,7 +153,7 @@ def test_a_pass_in_train_mode_without_gradients_belongs_to_the_open_step_and_is_
 
 
 def test_an_evaluation_is_a_step_where_every_pass_is():
-    "Without an optimizer and te.step()"
+    "Without an optimizer and without te.step(), each pass is a step, also a pass of an evaluation."
     loop = Loop('passes')
     for i in range(2): loop.train(i); loop.evaluate(100+10*i)
     loop.te.close()
@@ -161,7 +161,7 @@ def test_an_evaluation_is_a_step_where_every_pass_is():
 
 
 def test_an_evaluation_is_recorded_if_the_next_step_is():
-    "With only_training it is never recorded"
+    "An evaluation is recorded if the schedule selects the next step. With only_training, evaluations are never recorded."
     loop = Loop('optimizer', every=2)
     for i in range(3): loop.train(i); loop.evaluate(100+10*i)
     loop.te.close()
@@ -172,7 +172,7 @@ def test_an_evaluation_is_recorded_if_the_next_step_is():
 
 
 def test_te_log_joins_the_step_before_and_log_model_the_next():
-    "After an evaluation. A variable joins the next step, too"
+    "After an evaluation, te.log adds to the last step, and te.log_model and watched tensors add to the next step."
     loop = Loop('optimizer')
     loop.te.watch_tensor('t', torch.ones(1))
     loop.train(0)
@@ -202,7 +202,7 @@ def test_disarmed_in_an_evaluation(last):
 
 
 def test_the_pass_of_a_closure_ends_the_evaluation_before():
-    "Its step has begun already, and updates use the weights from before"
+    "The optimizer step has already begun when the closure runs. Updates are relative to the weights before this step."
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     opt = torch.optim.SGD(model.parameters(), .5)
@@ -215,12 +215,13 @@ def test_the_pass_of_a_closure_ends_the_evaluation_before():
         passes(model.eval(), 100+i, grad=False)
     te.close()
     got = [(r['step'], r['ttype'], r.get('phase'), r['mean'], r.get('ratio')) for r in lines(te)]
-    assert got==[(0, 'input', None, 1, None), (0, 'update', None, -1, 1), (0, 'input', 'eval', 100, None), # the gradient of two ones is 2
+    # the update is -1: learning rate .5 times a gradient of 2, from two inputs of 1
+    assert got==[(0, 'input', None, 1, None), (0, 'update', None, -1, 1), (0, 'input', 'eval', 100, None),
         (1, 'input', None, 1, None), (1, 'update', None, -1, None), (1, 'input', 'eval', 101, None)]
 
 
 def test_a_leaf_of_an_evaluation_gets_no_gradient_of_the_training():
-    "The same tensor is evaluated with unused gradients, and used in training"
+    "A leaf tensor is the input of training and of evaluation. Only the training pass has an 'input_grad' row."
     model = nn.Linear(1, 1, bias=False)
     opt,x = torch.optim.SGD(model.parameters(), 0.),torch.ones(2, 1, requires_grad=True)
     with torchEmber(model, optimizer=opt, ttypes=('input_grad',), stats=['mean']) as te:
@@ -234,7 +235,7 @@ def test_a_leaf_of_an_evaluation_gets_no_gradient_of_the_training():
 
 
 def test_an_evaluation_left_out_costs_only_unreported_calls():
-    "With `only_training`, also while a step is recorded"
+    "With `only_training`, the calls of an evaluation count as unrecorded calls, also if the step is recorded."
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
     te = torchEmber(model, only_training=True)
     model(torch.ones(1, 2)).sum().backward()

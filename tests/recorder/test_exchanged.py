@@ -1,4 +1,4 @@
-"Modules and tensors that the user or torch copies, exchanges or creates again: rows keep their names"
+"Rows keep the names of modules and tensors that the user or torch copies, replaces or creates again."
 import copy
 import io
 import warnings
@@ -12,9 +12,10 @@ from torchember import torchEmber
 
 
 def independent(copied, model, x):
-    "Not armed, and computes with its own weights"
+    "Check that the copied model is not armed, and that it computes with its own weights."
     assert not hasattr(copied, 'disarm') and not getattr(getattr(copied, 'te', None), 'armed', False)
-    with torch.no_grad(): [p.zero_() for n,p in copied.named_parameters() if not n.endswith('original1')] # of weight_norm the size, not the direction
+    # `original1` of weight_norm is only a direction and must not be zero
+    with torch.no_grad(): [p.zero_() for n,p in copied.named_parameters() if not n.endswith('original1')]
     assert not copied(x).any() and model(x).any()
 
 
@@ -40,7 +41,7 @@ def test_an_ember_kept_on_the_model(how):
 
 
 def test_a_parametrization_that_comes_later():
-    "weight_norm on an armed model: the training and copies are as without, and its parameters have rows without te.rearm()"
+    "weight_norm is applied to an armed model. Outputs and copies stay correct, and its parameters have rows without te.rearm()."
     from torch.nn.utils.parametrizations import weight_norm
     def run(armed):
         model = seeded(lambda: nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
@@ -66,7 +67,7 @@ def test_a_parametrization_that_comes_later():
 
 @pytest.mark.parametrize('with_optimizer', [False, True])
 def test_tensors_are_swapped(with_optimizer):
-    "model.double() where torch swaps parameters, which nobody else may hold then, instead of setting their data"
+    "With torch's swap option, model.double() swaps the parameters. This fails if another object refers to them."
     model,x = seeded(),batches()[0][0]
     opt = momentum(model)
     torch.__future__.set_swap_module_params_on_conversion(True)
@@ -83,7 +84,7 @@ def test_tensors_are_swapped(with_optimizer):
 
 @pytest.mark.parametrize('action', ['always', 'error'])
 def test_weights_that_are_no_leaves(action):
-    "functional_call with computed parameters: torch's warning about .grad of a non-leaf is not ours to cause"
+    "functional_call runs with computed parameters. torchember must not cause torch's warning about .grad of a non-leaf tensor."
     model,x = seeded(),batches()[0][0]
     with warnings.catch_warnings(record=action=='always') as said:
         warnings.simplefilter(action)
@@ -105,7 +106,7 @@ def weights_by_name(te, step):
 
 
 def test_a_parameter_that_comes_anew_keeps_its_name():
-    "Pruning takes `weight` away and puts `weight_orig` behind the bias"
+    "Pruning removes the parameter `weight` and registers `weight_orig` after the bias."
     from torch.nn.utils import prune
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 3)))
     opt = momentum(model)
@@ -118,7 +119,7 @@ def test_a_parameter_that_comes_anew_keeps_its_name():
 
 
 def test_a_submodule_that_is_replaced():
-    "The new module has rows, and the one that left the model has none. A module that is only compiled is the same as before"
+    "A new module has rows, and the removed module has none. A module that is replaced by its compiled version keeps its rows."
     model = seeded(lambda: nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 3)))
     with heard() as said, torchEmber(model, ttypes=('output', 'weight')) as te:
         x,_ = batches()[0]

@@ -1,4 +1,4 @@
-"If `te.step()` ends the first step, earlier passes are joined: rows are as if this had been known from the start"
+"If a first `te.step()` comes after several passes, these passes become one step, with the rows of a run that called te.step() from the start."
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +11,7 @@ from torchember.recorder.steps import ProvisionalSteps
 
 
 class Parts(nn.Module):
-    "Its second layer is in the first pass only, where that is asked for"
+    "A model whose second layer `b` is left out if `short` is True."
     def __init__(self):
         super().__init__()
         self.a,self.b,self.norm = nn.Linear(3, 4),nn.Linear(4, 4),nn.BatchNorm1d(4)
@@ -29,7 +29,7 @@ ttypes = ('input', 'output', 'weight', 'weight_grad', *grads, 'buffer')
 
 
 def rows(passes, known, steps=3, each=False, log=False, compiled=False, move=True, short=False, **kw):
-    "What is in the log, the time apart, and the report"
+    "Train a model. Return the rows of the log and of the latest step without their times, and the report."
     torch.manual_seed(0)
     m = Parts()
     o,te = torch.optim.SGD(m.parameters(), .1, momentum=.9),torchEmber(m, **kw)
@@ -79,7 +79,7 @@ def test_compiled(passes):
 
 @pytest.mark.parametrize('passes', [2, 3])
 def test_on_a_schedule_only_passes_in_the_log_are_joined(passes):
-    "Passes of steps that are not selected are forgotten"
+    "Passes of steps that the schedule does not select leave no rows in the joined step."
     df,_,report = rows(passes, False, every=every(2), steps=4)
     assert not df.duplicated(key(df)).any() and (df.step%2==0).all()
     assert report['recorded']==df.step.nunique()
@@ -89,7 +89,7 @@ def test_on_a_schedule_only_passes_in_the_log_are_joined(passes):
 @pytest.mark.parametrize('only', [dict(ttypes=('weight_grad',)), dict(ttypes=('output',), include='b', short=True),
     dict(ttypes=('output',), include='b', short=True, log=True)], ids=['gradients', 'layer', 'numbers'])
 def test_passes_without_measurements_are_joined(only, each):
-    "The first pass has no gradients yet; the second may not call a layer"
+    "The first pass may have no gradients yet, and later passes may not call the recorded layer."
     (a,_,report),(b,_,told) = (rows(3, known, each=each, **only) for known in (False, True))
     assert sorted(a.step.unique())==[0, 1, 2] and not a.duplicated(key(a)).any()
     same(a, b)
@@ -97,7 +97,7 @@ def test_passes_without_measurements_are_joined(only, each):
 
 
 def test_a_pass_that_was_read_stays_a_step():
-    "The user looks at one pass, and trains afterwards"
+    "If the user reads the rows after the first pass, this pass keeps its own step. Later passes are joined."
     m = nn.Linear(3, 1)
     te = torchEmber(m, ttypes=('input',))
     m(torch.ones(2, 3))
@@ -110,7 +110,7 @@ def test_a_pass_that_was_read_stays_a_step():
 
 
 def test_custom_rows_of_joined_passes_are_numbered():
-    "They cannot be merged: each pass has a row, and rows of parameters come once. The first pass was written without its number"
+    "Rows of a user's function cannot be merged: each pass has its own row, with its number in the column `micro`."
     (a,*_),(b,*_) = (rows(2, known, stats=own) for known in (False, True))
     a,b = (d.assign(micro=d.micro.fillna(0).astype(int)) for d in (a, b))
     assert not a.duplicated(key(a)).any()
@@ -120,7 +120,7 @@ def test_custom_rows_of_joined_passes_are_numbered():
 def test_passes_with_other_weights_stay_steps():
     m = nn.Linear(3, 1)
     o,te = torch.optim.SGD(m.parameters(), .1),torchEmber(m)
-    for _ in range(4): # as long as nothing is said, passes are steps
+    for _ in range(4): # each pass is a step as long as te.step() is not called
         o.zero_grad()
         m(torch.ones(2, 3)).sum().backward()
         o.step()
@@ -158,7 +158,7 @@ def test_too_many_passes_are_steps():
 
 
 def test_the_first_pass_is_written_before_the_next_begins():
-    "If nothing can be trained, so is every pass"
+    "Only the first pass is written at once, because te.step() may join later passes. Without gradients, each pass is written."
     m = nn.Linear(3, 1)
     def lines(te):
         te.t.file.flush()
@@ -192,7 +192,7 @@ def test_rearming_between_passes_repeats_no_row():
 
 @pytest.mark.parametrize('brings', [(0, 0, 0), (1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1)], ids=str)
 def test_passes_without_rows_count_as_passes(brings):
-    "Nothing else is counted in their place"
+    "Some passes have no backward, so they have no rows. The steps are the same as with te.step() from the start."
     def got(known):
         m = nn.Linear(3, 1)
         te = torchEmber(m, ttypes=('output_grad',), stats=['mean', 'numel'])
@@ -203,20 +203,22 @@ def test_passes_without_rows_count_as_passes(brings):
                 if b: y.backward()
             te.step()
         report = te.close()
-        remarks = [r for r in report['remarks'] if 'belong' not in r] # passes before the first te.step() are not counted
+        # ignore the remark about the number of passes before the first te.step()
+        remarks = [r for r in report['remarks'] if 'belong' not in r]
         return te.t.df.reindex(columns=['step', 'call', 'mean', 'numel']).values.tolist(), report['steps'], report['recorded'], remarks
     assert got(False)==got(True)
     assert [r[0] for r in got(True)[0]]==([0, 1] if any(brings) else [])
 
 
 def test_ends_and_first_step_fix_the_first_step_in_advance(tmp_path):
-    "With ends='step' only te.step() ends a step, from the first step on. Steps begin with first_step"
+    "With ends='step', only te.step() ends a step, also the first one. The numbers of the steps begin with `first_step`."
     model = nn.Linear(2, 1)
     opt = torch.optim.SGD(model.parameters(), .1)
     for optimizer in (None, opt):
         te = torchEmber(model, optimizer, ttypes=('output', 'weight_grad'), stats=['mean'], ends='step', first_step=7, home=tmp_path)
         for _ in range(2):
-            for _ in range(3): model(torch.ones(1, 2)).sum().backward(); opt.step() # each would end a step
+            # without ends='step', each of these passes would end a step
+            for _ in range(3): model(torch.ones(1, 2)).sum().backward(); opt.step()
             te.step()
             opt.zero_grad()
         report,rows = te.close(),te.t.lines()
@@ -229,7 +231,7 @@ def test_ends_and_first_step_fix_the_first_step_in_advance(tmp_path):
 
 
 def test_a_run_continues_at_the_step_of_a_checkpoint(tmp_path):
-    "Steps that are left out or not selected have no rows. Recorded steps are never recorded again"
+    "A resumed run may skip step numbers. An error is raised if `first_step` is a step that the log already contains."
     model = nn.Linear(2, 3)
     def go(n, **kw):
         with torchEmber(model, name='r', include='', ttypes='output', stats='mean', home=tmp_path, **kw) as te:

@@ -1,4 +1,4 @@
-"Gradients, optimizer states and updates against autograd and arithmetic by hand"
+"Recorded gradients, optimizer states and updates are compared with autograd and with values computed by hand."
 from tensor_rows import df, lines
 import copy
 from functools import partial
@@ -25,7 +25,7 @@ def find(rows, module, ttype, tname=None, **where):
 
 
 def gradients(model, x, names):
-    "Gradients of the outputs of the modules `names`, and of the root's input, by autograd.grad"
+    "Compute the gradients of the outputs of the modules `names` and of the model's input with autograd.grad. Return a dict."
     kept = {}
     def keep(n):
         def hook(m, i, o): kept[n] = o
@@ -39,7 +39,7 @@ def gradients(model, x, names):
 
 
 class Net(nn.Module):
-    "Residual, called twice, optionally checkpointed, with an in-place ReLU at the end"
+    "A residual model that ends with an in-place ReLU. `mode`: None, or `use_reentrant` of a checkpoint around its first layer."
     def __init__(self, mode=None):
         super().__init__()
         self.a,self.b,self.act,self.mode = nn.Linear(4, 4),nn.Linear(4, 4),nn.ReLU(inplace=True),mode
@@ -80,7 +80,7 @@ def test_activation_gradients(how):
 
 @pytest.mark.parametrize('compiled', [False, True])
 def test_calls_are_told_apart(compiled):
-    "A layer that is called three times: each gradient is that of its call, though they arrive in reverse"
+    "A layer is called three times. Each gradient row belongs to its own call, although the backward runs in reverse order."
     if compiled: graphs_take_hooks()
     class Loop(nn.Module):
         def __init__(self): super().__init__(); self.l = nn.Linear(3, 3)
@@ -117,7 +117,7 @@ def test_states_and_updates(make):
         before = [p.detach().clone() for p in model.parameters()]
         grads = [p.grad.clone() for p in model.parameters()]
         opt.step()
-        opt.zero_grad() # too late to matter
+        opt.zero_grad() # the gradients were recorded in opt.step(), so clearing them has no effect
         rows = [r for r in lines(te) if r['step']==step]
         where = [('.0(Linear)', 0), ('.0(Linear)', 1), ('.2(Linear)', 0), ('.2(Linear)', 1)]
         for (module,i),p,old,g in zip(where, model.parameters(), before, grads, strict=True):
@@ -134,7 +134,7 @@ def test_states_and_updates(make):
 
 
 def test_accumulation_is_one_step():
-    "Four micro-batches and one optimizer step: the rows are those of the whole batch"
+    "With four micro-batches and one optimizer step, the rows equal the statistics of the whole batch."
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh())
     opt,x = torch.optim.SGD(model.parameters(), .1),torch.randn(8, 4)
@@ -160,7 +160,7 @@ def test_accumulation_is_one_step():
 @pytest.mark.parametrize('clip', [False, True])
 @pytest.mark.parametrize('fused', [False, True])
 def test_scaler(clip, fused):
-    "Recorded gradients are the unscaled ones, of activations too; a skipped step is marked"
+    "Gradients of weights and activations are recorded without the scale of the loss. A step that the scaler skips is marked."
     torch.manual_seed(0)
     model = nn.Linear(4, 2)
     opt,scaler = torch.optim.AdamW(model.parameters(), fused=fused),torch.amp.GradScaler('cpu', init_scale=1024.)
@@ -186,12 +186,13 @@ def test_scaler(clip, fused):
 
 @pytest.mark.parametrize('scale', [2.**16, 3.])
 def test_every_statistic_of_scaled_gradients(scale):
-    "The factor is divided out of each at its own power: all are those of the same training without a scaler"
+    "Each statistic is corrected for the scale of the loss, so it equals the statistic of the same training without a scaler."
     names = [*derived, 'exponents']
     def rows(scaler):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4))
-        opt = torch.optim.AdamW(model.parameters(), fused=True) # which unscales by itself: its gradients are recorded scaled, as those of activations are
+        # a fused optimizer unscales inside its step, so the recorder reads scaled gradients
+        opt = torch.optim.AdamW(model.parameters(), fused=True)
         with torchEmber(model, optimizer=opt, scaler=scaler, ttypes=('weight_grad', 'output_grad', 'input_grad'), stats=names) as te:
             loss = model(torch.randn(7, 6)).exp().sum()
             (scaler.scale(loss) if scaler else loss).backward()
@@ -208,7 +209,7 @@ def test_every_statistic_of_scaled_gradients(scale):
 
 
 def test_two_optimizers():
-    "A GAN: the step is over when both have stepped; each gradient is what its optimizer saw"
+    "In a GAN, a step ends when both optimizers have stepped. Each gradient row is the gradient that its optimizer used."
     torch.manual_seed(0)
     class Gan(nn.Module):
         def __init__(self): super().__init__(); self.g,self.d = nn.Linear(2, 3),nn.Linear(3, 1)
@@ -250,7 +251,7 @@ def test_bit_identical_with_everything_on():
 
 
 def test_a_leaf_that_lives_on():
-    "An input that is optimised itself keeps none of our hooks"
+    "An input that lives longer than a step (for example because it is optimized) keeps no hook of torchember."
     model,x = nn.Linear(3, 1),torch.ones(2, 3, requires_grad=True)
     te = torchEmber(model, ttypes='input_grad')
     for _ in range(5):
@@ -261,7 +262,7 @@ def test_a_leaf_that_lives_on():
 
 
 def test_leaves_that_go_in_by_two_passes_before_one_backward():
-    "The backward brings a gradient to each: the hook of the first pass is not that of a pass long ago"
+    "Two passes with different leaf inputs have one common backward. The gradients of both inputs are recorded."
     model,a,b = nn.Linear(3, 2),*(torch.randn(4, 3, requires_grad=True) for _ in 'ab')
     opt,want = torch.optim.SGD(model.parameters(), lr=.1),[]
     with torchEmber(model, optimizer=opt, ttypes='input_grad') as te:
@@ -269,7 +270,7 @@ def test_leaves_that_go_in_by_two_passes_before_one_backward():
             a.grad = b.grad = None
             (model(a).sum()+model(b).square().sum()).backward()
             opt.step()
-            want.append(torch.cat([a.grad, b.grad])) # the passes of a step are merged
+            want.append(torch.cat([a.grad, b.grad])) # the passes of a step are merged into one row
     rows = lines(te)
     assert [(r['step'], r['call'], r['tname']) for r in rows]==[(0, 0, 'input'), (1, 0, 'input')]
     for r,g in zip(rows, want, strict=True): says({**r, 'shape': [8, 3]}, g)
@@ -293,7 +294,7 @@ def evaluated(model):
 @pytest.mark.parametrize('between', [lambda m: 0., lambda m: m(torch.randn(5, 3)).mean(), evaluated], ids=['nothing', 'a pass', 'an evaluation'])
 @pytest.mark.parametrize('body', [penalty, twice])
 def test_the_second_gradient_of_a_leaf_comes_after_another_pass(body, between):
-    "As in a critic with a gradient penalty. Each is of the call that the leaf went into, in its step; then the hooks are gone"
+    "An input gets two gradients, as with a gradient penalty. Each has a row of the right step and call."
     torch.manual_seed(0)
     model,want,leaves = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)),[],[]
     opt = torch.optim.SGD(model.parameters(), .1)
@@ -307,9 +308,9 @@ def test_the_second_gradient_of_a_leaf_comes_after_another_pass(body, between):
             opt.step()
             h.remove()
             assert not x._backward_hooks
-        sum(model(x).sum() for x in leaves).backward() # the leaf of the step before, in this one
+        sum(model(x).sum() for x in leaves).backward() # an input of an earlier step is used again in this step
     want = [(s, 0, b or None, pytest.approx(m, abs=1e-7)) for i,(s,m) in enumerate(want) for b in [i%2]]
-    for name in ('model(Sequential)', '.0(Linear)'): # the root, and the layer that gets the same tensor
+    for name in ('model(Sequential)', '.0(Linear)'): # the model and its first layer get the same tensor
         rows = [r for r in lines(te) if r['module'].endswith(name)]
         assert [(r['step'], r['call'], r.get('backward'), r['mean']) for r in rows if r['step']<2]==want
         assert [(r['step'], r.get('backward')) for r in rows if r['step']>1]==[(2, None)]
@@ -338,7 +339,7 @@ def test_probe_and_variable(compiled):
     assert [r['mean'] for r in rows if r['tname']=='temperature' and r['ttype']=='weight']==[2, 2]
     assert len([r for r in rows if r['tname']=='temperature' and r['ttype']=='weight_grad'])==2
     te.close()
-    te.probe('scores', torch.ones(1)) # disarmed: nothing
+    te.probe('scores', torch.ones(1)) # after te.close(), a probe records nothing
 
 
 def test_disable(monkeypatch):
@@ -359,7 +360,7 @@ def test_bad_optimizer():
 
 
 class Outside:
-    "A body and a head; a training of which the optimizers were given only some parameters"
+    "A model of three layers, and a training whose optimizers get only some of the parameters."
     def __init__(self, given, scaler=None, every=1, **kw):
         torch.manual_seed(0)
         self.m = nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1))
@@ -375,7 +376,7 @@ class Outside:
         self.te.close()
         d = df(self.te)
         d = d[d.ttype=='weight_grad']
-        assert not len(d) or not d.duplicated(['step', 'path', 'tname']).any() # one row for each parameter and step
+        assert not len(d) or not d.duplicated(['step', 'path', 'tname']).any() # each parameter has one row per step
         return sorted(zip(d.step, d.path, d.tname, d['call'], d.l2, strict=True))
 
     def check(self):
@@ -385,7 +386,7 @@ class Outside:
 
 
 def test_gradients_outside_the_optimizer():
-    "A parameter that no optimizer was given has its gradient recorded, once a step; and one that is frozen has none"
+    "Gradients of a parameter without an optimizer are recorded once per step. A frozen parameter has no gradient row."
     t = Outside([[2]])
     for step in range(4):
         if step==3: t.m[0].requires_grad_(False)
@@ -397,7 +398,7 @@ def test_gradients_outside_the_optimizer():
 
 
 def test_gradients_outside_that_pile_up():
-    "`optimizer.zero_grad()` leaves them: they are recorded as they are, summed over the steps"
+    "`optimizer.zero_grad()` does not clear gradients of other parameters. Their recorded gradients add up over the steps."
     t = Outside([[0]])
     for step in range(3):
         t.m(torch.randn(5, 2)).square().sum().backward()
@@ -409,7 +410,7 @@ def test_gradients_outside_that_pile_up():
 
 
 def test_gradients_outside_with_a_scaler():
-    "They are what they are without the scaler, whether the optimizer's own were unscaled before or not"
+    "Gradients of parameters without an optimizer are recorded without the scale, also if scaler.unscale_ was not called."
     for unscaled in (False, True):
         s = torch.amp.GradScaler('cpu', init_scale=1000.)
         t = Outside([[2]], s)
@@ -427,7 +428,7 @@ def test_gradients_outside_with_a_scaler():
 
 @pytest.mark.parametrize('set_to_none', [True, False])
 def test_optimizers_in_turn(set_to_none):
-    "A GAN: the second loss also reaches the first one's parameters. Each keeps the row of the gradient that its own optimizer got; the rest, that of nobody"
+    "In a GAN, the second loss also reaches parameters of the first optimizer. Recorded is the gradient that each optimizer used."
     t = Outside([[0], [2]])
     rest = nn.Parameter(torch.ones(2))
     t.m.register_parameter('rest', rest)
@@ -437,7 +438,8 @@ def test_optimizers_in_turn(set_to_none):
             t.m.zero_grad(set_to_none)
             (t.m(torch.randn(5, 2)*rest).square().sum()*(i+1)).backward()
             t.note(step, i)
-            if i==2: t.want.append((step, '', 'grad_0', 0, rest.grad.double().norm().item())) # the last of the step
+            # a parameter without an optimizer: its last gradient of the step is recorded
+            if i==2: t.want.append((step, '', 'grad_0', 0, rest.grad.double().norm().item()))
             t.os[i//2].step()
     t.check()
 
@@ -454,21 +456,21 @@ def test_gradients_outside_off_schedule():
 
 @pytest.mark.parametrize('scale', [1024., 1000., 3., 1/3, 7e4])
 def test_exponents_do_not_depend_on_the_scale(scale):
-    "Each number of a row of a scaled loss is that of the plain one: outputs, inputs and weights, also where the scale is no power of two"
+    "With a scaled loss, all gradient statistics equal the unscaled ones, also if the scale is not a power of two."
     def run(scale):
         torch.manual_seed(0)
         m = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 1))
         o,s = torch.optim.SGD(m.parameters(), .1),torch.amp.GradScaler('cpu', init_scale=scale, enabled=scale!=1)
         te = torchEmber(m, optimizer=o, scaler=s, stats='numerics', ttypes=('output_grad', 'input_grad', 'weight_grad'), on_error='raise')
         for _ in range(2):
-            for _ in range(2): s.scale((m(torch.randn(64, 3))*1.01).sum()).backward() # two micro-batches
+            for _ in range(2): s.scale((m(torch.randn(64, 3))*1.01).sum()).backward() # two micro-batches per step
             s.step(o)
             s.update()
             o.zero_grad()
         te.close()
         return df(te).drop(columns='ts').to_dict('records')
     plain,scaled = run(1.),run(scale)
-    assert len(plain)==len(scaled)==2*(4+2+4) # the network's input requires no gradient
+    assert len(plain)==len(scaled)==2*(4+2+4) # 10 rows per step: the model's input has no gradient
     for p,s in zip(plain, scaled, strict=True):
         assert {k: v for k,v in p.items() if not isinstance(v, float)}=={k: v for k,v in s.items() if not isinstance(v, float)}, (p, s)
         for k,v in p.items():
@@ -478,7 +480,7 @@ def test_exponents_do_not_depend_on_the_scale(scale):
 @pytest.mark.parametrize('later', [False, True])
 @pytest.mark.parametrize('dtype', [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 def test_counted_without_the_scale(dtype, later):
-    "A factor that is known on the device only, and averages over three processes"
+    "The scale may be a tensor that is known only on the device, or 1/3, as in an average over three processes."
     from torchember import get_stats
     from torchember.measure.arena import Arena
     from torchember.measure.tap import observe
@@ -495,7 +497,7 @@ def test_counted_without_the_scale(dtype, later):
 
 
 def test_no_copy_of_a_gradient_waits(monkeypatch):
-    "On a GPU all gradients are read together at the end: what was divided first is a copy, and all of them would be as large as the model"
+    "On a GPU, gradients are read at the end of the step. A divided copy is read at once, so that copies need no memory until then."
     from torchember.measure import tap
     from torchember.measure.arena import Arena
     monkeypatch.setattr(tap, 'list_kernels', lambda x, wanted: True)
@@ -510,7 +512,7 @@ def test_no_copy_of_a_gradient_waits(monkeypatch):
 
 @pytest.mark.parametrize('zero', [False, True])
 def test_whether_gradients_are_zero_is_asked_once(monkeypatch, tmp_path, zero):
-    "On a device who asks has to wait"
+    "The check must wait for the device, so it runs only once in a run."
     from torchember.recorder import parameters
     asked,all_zero = [],parameters.all_zero
     monkeypatch.setattr(parameters, 'all_zero', lambda states: asked.append(1) or all_zero(states))

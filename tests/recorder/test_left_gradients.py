@@ -1,4 +1,4 @@
-"Gradients that are left over from an earlier step are counted, also in compiled and sharded models, and others are not"
+"Steps whose parameters still have gradients of an earlier step are counted, also in compiled and sharded models."
 import sys
 
 import pytest
@@ -19,14 +19,14 @@ class Net(nn.Module):
 
 
 class Weighted(Net):
-    "A model with a weight of the loss, which the loss uses and `forward` does not (Kendall et al. 2018)"
+    "A model with a parameter that weights the loss. The loss uses this parameter, and `forward` does not (Kendall et al. 2018)."
     def __init__(self):
         super().__init__()
         self.log_variance = nn.Parameter(torch.zeros(1))
 
 
 def train(clear=True, make=Net, wrap=lambda m: m, zeros=False, late=False, micro=1, logged=True, steps=8, **armed):
-    """Train a model. Return the counts of left gradients: path and name -> (checked steps, steps with a left gradient).
+    """Train a model. Return the counts of left-over gradients: path and name -> (checked steps, steps with a left-over gradient).
 
     `late`: True to set gradients to zero between forward and backward; `micro`: number of backwards of a step"""
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ ways = [dict(), dict(zeros=True), dict(late=True), dict(zeros=True, late=True, m
 @pytest.mark.parametrize('way', ways, ids=str)
 @pytest.mark.parametrize('make', [Net, Weighted])
 def test_cleared_gradients(way, make):
-    "The weight of a loss has its gradient before the backward reaches the model. It is not checked"
+    "The parameter `log_variance` of the loss gets its gradient before the backward reaches the model, so it is not checked."
     for logged in (True, False): assert train(make=make, logged=logged, **way)==dict.fromkeys(names, (6, 0))
 
 
@@ -77,7 +77,7 @@ def test_gradients_from_before_the_run_are_left():
 @pytest.mark.slow
 @pytest.mark.parametrize('way', ways, ids=str)
 def test_compiled_models(way):
-    "A logged loss has a hook. Without it, nothing is said"
+    "te.log puts a hook on the loss tensor, which reports the backward. Without a logged loss tensor, nothing is counted."
     assert train(wrap=compiled, **way)==dict.fromkeys(names, (6, 0))
     assert train(False, wrap=compiled, **way)==dict.fromkeys(names, (6, 6))
 
@@ -88,7 +88,8 @@ def test_compiled_models_without_a_logged_loss():
 
 @pytest.fixture
 def group(tmp_path, monkeypatch):
-    monkeypatch.setattr('sys.excepthook', sys.excepthook) # torch replaces it
+    # restore sys.excepthook after the test, because torch replaces it
+    monkeypatch.setattr('sys.excepthook', sys.excepthook)
     dist.init_process_group('gloo', store=dist.FileStore(str(tmp_path/'store'), 1), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
@@ -107,7 +108,7 @@ def test_sharded_models(way, group):
 
 
 def test_models_of_opacus_are_not_checked():
-    "Opacus stores gradients in `grad_sample`, and writes `grad` in its optimizer"
+    "Opacus stores gradients in the attribute `grad_sample`, and sets `grad` only in its optimizer."
     class Private(Net):
         def __init__(self):
             super().__init__()

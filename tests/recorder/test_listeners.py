@@ -1,4 +1,4 @@
-"Listeners get exactly the rows that the file gets. They delay and harm neither training nor file nor other listeners"
+"Listeners get exactly the rows of the log file. They do not delay or disturb the training, the file or other listeners."
 import json
 import signal
 import textwrap
@@ -18,7 +18,7 @@ from torchember.store.listeners import Listener, BoundedQueue
 
 
 class Heard(list):
-    "What a listener was told"
+    "A listener that keeps all its calls: a list of pairs (step, rows)."
     def __call__(self, step, rows): self.append((step, rows))
     rows = property(lambda self: [r for _,rows in self for r in rows])
     steps = property(lambda self: [s for s,_ in self])
@@ -33,8 +33,8 @@ def in_file(t): return parse(t.log_path.read_bytes())[0]
 
 
 def same(heard, t):
-    "Whether a listener was told what is in the file: all of it, in its order, each call of one step"
-    assert heard.rows and repr(heard.rows)==repr(in_file(t)) # NaN is not equal to itself
+    "Check that a listener got all rows of the file in the same order, and that each call has the rows of one step. Return True."
+    assert heard.rows and repr(heard.rows)==repr(in_file(t)) # texts are compared because NaN is not equal to itself
     assert all(rows and {r.get('step') for r in rows}=={step} for step,rows in heard)
     return True
 
@@ -51,10 +51,10 @@ def until(true, seconds=20.):
         time.sleep(.002)
 
 
-# ---- the same as in the file
+# ---- listeners get the rows of the file
 
 def test_listeners_get_every_kind_of_row(tmp_path):
-    "Lines and dicts, NaN, functions of the user and te.log. Steps that the schedule leaves out are not reported"
+    "Rows may contain NaN, results of a user's function, and numbers of te.log. Steps that the schedule skips have no tensor rows."
     model,a,b = net(),Heard(),Heard()
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, opt, ttypes=('input', 'output', 'weight_grad', 'update'), every=2, home=tmp_path)
@@ -67,13 +67,14 @@ def test_listeners_get_every_kind_of_row(tmp_path):
         te.log(loss=.5*i)
         if i==2: te.t.listen(b)
     te.close()
-    assert same(a, te.t) and sorted(set(a.steps))==[0, 1, 2, 3, 4] # a loss is noted in any step
+    # a logged loss has a row in every step, also in steps that the schedule skips
+    assert same(a, te.t) and sorted(set(a.steps))==[0, 1, 2, 3, 4]
     assert sorted({r['step'] for r in a.rows if r['ttype']!='scalar'})==[0, 2, 4] and b.rows and repr(a.rows[-len(b.rows):])==repr(b.rows)
     assert any(r.get('nan') for r in a.rows) and any(r.get('of')=='me' for r in a.rows) and len(a.rows)>len(b.rows)
 
 
 def test_listeners_get_joined_passes_as_one_step(tmp_path):
-    "`te.step()` joins three passes. Listeners get the joined step, with the rows that supersede"
+    "`te.step()` joins three passes to one step. Listeners get this step, including the rows that replace earlier rows."
     model,heard = net(),Heard()
     te = torchEmber(model, home=tmp_path)
     te.t.listen(heard)
@@ -97,7 +98,7 @@ def test_rows_read_within_a_step_are_superseded_for_listeners(tmp_path):
 
 
 def test_listeners_get_evaluations_late_losses_and_skipped_steps(tmp_path):
-    "They belong to the step before, and come in batches of their own"
+    "Late rows belong to the step before, and a listener gets them in separate calls."
     model,heard = net(),Heard()
     opt = torch.optim.SGD(model.parameters(), .1)
     scaler = torch.amp.GradScaler('cpu', init_scale=4.)
@@ -117,7 +118,7 @@ def test_listeners_get_evaluations_late_losses_and_skipped_steps(tmp_path):
 
 
 def test_listeners_of_a_resumed_run_get_new_rows_only(tmp_path):
-    "A tracker without a model has listeners, too"
+    "A tracker without a model (`emberTracker`) can have listeners, too."
     t,heard = emberTracker('mine', tmp_path),Heard()
     t + {'step': 0, 'loss': 1.}
     with t.listen(heard):
@@ -141,12 +142,12 @@ def test_listeners_of_a_resumed_run_get_new_rows_only(tmp_path):
 
 
 def test_the_file_has_a_row_before_a_listener_gets_it(tmp_path):
-    "A listener may read the run, note numbers, request rows, and remove itself"
+    "A listener may read the run, set marks, and close itself."
     model,seen = net(),[]
     te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
     def f(step, rows):
         lines = te.t.log_path.read_bytes().count(b'\n')
-        te.mark(seen=step) # before `seen` grows, because the next step begins then
+        te.mark(seen=step) # set the mark before `seen` grows, because the main thread then begins the next step
         seen.append((step, lines, len(te.t.lines()), threading.current_thread() is not threading.main_thread()))
         if step==1: l.close()
     l = te.t.listen(f)
@@ -160,7 +161,7 @@ def test_the_file_has_a_row_before_a_listener_gets_it(tmp_path):
 
 
 def test_a_new_listener_gets_the_whole_open_step_and_no_earlier_step(tmp_path):
-    "Also if the writer has not reached the earlier steps yet. A listener knows its first byte in the file"
+    "This also holds if earlier steps are not yet written. `since` is the file position of its first row."
     t,heard = emberTracker('mine', tmp_path),Heard()
     for i in range(3): t.put(lambda i=i: [{'step': i}], True)
     listening = t.listen(heard)
@@ -172,7 +173,7 @@ def test_a_new_listener_gets_the_whole_open_step_and_no_earlier_step(tmp_path):
     te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', name='r', home=tmp_path)
     step(model)
     te.recorder.close()
-    model(torch.ones(2, 2)) # of the step that is open
+    model(torch.ones(2, 2)) # this pass belongs to the open step
     te.t.listen(heard)
     model(torch.zeros(2, 2))
     te.close()
@@ -180,7 +181,7 @@ def test_a_new_listener_gets_the_whole_open_step_and_no_earlier_step(tmp_path):
 
 
 def test_listeners_do_not_get_the_rows_that_they_cause(tmp_path):
-    "Not through others either: two listeners that answer each other stop. A listener that notes nothing gets all rows"
+    "This also holds for indirect causes: two listeners that log in response to each other do not loop endlessly."
     model,spy,calls = net(),Heard(),{'a': [], 'b': [], 'c': []}
     te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
     def notes(name, say):
@@ -193,22 +194,23 @@ def test_listeners_do_not_get_the_rows_that_they_cause(tmp_path):
     te.t.listen(notes('c', lambda: te.t + {'c': 3.}))
     te.t.listen(spy)
     step(model)
-    te.recorder.close() # from here on numbers are noted of a step that is over
+    te.recorder.close() # the step is over now: listeners add their numbers to a finished step
     until(lambda: len(spy)>=16)
     te.close()
-    assert same(spy, te.t) and len(in_file(te.t))==4+3+6+6 # of the model, by each, of that by each other, and of that by the third
+    # 4 rows of the model, then 3, 6 and 6 rows caused by one, two and three listeners
+    assert same(spy, te.t) and len(in_file(te.t))==4+3+6+6
     for name in calls: assert calls[name][0]==(0, []) and len(calls[name])==5 and not any(name in k for _,k in calls[name])
 
 
-# ---- nobody is harmed
+# ---- a listener that fails or hangs disturbs nothing else
 
 @pytest.mark.parametrize('error', [ValueError('too much'), SystemExit(3), KeyboardInterrupt()])
 def test_a_listener_that_raises_gets_the_next_steps(tmp_path, error):
-    "The user gets one warning, and the number of lost rows at the end. Other listeners get everything"
+    "The user gets one warning, and the report has the number of lost steps. Other listeners get all rows."
     model,good,got = net(),Heard(),[]
     te = torchEmber(model, torch.optim.SGD(model.parameters(), .1), ttypes='output', home=tmp_path)
     def bad(step, rows):
-        rows.clear() # its own
+        rows.clear() # this listener's own list; other listeners have their own copies
         got.append(step)
         if step in (1, 2): raise error
     te.t.listen(bad, 'the odd one'); te.t.listen(good)
@@ -223,7 +225,7 @@ def test_a_listener_that_raises_gets_the_next_steps(tmp_path, error):
 
 
 def test_a_listener_that_hangs_delays_only_the_end_of_the_run(tmp_path, monkeypatch):
-    "Training, file and other listeners continue. The end waits once and warns. If the queue is full, the oldest rows are lost"
+    "te.close() waits for a short time and warns. If the queue is full, the oldest rows are lost."
     monkeypatch.setattr(Listener, 'patience', .3)
     monkeypatch.setattr(BoundedQueue, 'max_pieces', 3)
     model,good,goes_on,got = net(),Heard(),threading.Event(),[]
@@ -244,16 +246,17 @@ def test_a_listener_that_hangs_delays_only_the_end_of_the_run(tmp_path, monkeypa
     assert same(good, te.t) and good.steps==[*range(8)] and .3<=took<3
     for what in ('hangs did not get all rows: it is too slow, at step 1', 'hangs has not returned from its call for step 0'):
         assert sum(what in str(w.message) for w in said)==1
-    assert [r for r in report['remarks'] if 'hangs' in r]==[f'{l.name} lost rows of 7 steps: it is too slow (at step 1).'] # 1 to 4, and 5 to 7 that wait
+    # steps 1 to 4 were dropped, and steps 5 to 7 still wait in the queue
+    assert [r for r in report['remarks'] if 'hangs' in r]==[f'{l.name} lost rows of 7 steps: it is too slow (at step 1).']
     goes_on.set()
-    until(lambda: got==[0, 5, 6, 7]) # what was kept
+    until(lambda: got==[0, 5, 6, 7]) # the steps that stayed in the queue
     until(lambda: not l.hangs)
     assert (l.lost.count, l.queue.size, len(l.queue))==(4, 0, 0)
     te.close()
 
 
 def test_queued_rows_are_bounded_in_bytes(monkeypatch):
-    "A single batch is reported, however large"
+    "The queue drops its oldest batches above `max_bytes`. A single batch is always delivered, even if it is larger."
     goes_on,got = threading.Event(),[]
     l = Listener(lambda step, rows: (got.append((step, len(rows[0]['of']))), goes_on.wait()))
     l.queue.max_bytes = 100
@@ -268,7 +271,7 @@ def test_queued_rows_are_bounded_in_bytes(monkeypatch):
 
 
 def test_no_listener_is_called_after_close(tmp_path):
-    "close() waits for queued rows. The thread ends with the run"
+    "close() of a listener waits until its queued rows are delivered. Its thread ends when the run is closed."
     t,heard = emberTracker('mine', tmp_path),Heard()
     slow = t.listen(lambda step, rows: (time.sleep(.01), heard(step, rows)))
     for i in range(9): t + {'step': i}
@@ -279,7 +282,7 @@ def test_no_listener_is_called_after_close(tmp_path):
     assert heard.steps==[*range(9)]
     with pytest.raises(TypeError, match='a function of a step and its rows, got a list'): t.listen([])
     last = t.listen(heard)
-    for i in (10, 11): # there is a thread while there may be something to tell
+    for i in (10, 11): # the listener has a thread only while the run is open
         assert (last.thread is None)==(i>10)
         t + {'step': i}
         t.close()
@@ -328,7 +331,7 @@ program = """if True:
 
 @pytest.mark.slow
 def test_listeners_get_all_rows_of_an_unclosed_run(tmp_path):
-    "The interpreter ends, and all rows in the file have been reported"
+    "The interpreter exits without te.close(). Listeners still get all rows of the file."
     assert run(program+'    te.t.listen(say); train(3)', tmp_path)[:2]==(0, '0:2 1:1 2:1 ')
 
 
@@ -339,7 +342,8 @@ def test_the_interpreter_does_not_wait_for_a_listener_that_hangs(tmp_path):
     Listener.patience = .5
     te.t.listen(lambda step, rows: threading.Event().wait(), 'hangs'); te.t.listen(say); train(3)""", tmp_path)
     assert (code, out)==(0, '0:2 1:1 2:1 ') and 'hangs has not returned from its call for step 0' in err and time.monotonic()-began<60
-    assert [r['step'] for r in emberTracker('r', tmp_path).lines()]==[0, 0, 1, 2] # the first one has the learning rate
+    # step 0 has two rows; the first one is the learning rate
+    assert [r['step'] for r in emberTracker('r', tmp_path).lines()]==[0, 0, 1, 2]
 
 
 def test_after_a_kill_the_file_has_all_reported_rows(tmp_path):
@@ -355,7 +359,7 @@ def test_after_a_kill_the_file_has_all_reported_rows(tmp_path):
 
 
 def test_a_forked_process_calls_no_listener(tmp_path):
-    "It ends without waiting, and the parent continues"
+    "The forked child ends without waiting for a listener, and the parent process continues."
     code,out,err = run(program+"""
     gate = threading.Event()
     def waits(step, rows): gate.wait(); say(step, rows)
@@ -394,7 +398,7 @@ def test_lost_rows_are_counted_in_steps_not_in_batches():
 
 
 def test_steps_ended_by_passes_are_written_in_order(tmp_path):
-    "They are kept back because `te.step()` might join them. Whatever ends this, the log has them in order"
+    "Steps are held back because `te.step()` might join them. The log has them in order in any case."
     model,x = nn.Linear(2, 1),torch.ones(1, 2)
     with torchEmber(model, name='a', home=tmp_path) as te:
         got = []

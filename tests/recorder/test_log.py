@@ -1,4 +1,4 @@
-"te.log adds a number to the step of the last pass, with the marks of that time"
+"te.log adds a number to the step of the last pass, with the marks (such as the epoch) of the time of the call."
 from tensor_rows import df, lines
 import pytest
 import torch
@@ -29,7 +29,7 @@ def test_log_joins_the_step_that_closed():
 
 
 def test_log_within_a_step_joins_that_step():
-    "Called between forward and step. Each call has its row"
+    "Numbers logged between forward and optimizer step, or directly after it, belong to this step. Each call has its own row."
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt) as te:
@@ -45,7 +45,7 @@ def test_log_within_a_step_joins_that_step():
 
 
 def test_calls_of_log_are_counted_in_each_step():
-    "Also after the end of the step. The next step begins at 0"
+    "The column `call` counts the te.log calls of a step, also calls after its end. It begins at 0 in each step."
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt) as te:
@@ -77,7 +77,7 @@ def test_log_after_te_step_joins_the_step_before():
 
 
 def test_log_of_a_validation_joins_the_step_before():
-    "The rows of the validation pass join the same step"
+    "Numbers logged during validation and the rows of the validation pass belong to the same step."
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt) as te:
@@ -101,7 +101,7 @@ def test_log_is_written_in_steps_that_are_not_selected():
 def test_log_takes_numbers():
     import numpy as np
     model = seeded()
-    with heard(), torchEmber(model) as te: # a loss that is NaN is worth a word
+    with heard(), torchEmber(model) as te: # a logged NaN causes a warning
         model(batches()[0][0])
         te.log(a=torch.tensor(1.5), b=torch.tensor([[2.5]], requires_grad=True), c=np.float32(3.5), d=4, e=True, f=float('nan'), g=torch.tensor(5))
         for bad in ('warmup', 'nan'):
@@ -124,7 +124,7 @@ def test_log_keeps_the_marks_of_its_time():
 
 
 def test_a_mark_that_changes_with_each_step_warns_once():
-    "Such a float was meant for te.log"
+    "A float that changes in each step should be logged with te.log instead of te.mark."
     model = seeded()
     opt = momentum(model)
     with heard('te.log') as said, torchEmber(model, optimizer=opt) as te:
@@ -133,7 +133,7 @@ def test_a_mark_that_changes_with_each_step_warns_once():
 
 
 def test_a_mark_may_be_named_part_except_in_a_run_of_several_processes(monkeypatch):
-    "Rows of several processes have a column of this name"
+    "Rows of a run with several processes already have columns `part` and `gscale`."
     for k,v in dict(RANK='1', WORLD_SIZE='2').items(): monkeypatch.setenv(k, v)
     model = seeded()
     with torchEmber(model) as te:

@@ -1,6 +1,6 @@
-"""A tensor type that flows is a class in a room of its own, and a line in `flowing` of `ground.record`: recorded eager and compiled, read back, drawn.
+"""A new tensor type needs only a class and one entry in `flowing` of `ground.record`: its rows are recorded, read and drawn.
 
-In a process of its own, where the line is written into a copy of `ground.record` and the room is made by hand.
+The test runs in its own process. The entry is written into a copy of `ground.record`, and the Python module of the class is made by hand.
 """
 import programs
 import pytest

@@ -1,4 +1,4 @@
-"Modules that a model gets or loses while it is armed: the next step records the model as it is then"
+"If modules are added to or removed from an armed model, the next step records the changed model."
 import pytest
 import torch
 from compared import compiled, plain
@@ -8,7 +8,7 @@ from torchember import EmberWarning, torchEmber
 
 
 class Net(nn.Module):
-    "A chain of modules that may become longer"
+    "A chain of modules. Modules can be appended."
     def __init__(self): super().__init__(); self.parts = nn.ModuleList([nn.Linear(3, 3), nn.Tanh()])
     def forward(self, x):
         for p in self.parts: x = p(x)
@@ -32,7 +32,7 @@ def of_step(te, i, *ttypes):
 
 @pytest.mark.parametrize('given', [True, False], ids=['optimizer given', 'te.step'])
 def test_a_new_layer_has_rows_from_the_next_step_on(given):
-    "Outputs, weights, updates, and gradients, without rearm()"
+    "The new layer has rows of outputs, weights, updates and gradients without te.rearm()."
     model = Net()
     opt = torch.optim.SGD(model.parameters(), .1)
     with torchEmber(model, optimizer=opt if given else None, on_error='raise',
@@ -53,7 +53,7 @@ def test_a_new_layer_has_rows_from_the_next_step_on(given):
 
 
 def test_no_warning_and_no_rows_are_lost():
-    "A layer is replaced; the other layers have the same rows as before"
+    "One layer is replaced. All layers have rows in the next step."
     model = Net()
     opt = torch.optim.SGD(model.parameters(), .1)
     with torchEmber(model, optimizer=opt, on_error='raise') as te:
@@ -66,7 +66,7 @@ def test_no_warning_and_no_rows_are_lost():
 
 
 def test_an_adapter_around_a_layer():
-    "The layer has another path; its rows have the new name, and its weight has one row in each step"
+    "The wrapped layer has a new path. Its rows have the new name, and its weight still has one row per step."
     model = Net()
     with torchEmber(model, ends='step', on_error='raise') as te:
         step(model, None, te)
@@ -112,7 +112,7 @@ def test_a_compiled_model_that_gets_a_layer():
 
 
 def test_a_selection_that_matches_nothing_any_more_is_a_warning():
-    "The training goes on"
+    "The recorder warns, and the training continues."
     model = Net()
     with torchEmber(model, include='parts.0', ends='step', on_error='raise') as te:
         step(model, None, te)

@@ -1,4 +1,4 @@
-"Warnings and remarks of a recorder, and cases without a warning"
+"Warnings and remarks of a recorder, and healthy trainings that must not cause a warning."
 import math
 import re
 import warnings
@@ -32,7 +32,7 @@ def test_the_report_tells_of_steps_without_gradients():
     te = torchEmber(model, optimizer=opt)
     for x,y in batches():
         loss_of(model, x, y).backward()
-        opt.zero_grad() # too early
+        opt.zero_grad() # gradients are cleared before the optimizer steps
         opt.step()
     assert len(lines(te, 'gradient', '4'))==1
 
@@ -45,7 +45,7 @@ def test_the_report_tells_of_an_optimizer_that_never_stepped():
 
 
 class Breaks(nn.Module):
-    "Returns NaN from its fourth call on."
+    "A module that returns NaN from its fourth call on."
     calls = 0
     def forward(self, x):
         self.calls += 1
@@ -54,7 +54,7 @@ class Breaks(nn.Module):
 
 @pytest.mark.parametrize('every', [1, 3])
 def test_the_first_value_that_is_not_finite(every):
-    "One warning with step, module and tensor, and a remark in the report."
+    "The first NaN causes one warning with step, module and tensor name, and a remark in the report."
     def names(line): return re.search(r'step\W*3\b', line) and '0.1' in line and 'output_0' in line
     model = seeded(lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), Breaks()), nn.Linear(4, 3)))
     opt = momentum(model)
@@ -90,7 +90,7 @@ def test_a_disabled_torchember_notes_nothing(monkeypatch):
 
 @pytest.mark.parametrize('kind', ['64 micro-batches', 'frozen layers', 'learning rate 0', 'validation', 'batch norm', 'every 10'])
 def test_healthy_loops_give_no_warning(kind):
-    "There is no warning if all is right."
+    "A correct training loop causes no warning."
     def norm(): return nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
     model = seeded(norm if kind=='batch norm' else Net)
     if kind=='frozen layers': model.a.requires_grad_(False)
@@ -119,7 +119,7 @@ def test_masked_scores_are_not_the_first_value_that_is_not_finite():
 
 
 def test_an_evaluation_before_the_first_step_is_no_lack_of_gradients():
-    "Lightning runs two validation batches before training, and its closure clears the gradients of the step before."
+    "Lightning runs two validation batches before training. Its closure clears old gradients after the forward."
     model = seeded()
     opt = momentum(model)
     with heard() as said, torchEmber(model) as te:
@@ -161,7 +161,7 @@ def test_one_of_two_optimizers_stops():
 
 
 def test_a_network_without_gradients_gives_no_hint(recwarn):
-    "A network that follows a trained one under `no_grad` has no gradients, and needs none."
+    "A network that is updated under `no_grad`, such as an average of weights, has no gradients. This is no problem."
     ema = mlp()
     te = torchEmber(ema)
     for _ in range(5):
@@ -173,7 +173,7 @@ def test_a_network_without_gradients_gives_no_hint(recwarn):
 
 
 def test_five_tensors_without_values_are_named(tmp_path):
-    "Five tensors are named for each reason. The report has their number."
+    "For each reason, at most five tensors that cannot be measured have a warning. The report has their number."
     from torch._subclasses.fake_tensor import FakeTensorMode
     with FakeTensorMode(), warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')

@@ -1,4 +1,4 @@
-"A frozen parameter has a gradient in the log only if this run has produced it"
+"A frozen parameter has gradient rows only for gradients that arrived during this run."
 import pytest
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ def train(model, steps, opt, te=None, before=lambda i: None, after=lambda i: Non
 
 
 def with_gradients(te, ttype='weight_grad'):
-    "Steps in which each layer has gradients"
+    "Return a dict: layer -> the steps in which it has gradient rows."
     got = {}
     for r in te.t.lines():
         if r['ttype']==ttype: got.setdefault(r['module'].split('.')[-1][0], set()).add(r['step'])
@@ -29,7 +29,7 @@ def with_gradients(te, ttype='weight_grad'):
 
 
 def arrived(te):
-    "What the run knows of the gradient of each layer's weight"
+    "Return a dict: path of a layer -> True if a gradient of its weight arrived during the run."
     te.recorder.sources.note_parameters()
     return {p['path']: p['gradient'] for p in te.recorder.sources.parameters.known.entries if p['name']=='weight'}
 
@@ -52,7 +52,7 @@ def test_a_frozen_parameter_with_a_gradient_from_before_the_run(given, by_hand):
 @pytest.mark.parametrize('to_none', [True, False, None], ids=['zero_grad', 'set_to_none=False', 'no zero_grad'])
 @pytest.mark.parametrize('given', [True, False], ids=['optimizer given', 'te.step'])
 def test_a_parameter_that_is_frozen_in_the_middle(given, to_none):
-    "Its gradients until then have rows; the one that is left over has not"
+    "Gradients before the freezing have rows. The gradient that stays in .grad afterwards has none."
     model = layers()
     opt = torch.optim.SGD(model.parameters(), .1)
     with torchEmber(model, optimizer=opt if given else None, ttypes=('weight', 'weight_grad')) as te:
@@ -77,7 +77,7 @@ def test_frozen_trained_and_frozen_again():
 @pytest.mark.parametrize('frozen', [True, False])
 @pytest.mark.parametrize('old', [True, False], ids=['with a gradient before', 'without'])
 def test_gradients_that_the_user_computes_have_rows(frozen, old):
-    "Also those of frozen parameters, of which autograd knows nothing"
+    "Gradients assigned to .grad by the user have rows, also for frozen parameters, for which autograd computes none."
     model = layers().requires_grad_(not frozen)
     if old:
         for p in model.parameters(): p.grad = torch.full_like(p, 7)
@@ -111,7 +111,7 @@ def test_an_assigned_gradient_that_is_written_in_place_later_has_rows():
 
 
 def test_a_trained_parameter_that_the_loss_does_not_reach_has_no_arrived_gradient():
-    "The optimizer uses the gradient from before the run, so it has rows; but no gradient has arrived"
+    "The optimizer uses the gradient from before the run, so it has rows, but it did not arrive in this run."
     class TwoHeads(nn.Module):
         def __init__(self): super().__init__(); self.a,self.b = nn.Linear(3, 2),nn.Linear(3, 2)
         def forward(self, x): return self.a(x)

@@ -1,4 +1,4 @@
-"Optimizers that wrap another, take two steps for one, or call themselves: the outer step is recorded"
+"Optimizers that wrap another one, take two steps at once, or call the step of a base class: the outermost step is recorded."
 import copy
 import gc
 import warnings
@@ -13,7 +13,7 @@ from torchember import EmberWarning, torchEmber
 
 
 class SAM(torch.optim.Optimizer):
-    "Sharpness-aware minimisation: up the slope, and from there the gradient to go down by"
+    "Sharpness-aware minimization: the first half moves up the slope, and the second half uses the gradient computed there."
     def __init__(self, params, base, rho=.05, **kwargs):
         super().__init__(params, dict(rho=rho, **kwargs))
         self.base_optimizer = base(self.param_groups, **kwargs)
@@ -44,7 +44,7 @@ class SAM(torch.optim.Optimizer):
 
 
 class Lookahead:
-    "Slow weights follow the fast ones every `k` steps. Looks like an optimizer, and never made itself one"
+    "Slow weights follow the fast weights every `k` steps. It has the methods of an optimizer, but not its base class."
     def __init__(self, optimizer, k=2, alpha=.5):
         self.optimizer,self.k,self.alpha,self.count,self.slow = optimizer,k,alpha,0,{}
         self.param_groups,self.state,self.defaults = optimizer.param_groups,defaultdict(dict),optimizer.defaults
@@ -63,7 +63,7 @@ class Lookahead:
 
 
 class Derived(torch.optim.Optimizer, Lookahead):
-    "The same as a subclass that leaves out its parent's __init__"
+    "Lookahead as a subclass of Optimizer that does not call `Optimizer.__init__`."
     __init__,zero_grad,step = Lookahead.__init__,Lookahead.zero_grad,Lookahead.step
 
 
@@ -72,7 +72,7 @@ class Super(torch.optim.Adam):
 
 
 class Twice(Super):
-    "A subclass of a subclass, each of which calls the step above; both of their steps are wrapped by torch"
+    "A subclass of a subclass. Each `step` calls the `step` of its parent class, and torch wraps both of them."
     def step(self, closure=None):
         loss = super().step(closure)
         for p in self.param_groups[0]['params']: p.data.clamp_(-1, 1)
@@ -94,7 +94,7 @@ each_lookahead = pytest.mark.parametrize('make', lookaheads.values(), ids=lookah
 
 
 class Truth:
-    "Weights before each step and after it, and the gradients that it was taken with"
+    "Keeps the weights before each step, the gradients used in it, and the updates, to compare them with the rows."
     def __init__(self, model): self.model,self.weight,self.grad,self.update = model,[],[],[]
     def before(self): self.weight.append(weights(self.model))
 
@@ -108,7 +108,7 @@ class Truth:
         return table(te)
 
 
-# ---- two steps for one
+# ---- one training step made of two optimizer steps (SAM)
 
 def by_hand_in_two(model, opt, x, y):
     loss_of(model, x, y).backward()
@@ -127,7 +127,7 @@ def by_closure(model, opt, x, y):
 
 
 def step_replaced(model, opt, x, y):
-    "The second half put in the place of `step`, which then takes no closure"
+    "Run a SAM step after replacing `opt.step` by `opt.second_step`, which takes no closure."
     opt.step = opt.second_step
     loss_of(model, x, y).backward()
     opt.first_step(zero_grad=True)
@@ -142,7 +142,7 @@ def step_replaced(model, opt, x, y):
 @pytest.mark.parametrize('loop', [by_hand_in_two, by_closure, step_replaced])
 @pytest.mark.parametrize('given', ['outer', 'inner'])
 def test_sam_has_one_step_of_two_halves(make, loop, given):
-    "Weights before the first half, gradients of the second, the update of both"
+    "Recorded are the weights before the first half, the gradients of the second half, and the update of both halves together."
     model = seeded()
     opt,truth = make(model.parameters(), torch.optim.SGD, lr=.1, momentum=.9),Truth(model)
     with heard() as said, torchEmber(model, optimizer=opt if given=='outer' else opt.base_optimizer, ttypes=ALL) as te:
@@ -156,7 +156,7 @@ def test_sam_has_one_step_of_two_halves(make, loop, given):
 
 
 def test_step_replaced_before_and_after_arming():
-    "`opt.step` is set on the instance, and is there after disarming"
+    "The user sets `opt.step` on the instance. This attribute is still set after disarming."
     for late in (False, True):
         model = seeded()
         opt,truth = SAM(model.parameters(), torch.optim.SGD, lr=.1),Truth(model)
@@ -179,7 +179,7 @@ def test_step_replaced_before_and_after_arming():
 @each_lookahead
 @pytest.mark.parametrize('closure', [False, True])
 def test_the_update_of_lookahead_is_that_of_the_outer_step(make, closure):
-    "Also where the slow weights pull back"
+    "This includes steps in which Lookahead moves the weights back toward the slow weights."
     model = seeded()
     opt,truth = make(sgd(model.parameters()), k=2),Truth(model)
     with heard() as said, torchEmber(model, optimizer=opt, ttypes=ALL) as te:
@@ -207,7 +207,7 @@ def test_disarming_restores_an_outer_optimizer(make):
 
 @each_lookahead
 def test_the_inner_optimizer_of_a_lookahead_ends_the_steps_if_given(make):
-    "It ends as many steps as it takes"
+    "Each step of the inner optimizer ends one recorded step."
     model = seeded()
     opt = make(sgd(model.parameters()))
     with torchEmber(model, optimizer=opt.optimizer, ttypes=('weight', 'weight_grad', 'optimizer')) as te: seen = by_hand(model, opt, batches(5))
@@ -226,13 +226,14 @@ def test_an_optimizer_in_an_optimizer_in_an_optimizer():
     truth.told_by(te)
 
 
-# ---- steps within steps
+# ---- an optimizer step that calls another step
 
 @pytest.mark.parametrize('make', [Super, Twice])
 @pytest.mark.parametrize('closure', [False, True])
 def test_a_step_that_calls_the_step_of_its_base_class_is_one_step(make, closure):
-    "Torch runs its hooks for both"
-    torch.optim.Adam(Net().parameters()) # from now on Adam.step itself calls hooks
+    "Torch runs its step hooks for both calls of `step`, but only one step is recorded."
+    # creating a plain Adam makes torch wrap Adam.step, so Adam.step calls hooks from now on
+    torch.optim.Adam(Net().parameters())
     model = seeded()
     opt,truth = make(model.parameters(), .1),Truth(model)
     with heard() as said, torchEmber(model, optimizer=opt, ttypes=ALL) as te:
@@ -249,7 +250,7 @@ def test_a_step_that_calls_the_step_of_its_base_class_is_one_step(make, closure)
 
 
 def test_an_outer_step_with_several_inner_steps_is_one_step():
-    "It takes three inner steps on the same gradients"
+    "The outer `step` calls the inner `step` three times with the same gradients."
     class Thrice(torch.optim.SGD):
         def step(self, closure=None):
             for _ in range(3): super().step()
@@ -266,10 +267,10 @@ def test_an_outer_step_with_several_inner_steps_is_one_step():
     truth.told_by(te)
 
 
-# ---- those who listen, too
+# ---- hooks, schedulers and other embers on the same optimizer
 
 def test_hooks_and_schedulers_of_the_user_run_as_often_as_before():
-    "A learning rate scheduler wraps `step`. Gradients that a hook clips are recorded as clipped"
+    "A learning rate scheduler also wraps `step`. Gradients that a user's hook clips are recorded after clipping."
     after = []
     for armed in (False, True):
         model,calls = seeded(),[]
@@ -279,7 +280,7 @@ def test_hooks_and_schedulers_of_the_user_run_as_often_as_before():
         plan = torch.optim.lr_scheduler.StepLR(opt, 1, .5)
         te = torchEmber(model, optimizer=opt, ttypes=ALL) if armed else None
         with warnings.catch_warnings():
-            warnings.simplefilter('error') # a scheduler looks whether `step` is still its own
+            warnings.simplefilter('error') # a scheduler warns if `step` is not the function that it wrapped
             for xy in batches(3): by_hand(model, opt, [xy]); plan.step()
         assert len(calls)==3 and opt.param_groups[0]['lr']==.1/8
         after.append(weights(model))
@@ -305,7 +306,7 @@ def test_a_step_ends_when_all_optimizers_with_closures_have_stepped():
 
 
 def test_an_optimizer_given_with_its_wrapper_counts_once():
-    "They have the same parameters. No step waits forever"
+    "An optimizer and its wrapper have the same parameters, so a step does not wait for both of them."
     model = seeded()
     inner = sgd(model.parameters())
     opt,truth = Lookahead(inner),Truth(model)
@@ -326,7 +327,7 @@ either = pytest.mark.parametrize('make', [lambda o: o, Lookahead], ids=['plain',
 @either
 @pytest.mark.parametrize('first', [0, 1])
 def test_two_embers_can_share_an_optimizer(make, first):
-    "Each has the rows of its model. After both are closed, nothing is left on the optimizer"
+    "Each ember records the rows of its own model. After both are closed, no hook remains on the optimizer."
     models = [seeded(seed=k) for k in (0, 1)]
     inner = sgd([p for m in models for p in m.parameters()])
     opt,seen = make(inner),([], [])
@@ -345,7 +346,7 @@ def test_two_embers_can_share_an_optimizer(make, first):
 
 @either
 def test_steps_of_a_copied_optimizer_are_not_recorded(make):
-    "A deep copy of model and optimizer steps by itself"
+    "Model and optimizer are copied with deepcopy. Training the copy adds no rows."
     model = seeded()
     opt = make(sgd(model.parameters()))
     with torchEmber(model, optimizer=opt) as te:
@@ -362,7 +363,7 @@ def test_steps_of_a_copied_optimizer_are_not_recorded(make):
 @either
 @pytest.mark.parametrize('closed', [False, True])
 def test_an_ember_keeps_no_optimizer_alive(make, closed):
-    "Armed or closed: ember, model and optimizer live as long as the user keeps them"
+    "An ember, its model and its optimizer are freed as soon as the user drops them, whether the ember is armed or closed."
     def run():
         model = seeded()
         opt = make(sgd(model.parameters()))
@@ -377,7 +378,7 @@ def test_an_ember_keeps_no_optimizer_alive(make, closed):
 
 @either
 def test_an_optimizer_of_another_model_is_a_warning(make):
-    "The warning comes at once, nothing is left after the run, and the model can be armed again"
+    "The warning comes when the model is armed. Closing the ember leaves no trace, and the model can be armed again."
     model = seeded()
     opt,before = make(sgd(model.parameters())),left(model)
     with pytest.warns(EmberWarning, match='trains none of the'): torchEmber(model, optimizer=make(sgd(seeded().parameters()))).close()

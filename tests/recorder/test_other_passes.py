@@ -1,4 +1,4 @@
-"Passes that are no micro-batches: without gradients, of another model that shares a part, and checks of `torch.jit.trace`"
+"Passes that are no micro-batches: passes without gradients, calls by another model that shares a part, and checks of `torch.jit.trace`."
 import contextlib
 
 import pytest
@@ -15,13 +15,13 @@ def batch(v): return torch.full((2, 1), float(v))
 
 
 def rows(te, path='0', ttype='input'):
-    "Step, phase, call and mean of each row of one module"
+    "Return step, phase, call and mean of each row of one module."
     found = [r for r in te.t.lines() if r['ttype']==ttype and te.modules[r['module']].path==path]
     return [(r['step'], r.get('phase'), r['call'], r['mean']) for r in found]
 
 
 class Loop:
-    "A loop over a model of one layer. The inputs are constant, so their mean shows which passes are in a row"
+    "A training loop of a one-layer model. The inputs are constant, so the mean of a row shows the passes that are merged in it."
     def __init__(self, ends='optimizer', compiled=None, make=lambda: nn.Sequential(nn.Linear(1, 1)), **options):
         torch._dynamo.reset()
         self.model = make()
@@ -77,7 +77,7 @@ def test_each_pass_without_gradients_is_a_step_if_each_pass_is():
 
 @pytest.mark.parametrize('ends', ENDS)
 def test_a_model_that_is_trained_without_autograd_has_training_rows_after_its_first_step(ends):
-    "As in evolution strategies. A pass with gradients ends that"
+    "An example is evolution strategies. After a pass with gradients, passes without gradients have the phase 'no_grad' again."
     loop = Loop(ends)
     for i in range(3):
         with torch.no_grad(): loop.run(batch(i)); loop.run(batch(i+2))
@@ -100,7 +100,7 @@ def test_only_training_leaves_out_passes_without_gradients():
 
 
 def test_the_first_forward_of_a_reentrant_checkpoint_is_a_training_pass():
-    "It runs without gradients inside of an autograd Function. Under no_grad around the Function no gradient will come"
+    "A reentrant checkpoint runs its first forward without gradients. It is a training pass, unless it runs under no_grad."
     loop = Loop()
     for i in range(2):
         with torch.no_grad(): checkpoint(loop.run, batch(100).requires_grad_(), use_reentrant=True)
@@ -111,7 +111,7 @@ def test_the_first_forward_of_a_reentrant_checkpoint_is_a_training_pass():
 
 
 class Agent(nn.Module):
-    "Its parts are called by themselves: one that learns, and a target without gradients"
+    "Its parts are called directly: `online` is trained, and `target` is called without gradients."
     def __init__(self): super().__init__(); self.online,self.target,self.head = nn.Linear(1, 1),nn.Linear(1, 1),nn.Linear(1, 1)
 
 
@@ -132,7 +132,7 @@ def test_parts_that_are_called_without_gradients_have_their_phase_and_do_not_div
 
 
 def test_readers_leave_out_rows_beside_the_training():
-    "Plots, rules and sinks. `read` gives all rows"
+    "Plots, rules and sinks ignore rows of passes without gradients. `read` returns all rows."
     from torchember.health.history import History
     from torchember.show.select import training
     got = []
@@ -148,7 +148,7 @@ def test_readers_leave_out_rows_beside_the_training():
     assert diff(loop.te, loop.te).table.distance.max()==0
 
 
-# ---- torch.jit.trace
+# ---- passes that torch.jit.trace runs to check a trace
 
 @pytest.mark.parametrize('evaluates', [False, True])
 def test_the_run_that_checks_a_trace_leaves_no_rows(evaluates):
@@ -171,7 +171,7 @@ def test_add_graph_leaves_no_rows(tmp_path):
     assert loop.te.close()['steps']==2 and rows(loop.te)==[(0, None, 0, 1), (1, None, 0, 2)]
 
 
-# ---- a part that two models share
+# ---- two models that share a submodule
 
 class Shares(nn.Module):
     def __init__(self, part): super().__init__(); self.first,self.part,self.last = nn.Linear(1, 1),part,nn.Linear(1, 1)
@@ -201,7 +201,7 @@ def test_calls_by_another_model_that_shares_a_part_have_no_rows(ends, part, othe
         y = loop.run(batch(1)).sum()
         if other=='after': ask()
         y.backward()
-        first = loop.model.first.weight.item()+loop.model.first.bias.item() # the input of the part
+        first = loop.model.first.weight.item()+loop.model.first.bias.item() # the input of the shared part
         loop.step()
         got = [r for r in rows(loop.te, 'part') if r[0]==i]
         assert [r[:3] for r in got]==[(i, None, 0)] and abs(got[0][3]-first)<1e-6
@@ -209,7 +209,7 @@ def test_calls_by_another_model_that_shares_a_part_have_no_rows(ends, part, othe
 
 
 class Whole(nn.Module):
-    "Contains the watched model, and calls its parts"
+    "A module that contains the recorded model, and calls its parts directly."
     def __init__(self, agent): super().__init__(); self.agent,self.more = agent,nn.Linear(1, 1)
     def forward(self, x): return self.more(self.agent.head(self.agent.online(x)))
 
@@ -217,7 +217,7 @@ class Whole(nn.Module):
 @pytest.mark.parametrize('outer', [Whole, lambda m: nn.Sequential(m.online, m.head), lambda m: nn.Sequential(m.online, m.target, m.head, nn.Linear(1, 1)),
     lambda m: torch.compile(nn.Sequential(m.online, nn.Tanh(), m.head), backend='aot_eager')], ids=['contains', 'of parts', 'more', 'compiled'])
 def test_parts_that_a_module_calls_which_stands_for_the_root_keep_their_rows(outer):
-    "It contains the root or all of its parameters, or has no parameters beside the root's"
+    "The calling module contains the root or all of its parameters, or it has no parameters of its own."
     loop = Loop(make=Agent)
     loop.run = outer(loop.model)
     for i in range(2): loop.train(i)
@@ -226,7 +226,7 @@ def test_parts_that_a_module_calls_which_stands_for_the_root_keep_their_rows(out
 
 
 def test_parts_of_a_root_that_is_never_called_have_rows_once_its_weights_change():
-    "Another module trains them, with parameters of its own: in the first step that looks like another model"
+    "Another module with own parameters trains the part. In the first step, this looks like another model."
     loop = Loop(make=Agent)
     loop.run = nn.Sequential(loop.model.online, nn.Linear(1, 1))
     for i in range(3): loop.train(i)

@@ -1,4 +1,4 @@
-"Parts of tensors that a rank holds, and passes that are no training: placements, ratios of shards, a pipeline that asks for shapes"
+"Parts of tensors on a rank, and passes that train nothing: placements, ratios of shards, a pipeline stage that finds out shapes."
 import json
 import sys
 from pathlib import Path
@@ -56,7 +56,7 @@ done['steps'] = report['steps']
 
 
 def ran(code, folder):
-    "What two processes that run `code` leave in `done`"
+    "Run `code` in two processes. Return the dict `done` of each process."
     script = folder/'script.py'
     script.write_text('import json, torch\nfrom pathlib import Path\nfrom torch import distributed as dist, nn\nfrom torchember import torchEmber\n'
         f"dist.init_process_group('gloo')\nrank,done = dist.get_rank(),{{}}\ntorch.manual_seed(0)\n{code}\n"
@@ -67,7 +67,7 @@ def ran(code, folder):
 
 @pytest.mark.slow
 def test_each_call_has_its_placement(tmp_path):
-    "One call is given a shard and another a whole tensor, in either order, in two steps"
+    "One call gets a shard and another call a whole tensor, in either order. Each row has its own placement."
     pytest.importorskip('torch.distributed.tensor')
     whole,part = (None, None, [4, 3]),('S(0)', [4, 3], [2, 3])
     for done in ran(calls, tmp_path):
@@ -77,7 +77,7 @@ def test_each_call_has_its_placement(tmp_path):
 
 @pytest.mark.slow
 def test_the_ratio_of_a_shard_is_to_the_shard_of_its_weight(tmp_path):
-    "FSDP2 shows whole weights in the forward, and the update of a shard: .2/1 on the one rank, .2/10 on the other"
+    "FSDP2 has whole weights in the forward, and updates shards. Each rank's update ratio uses the weights of its own shard."
     pytest.importorskip('torch.distributed.tensor')
     for done,weight in zip(ran(ratios, tmp_path), (1, 10), strict=True):
         assert [(s, t, p) for s,t,_,_,p in done['rows']]==[(s, *r) for s in range(2) for r in (('weight', None), ('update', 'S(0)'))]
@@ -87,7 +87,7 @@ def test_the_ratio_of_a_shard_is_to_the_shard_of_its_weight(tmp_path):
 
 @pytest.mark.slow
 def test_a_stage_that_asks_for_shapes_trains_nothing(tmp_path):
-    "A pipeline's stage runs the model once with numbers of its own: only the micro-batches are recorded"
+    "A pipeline stage first runs the model with made-up inputs to find out shapes. Only the micro-batches are recorded."
     pytest.importorskip('torch.distributed.pipelining')
     first,last = ran(pipeline, tmp_path)
     modules = 'model(Sequential)','model(Sequential).0(Linear)'

@@ -1,4 +1,4 @@
-"Rows of attention, routers and the residual stream of two processes are one table"
+"Rows about attention, routers and the residual stream of two processes are merged into one table."
 import numpy as np
 import programs
 import pytest
@@ -67,7 +67,7 @@ def test_rows_of_two_ranks_are_merged(tmp_path):
             np.testing.assert_allclose(both[column].astype(float).sort_index(), want.astype(float).sort_index(), rtol=1e-6, err_msg=column)
     squares = (each.rms**2*each.numel).groupby(place).sum()/each.numel.groupby(place).sum()
     np.testing.assert_allclose(both.rms.sort_index(), squares.sort_index()**.5, rtol=1e-6)
-    # with tensor parallelism, each rank has rows of its own heads
+    # with tensor parallelism, each rank has rows only of its own attention heads
     columns = ['tname', 'logit_max', 'logit_bound', 'entropy', 'first_token', 'future']
     whole,split = (read(name, home=tmp_path, ttype='attention').sort_values('tname')[columns] for name in ('whole', 'split'))
     assert whole.tname.tolist()==split.tname.tolist()==[f'head_{i}' for i in range(4)]

@@ -1,4 +1,4 @@
-"A plan lists the rows of a recorded step, and leaves the model as it was"
+"te.plan() lists the rows that a recorded step will have, and leaves the model unchanged."
 from tensor_rows import df, is_computed, lines
 import copy
 import inspect
@@ -58,7 +58,7 @@ def test_gradients_states_and_updates(name, how):
 
 
 def test_a_part_without_gradients_is_planned_without_them():
-    "Though what goes into it requires one, for others"
+    "Part `b` runs under no_grad, so no gradient rows are planned for it, although its input requires a gradient."
     class Partly(nn.Module):
         def __init__(self): super().__init__(); self.a,self.b = nn.Linear(3, 3),nn.Linear(3, 3)
         def forward(self, x):
@@ -75,10 +75,10 @@ def test_a_part_without_gradients_is_planned_without_them():
 
 
 def test_a_weight_of_two_modules_is_planned_where_it_is_written():
-    "Its value at the module that returns first, its gradient at the one that is first in the model"
+    "The row of a tied weight belongs to the module that returns first, and its gradient row to the first module of the model."
     class Tied(nn.Module):
         def __init__(self): super().__init__(); self.a,self.b = nn.Linear(3, 3, bias=False),nn.Linear(3, 3, bias=False); self.b.weight = self.a.weight
-        def forward(self, x): return self.a(self.b(x)) # b returns first
+        def forward(self, x): return self.a(self.b(x)) # b is called first, so b returns first
     model,x = Tied(),torch.randn(2, 3)
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     with torchEmber(model, optimizer=opt, ttypes=('weight', 'weight_grad')) as te:
@@ -100,7 +100,7 @@ def test_without_a_pass_weights_are_exact_and_the_rest_is_assumed():
 
 
 class Keeps(nn.Module):
-    "Everything that a pass may change"
+    "A module whose pass changes buffers, attributes, a cache, and the states of random generators."
     def __init__(self):
         super().__init__()
         self.norm,self.drop,self.calls,self.cache = nn.BatchNorm1d(4),nn.Dropout(),0,None
@@ -167,13 +167,13 @@ def test_probes_variables_and_functions_of_ones_own():
 
 
 def test_deeply_nested_modules():
-    "The pass has the room that a recorded one has: a limit that suffices for the plain model is enough"
+    "te.plan() needs no higher recursion limit than the model itself."
     model = nn.Linear(2, 2)
     for _ in range(250): model = nn.Sequential(model)
     x,limit = torch.randn(1, 2),sys.getrecursionlimit()
     enough = len(inspect.stack(0))+3*250
     try:
-        while True: # the least that the plain model needs
+        while True: # find the smallest recursion limit that the plain model needs
             sys.setrecursionlimit(enough)
             try: model(x); break
             except RecursionError: enough += 20
@@ -205,7 +205,7 @@ def test_it_shows_itself():
 
 
 def test_a_rehearsal_notes_calls_inside_of_calls_and_what_is_read_anew():
-    "Numbers of calls, also beside one that fails; a tensor that was seen is read once more when it was written to"
+    "Calls are counted per module, also if a nested call fails. A tensor is read again only if it was written to."
     class At:
         def __init__(self, track): self.track = track
     root,a,b = map(At, ('root', 'a', 'b'))
@@ -230,7 +230,7 @@ def test_a_rehearsal_notes_calls_inside_of_calls_and_what_is_read_anew():
 
 
 def test_what_is_known_of_the_last_pass_is_planned_call_by_call():
-    "Where one has run; before, one of each is assumed, of modules that have a forward and are recorded"
+    "After a pass, its calls are planned. Before the first pass, one call of each recorded module is assumed."
     class Twice(nn.Module):
         def __init__(self): super().__init__(); self.l,self.idle,self.list = nn.Linear(3, 3),nn.Tanh(),nn.ModuleList([nn.Identity()])
         def forward(self, x): return self.l(self.l(x)), x
@@ -249,7 +249,7 @@ def test_what_is_known_of_the_last_pass_is_planned_call_by_call():
 
 
 def test_states_of_two_optimizers_before_and_after_their_first_step():
-    "Each of its own parameters, with its own options; what it has already is what it keeps"
+    "Each optimizer has its own parameters and options. States that already exist are used as they are."
     model = nn.ModuleList([nn.Linear(2, 3, bias=False), nn.Linear(4, 1)])
     one,two = torch.optim.Adam(model[0].parameters(), amsgrad=True),torch.optim.SGD(model[1].parameters(), .1, momentum=.9)
     w = model[0].weight
@@ -282,7 +282,8 @@ def test_time_to_read_is_measured_once_for_each_kind(monkeypatch):
     assert [r(*k, n) for k in ((('a',), torch.float32, 'cpu'), (('b',), torch.float32, 'cpu'), (('a',), torch.float64, 'cpu'), (('a',), torch.int8, 'cpu'))
         for n in (4, 16, 58, 100, 184)]==[0., 0., 1., 2., 4.]*3+[0.]*5
     assert asked==[((s,), d, 'cpu', 50) for s,d in (('a', torch.float32), ('b', torch.float32), ('a', torch.float64), ('a', torch.int8))]
-    assert plan.interpolate([16], [2.], 999)==2. and plan.interpolate([16, 100], [3., 1.], 200)==1. # more elements never take less
+    # a larger tensor never has a shorter estimated time
+    assert plan.interpolate([16], [2.], 999)==2. and plan.interpolate([16, 100], [3., 1.], 200)==1.
 
 
 def test_totals_of_a_plan_by_hand():
@@ -301,10 +302,10 @@ def test_totals_of_a_plan_by_hand():
 
 
 def test_a_plan_knows_marks_and_takes_nothing_away():
-    "Rows get longer by their marks; nothing is recorded, no recorder stays open, and an ember that is not armed is not afterwards"
+    "Marks make the planned rows longer. te.plan() records nothing, leaves no recorder open, and does not arm a disarmed ember."
     model,x = nn.Linear(2, 2),torch.ones(1, 2)
     te = torchEmber(model, ttypes=('input', 'output'))
-    te.plan(x) # what is measured once has its recorder
+    te.plan(x) # the first plan also runs measurements that are made only once, with their own recorder
     open_before = set(open_recorders)
     one = te.plan(x)
     te.mark(epoch=3)

@@ -1,4 +1,4 @@
-"Compiled plans of calls: all rows are those of the general way, to the bit and in the same order"
+"Compiled plans of calls give the same rows as the general Python code, bit by bit and in the same order."
 import copy, gc, json, os, threading, weakref
 from contextlib import nullcontext
 
@@ -16,7 +16,7 @@ from torchember.state.factories import from_activation
 
 @pytest.fixture(scope='module', autouse=True)
 def compiled_code():
-    "Load the compiled functions. A fixture, because the first call of a machine compiles them, in many seconds."
+    "Load the compiled functions once for all tests, because compiling them takes many seconds at the first use on a machine."
     if loaded_objects() is None: pytest.skip('compiled code cannot take Python objects here')
 
 
@@ -24,7 +24,7 @@ alls = ('input', 'output', 'input_grad', 'output_grad', 'weight', 'weight_grad')
 
 
 class Block(nn.Module):
-    "Writes in place, and adds its input."
+    "A residual block that writes in place."
     def __init__(self, n=6):
         super().__init__()
         self.a,self.act,self.b,self.norm = nn.Linear(n, n),nn.ReLU(inplace=True),nn.Linear(n, n),nn.BatchNorm1d(n)
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class Nested(nn.Module):
-    "Takes and returns containers."
+    "A module whose inputs and outputs are containers of tensors."
     def __init__(self):
         super().__init__()
         self.inner = nn.Linear(6, 6)
@@ -45,7 +45,7 @@ class Nested(nn.Module):
 
 
 class Calls(nn.Module):
-    "Integers, containers, a shared module, tied weights, an expanded tensor, and an output of another dtype."
+    "A model with integer inputs, containers, a shared module, tied weights, an expanded tensor, and outputs of other dtypes."
     def __init__(self):
         super().__init__()
         self.table,self.block,self.nested,self.shared = nn.Embedding(9, 6),Block(),Nested(),nn.Linear(6, 6)
@@ -92,7 +92,7 @@ def network(name):
 
 
 def record(monkeypatch, plan, name, scenario=None, steps=5, **how):
-    "Train a model. Return its rows, and what else a user can see."
+    "Train a model. Return its rows, the values that a user sees in each step, the final parameters, and the number of planned calls."
     monkeypatch.setenv('TORCHEMBER_PLAN', plan)
     model,loss = network(name)
     opt = torch.optim.SGD(model.parameters(), lr=.01)
@@ -139,7 +139,7 @@ def test_rows_are_those_of_the_general_way(monkeypatch, name, how):
 def test_calls_are_not_planned(monkeypatch, how): check(monkeypatch, 'calls', planned=False, **how)
 
 
-# ---- scenarios: called before each step with (ember, model, loss, number of the step)
+# ---- scenarios: functions that run before each step as scenario(ember, model, loss, step)
 
 def evaluates(te, model, loss, i):
     if i%2: return
@@ -170,7 +170,7 @@ def fails_inside(te, model, loss, i):
 def other_shapes(te, model, loss, i): return model(floats(3+i%2)).sum().item()
 
 def shapes_in_turns(te, model, loss, i):
-    "Other shapes in planned calls, and in calls that Python code records: outermost calls, and calls under a mode"
+    "Run the model with changing shapes, in planned calls and in calls that Python code records (outermost, or under a torch mode)."
     out = []
     for n,way in ((5, 'outermost'), (3, ''), (5, 'outermost'), (4, ''), (3, 'mode'), (4, 'outermost'), (3, '')):
         called = model[0] if way=='outermost' else model
@@ -311,10 +311,10 @@ def test_counters_of_references_stay(monkeypatch):
     assert all(abs(a-b)<8 for a,b in zip(before[3:], after[3:], strict=True)), (before, after)
 
 
-# ---- memory: compiled code reads addresses only while the objects there are alive
+# ---- memory: compiled code may read the address of an object only while the object is alive
 
 def trained(monkeypatch, name='blocks', steps=4, **how):
-    "Return a model, its loss, its optimizer and its ember after some steps with plans."
+    "Train some steps with compiled plans. Return the model, its loss function, its optimizer and its ember."
     monkeypatch.setenv('TORCHEMBER_PLAN', '1')
     model,loss = network(name)
     opt = torch.optim.SGD(model.parameters(), lr=.01)
@@ -334,7 +334,7 @@ def plan_of(module): return module.__dict__[KEY].plan
 
 
 def in_pass(model, module, loss, f):
-    "Call `f` in the midst of a pass, after the call of a module. Return its result."
+    "Call `f` in the middle of a pass, after the call of `module`. Return the result of `f`."
     got = []
     def once(*args):
         handle.remove()
@@ -345,7 +345,7 @@ def in_pass(model, module, loss, f):
 
 
 def test_compiled_code_does_not_go_on_after_a_stop(monkeypatch):
-    "Another thread may end the planned pass while Python code measures one of several tensors."
+    "Another thread may stop the planned pass while Python code measures a tensor. Compiled code must then do nothing."
     model,loss,_,te = trained(monkeypatch)
     planned,plan,x = te.recorder.events.planned,plan_of(model[1].act),floats()
     def codes():
@@ -370,7 +370,7 @@ def test_objects_of_a_pass_live_until_all_threads_have_left_it(monkeypatch):
 
 
 def test_forked_process_writes_no_rows(monkeypatch):
-    "The rows are in memory that a forked process shares with its parent."
+    "A forked process inherits the memory of the planned rows. Recording must be off in the child process."
     if not hasattr(os, 'fork'): pytest.skip('no fork')
     model,loss,_,te = trained(monkeypatch)
     planned = te.recorder.events.planned
@@ -406,7 +406,7 @@ def test_plans_hold_the_taps_whose_addresses_they_have(monkeypatch):
 
 
 def test_gradients_of_a_removed_parameter_are_not_read(monkeypatch):
-    "Another thread may remove a parameter after the plan was compared with the model."
+    "Another thread may remove a parameter after the plan was compared with the model. Its freed memory must not be read."
     model,loss,_,te = trained(monkeypatch)
     loss(model).backward()
     parameters = te.recorder.sources.parameters
@@ -420,7 +420,7 @@ def test_gradients_of_a_removed_parameter_are_not_read(monkeypatch):
 
 
 def test_freed_value_is_a_change(monkeypatch):
-    "A new module may get the address of a removed one."
+    "A new module may get the memory address of a removed module. The change must still be noticed."
     monkeypatch.setenv('TORCHEMBER_PLAN', '1')
     d = {'a': nn.ReLU()}
     for _ in range(100):
@@ -434,7 +434,7 @@ def test_freed_value_is_a_change(monkeypatch):
 
 
 def test_cached_code_is_that_of_these_sources():
-    "Compiled code contains constants of other Python modules. It must not be loaded after one of them has changed."
+    "Compiled code contains constants of other Python modules. Cached code must not be loaded after such a module has changed."
     from torchember.measure import head
     from torchember.measure.readers import numba, objects
     assert objects.enter_call.__qualname__==f'enter_call_{numba.layout_checksum ^ objects.own_checksum:x}'

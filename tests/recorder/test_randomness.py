@@ -1,4 +1,4 @@
-"A statistic of the user may draw random numbers without changing those of the training"
+"A user's statistic may draw random numbers without changing the random numbers of the training."
 import random
 import threading
 
@@ -20,7 +20,7 @@ def by_normals(x): return torch.tensor([abs(int(np.random.randn()*9))%x.numel(),
 
 
 def drawn(draw, fails=False):
-    "A statistic of some elements"
+    "Return a statistic that averages a few elements, which `draw` selects at random."
     def stat(x):
         at = draw(x)
         if fails: raise ValueError('after it has drawn')
@@ -29,7 +29,7 @@ def drawn(draw, fails=False):
 
 
 def train(stats=None, steps=6, compiled=False, **kw):
-    "What a training that draws from all three generators comes to, and the rows"
+    "Train with random numbers of torch, numpy and Python. Return the losses with the next random numbers, and the rows."
     for seed in (torch.manual_seed, np.random.seed, random.seed): seed(0)
     m = nn.Sequential(nn.Linear(4, 8), nn.Dropout(.2), nn.Linear(8, 1))
     o,rows = torch.optim.SGD(m.parameters(), .1),None
@@ -56,7 +56,7 @@ def test_the_training_draws_the_same_numbers(draw, fails, recwarn):
 
 
 def test_generators_are_restored_after_the_first_rows_if_used(monkeypatch):
-    "A function that has drawn from numpy's generator is followed for good. Another function is left alone"
+    "If a function has used numpy's generator once, the generator is always restored after it. Otherwise it is not."
     monkeypatch.setattr(Generators, 'tries', 3)
     alone,_ = train()
     for draw in (by_torch, by_numpy, by_python, by_normals): assert train(drawn(draw))[0]==alone
@@ -64,7 +64,8 @@ def test_generators_are_restored_after_the_first_rows_if_used(monkeypatch):
     for i in range(5):
         at = np.random.get_state()[2]
         late.call(f, torch.tensor(i))
-        assert (np.random.get_state()[2]==at)==(i!=4) # what begins to draw after that is not noticed, as the page says
+        # a function that first draws after `tries` calls is not noticed, as documented
+        assert (np.random.get_state()[2]==at)==(i!=4)
 
 
 def test_compiled_training_draws_the_same_numbers():
@@ -73,7 +74,7 @@ def test_compiled_training_draws_the_same_numbers():
 
 
 def test_the_draws_of_a_statistic_continue():
-    "Its numbers do not repeat, also if the training draws none. A seed decides them"
+    "A statistic gets new random numbers at each call, even if the training draws none. The seed determines them."
     def run(seed):
         torch.manual_seed(seed)
         m = nn.Linear(50, 1)
@@ -99,7 +100,7 @@ def test_built_in_statistics_save_no_generator(monkeypatch):
 
 
 def test_nested_statistics_and_threads_keep_generators_apart():
-    "A statistic may call another. Two threads do not mix their generators with the training's"
+    "A statistic may call another statistic, also in several threads. The generators of the training stay unchanged."
     g,inner = Generators(),lambda x: torch.rand(())
     before = torch.get_rng_state()
     g.call(lambda x: (torch.rand(()), g.call(inner, x), torch.rand(())), torch.ones(1))
@@ -111,7 +112,7 @@ def test_nested_statistics_and_threads_keep_generators_apart():
 
 
 def test_a_statistic_may_log_a_number_in_any_thread():
-    "The lock of the run is taken before that of the generators"
+    "While a statistic runs, the lock of the run is held, so another thread cannot take it."
     asked = []
     def free(te):
         got = te.recorder.lock.acquire(blocking=False)
@@ -127,5 +128,5 @@ def test_a_statistic_may_log_a_number_in_any_thread():
     te = torchEmber(m, stats=stat, ttypes=('input', 'output', 'weight', 'output_grad'), on_error='raise')
     m(torch.ones(2, 3)).sum().backward()
     te.close()
-    assert asked==[False]*5 # input, output, weight, bias, gradient
-    assert te.t.df.seen.dropna().tolist()==[6, 3, 1, 2, 2] # one of each
+    assert asked==[False]*5 # five tensors: input, output, weight, bias, gradient
+    assert te.t.df.seen.dropna().tolist()==[6, 3, 1, 2, 2] # one number is logged for each of the five tensors

@@ -1,4 +1,4 @@
-"Reading within a training takes nothing from the rows, and rows that are added meanwhile have their place"
+"Reading rows during the training does not change them, and rows added in the meantime have the right step."
 import warnings
 
 import pytest
@@ -10,7 +10,7 @@ from torchember import torchEmber
 
 
 def test_reading_a_table_between_micro_batches_changes_no_row():
-    "Gradients are accumulated over several micro-batches. The rows are those of the whole step"
+    "Gradients are accumulated over four micro-batches. The rows still describe the whole step."
     tables = []
     for reads in (False, True):
         torch.manual_seed(0)
@@ -65,7 +65,7 @@ def test_marks_hide_nothing():
 
 @pytest.mark.parametrize('read', [False, True])
 def test_each_call_of_a_probe_has_its_row(read):
-    "With and without reading in between"
+    "This holds with and without reading the rows between two calls."
     class Probes(nn.Module):
         def __init__(self): super().__init__(); self.fc = nn.Linear(1, 1)
         def forward(self, x):

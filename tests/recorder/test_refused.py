@@ -1,4 +1,4 @@
-"Passes whose gradients no optimizer used are not merged with micro-batches: they are marked, counted, and belong to the step before"
+"A pass whose gradients no optimizer used is 'refused': it is not merged with micro-batches, is marked, and belongs to the step before."
 import programs
 import pytest
 import torch
@@ -15,7 +15,7 @@ def batch(v): return torch.full((2, 1), float(v))
 
 
 class Loop:
-    "A model of one layer. The inputs are constant, so their mean shows which passes are in a row"
+    "A training loop of a one-layer model. The inputs are constant, so the mean of a row shows the passes that are merged in it."
     def __init__(self, ends='optimizer', ttypes=('input', 'weight', 'weight_grad'), **options):
         self.model = nn.Sequential(nn.Linear(1, 1))
         self.opt,self.ends = torch.optim.SGD(self.model.parameters(), .1),ends
@@ -35,7 +35,7 @@ class Loop:
         self.step()
 
     def rows(self, ttype='input'):
-        "Step, phase, whether it is skipped, number of the pass, and mean of each row"
+        "Return for each row: step, phase, True if skipped, number of the pass, and mean."
         found = [r for r in lines(self.te) if r['ttype']==ttype and (ttype!='input' or r['module'].endswith('.0(Linear)'))]
         return [(r['step'], r.get('phase'), r.get('skipped'), r.get('micro'), r.get('mean', r.get('loss'))) for r in found]
 
@@ -88,7 +88,7 @@ def test_a_batch_at_the_end_of_a_run_is_marked_and_is_no_step():
 
 
 def test_reading_before_and_after_the_gradients_are_removed():
-    "A row that was read as one of the open step is superseded"
+    "The row was read as part of the open step. A later row marks the pass as refused and replaces it."
     loop = Loop()
     loop.train(0)
     loop.backward(100)
@@ -136,13 +136,13 @@ def test_a_pass_that_never_gets_a_backward_is_taken_out_at_the_end_of_the_step(e
     loop = Loop(ends)
     for i in range(2):
         loop.opt.zero_grad()
-        loop.model(batch(100+i)).sum() # the loss is not finite: the loop goes on
+        loop.model(batch(100+i)).sum() # no backward: the loop skips a batch, for example if its loss is not finite
         loop.train(i)
     loop.te.close()
     assert sorted(loop.rows(), key=str)==sorted([refused(0, 0, 100), row(0, 0), refused(0, 1, 101), row(1, 1)], key=str)
 
 
-# ---- not refused
+# ---- passes that are not refused
 
 @pytest.mark.parametrize('ends', ENDS)
 @pytest.mark.parametrize('accumulate', [1, 2])
@@ -161,7 +161,7 @@ def test_zero_grad_between_forward_and_backward_refuses_nothing(ends, accumulate
 
 
 def test_a_batch_that_is_refused_in_a_loop_with_zero_grad_between_forward_and_backward():
-    "Its gradients are removed after the forward of the next batch"
+    "The gradients of the refused batch are cleared only after the forward of the next batch."
     loop = Loop(stats=['mean'])
     for i in range(4):
         loss = loop.model(batch(i)).sum()
@@ -204,7 +204,7 @@ def test_passes_whose_gradients_are_used_are_micro_batches(ends, how):
 @pytest.mark.parametrize('of', ['input', 'weights'])
 @pytest.mark.parametrize('ends', ENDS)
 def test_a_pass_that_only_autograd_grad_uses_is_not_merged(ends, of):
-    "An attack on the input, a saliency map, or a measurement of gradients: nothing of it comes to the optimizer"
+    "Examples are an attack on the input, or a saliency map. Their gradients never reach the optimizer."
     loop = Loop(ends)
     def query():
         x = batch(0).requires_grad_()
@@ -236,7 +236,7 @@ print([(r['step'], r.get('phase'), r['nan'] if 'nan' in r else 0) for r in te.t.
 
 
 def test_an_optimizer_beside_the_given_one_uses_gradients():
-    "The weights changed meanwhile"
+    "The ember does not know optimizer `b`. Changed weights show that the gradients of these passes were used."
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     a,b = (torch.optim.SGD(m.parameters(), .1) for m in model)
     te = torchEmber(model, optimizer=a, ttypes=('input',), stats=['mean'])
@@ -259,7 +259,7 @@ def test_weights_that_are_updated_through_data_end_no_pass_that_te_step_ends():
 
 @pytest.mark.parametrize('root', ['both', 'discriminator'])
 def test_a_gan(root):
-    "The generator's pass through a discriminator that is watched alone brings it gradients that nobody uses"
+    "If only the discriminator is recorded, the generator's pass gives it gradients that no optimizer uses."
     both = nn.ModuleDict({'g': nn.Linear(1, 1), 'd': nn.Linear(1, 1)})
     g,d = both['g'],both['d']
     og,od = (torch.optim.SGD(m.parameters(), .01) for m in (g, d))
@@ -276,7 +276,8 @@ def test_a_gan(root):
     te.close()
     got = [(r['step'], r.get('phase'), r['mean']) for r in lines(te) if 'g(' not in r['module']]
     if root=='both': assert not any(p for _,p,_ in got) and {s for s,*_ in got}=={0, 1}
-    else: assert got==[(0, None, 1), (0, 'refused', 50), (1, None, 2), (2, None, 50)] # the last gradients are still there
+    # gradients of the last pass were not cleared, so it is not refused
+    else: assert got==[(0, None, 1), (0, 'refused', 50), (1, None, 2), (2, None, 50)]
 
 
 def test_lbfgs_calls_the_model_many_times_in_one_step():
@@ -293,7 +294,7 @@ def test_lbfgs_calls_the_model_many_times_in_one_step():
     assert report['steps']==2 and not any(r.get('phase') for r in te.t.lines())
 
 
-# ---- what is in the rows
+# ---- rows of refused passes
 
 def test_rows_of_functions_and_gradients_of_a_refused_batch():
     loop = Loop(ttypes=('input', 'output_grad'), stats=lambda x: {'mean': x.mean()})
@@ -326,7 +327,7 @@ def test_rules_and_alarms_pass_over_a_refused_batch(recwarn):
 
 @pytest.mark.parametrize('ends', ENDS)
 def test_a_loop_that_combines_copies_of_gradients_refuses_nothing_from_the_second_step_on(ends):
-    "PCGrad, or private training by hand: gradients of each pass are copied and removed, and the optimizer gets assigned ones"
+    "Gradients of each pass are copied and cleared, as in PCGrad. Their sum is assigned to .grad for the optimizer."
     loop = Loop(ends)
     for _ in range(3):
         copies = []
@@ -336,14 +337,14 @@ def test_a_loop_that_combines_copies_of_gradients_refuses_nothing_from_the_secon
             loop.opt.zero_grad()
         for p,*grads in zip(loop.model.parameters(), *copies, strict=True): p.grad = sum(grads)
         loop.step()
-    first = int(ends=='te.step') # the step that `Loop` ends before the first pass is empty and has no number
+    first = int(ends=='te.step') # with te.step(), `Loop` first ends an empty step, which has no number
     rows = [r for r in loop.rows() if r[0]>0]
     assert rows and all(r[1:]==(None, None, None, 2.) for r in rows), (first, rows)
     assert not [r for r in loop.te.close()['remarks'] if 'belong' in r]
 
 
 def test_clipped_gradients_are_no_copies():
-    "Clipping writes into the gradients of the backward: a batch that is refused later is still found"
+    "Clipping changes gradients in place. A batch that is refused after a clipping is still found."
     loop = Loop()
     for values in (1, nan), (2,):
         for v in values:
@@ -359,7 +360,7 @@ def test_clipped_gradients_are_no_copies():
 
 @pytest.mark.parametrize('ends', ENDS)
 def test_a_gradient_penalty_that_no_backward_of_the_output_follows_is_a_micro_batch(ends):
-    "The output is linear in the input, so the second backward goes to the weights only"
+    "The output is linear in the input, so the second backward reaches only the weights, not the output of the pass."
     loop = Loop(ends)
     for _ in range(2):
         x = batch(0).requires_grad_()
@@ -371,7 +372,7 @@ def test_a_gradient_penalty_that_no_backward_of_the_output_follows_is_a_micro_ba
 
 
 def test_two_batches_that_are_refused_at_once_keep_their_own_rows():
-    "With a function as statistics, each pass has a row of its own"
+    "Results of a user's function cannot be merged, so each refused pass has its own row."
     loop = Loop(stats=lambda x: {'mean': x.float().mean().item()}, ttypes=('input',))
     loop.train(0)
     loop.backward(100, 200)

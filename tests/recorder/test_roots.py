@@ -1,4 +1,4 @@
-"A root that is never called: its parts run by themselves, once or several times, also compiled"
+"The root module is never called: its parts are called directly, once or several times, also compiled."
 from tensor_rows import df as rows_of
 from tensor_rows import lines
 import gc
@@ -25,7 +25,7 @@ class VAE(nn.Module):
 
 @pytest.mark.parametrize('with_optimizer', [False, True])
 def test_steps_of_a_root_that_is_not_called_end(with_optimizer):
-    "When the module that began the step is called again, or the optimizer has stepped"
+    "A step ends when its first module is called again, or when the optimizer has stepped."
     model,short = seeded(VAE),None
     opt = momentum(model)
     with heard() as said, torchEmber(model, ttypes=('input', 'output', 'weight'), **(dict(optimizer=opt) if with_optimizer else {})) as te:
@@ -38,7 +38,8 @@ def test_steps_of_a_root_that_is_not_called_end(with_optimizer):
             assert log==short and log
     assert steps(te)==list(range(30)) and not said
     rows = table(te, 'output', 'weight')
-    assert len(rows)==30*(4+4) and {k[4] for k in rows}=={0} # enc, its two, dec; two weights and two biases
+    # per step 4 outputs (enc, its two layers, dec) and 4 weights
+    assert len(rows)==30*(4+4) and {k[4] for k in rows}=={0}
     enters,exits = [l for l in short if l.startswith('enter')],[l for l in short if l.startswith('exit')]
     assert sorted(l.split(' ', 1)[1] for l in enters)==sorted(l.split(' ', 1)[1] for l in exits) and short[-1]=='exit model(VAE).dec(Linear)'
 
@@ -54,7 +55,7 @@ def test_the_log_of_a_root_that_is_not_called_does_not_grow():
 
 
 def test_micro_batches_of_parts_are_merged():
-    "As where the root is called"
+    "The rows are merged in the same way as micro-batches of a root that is called."
     model = seeded(VAE)
     opt = momentum(model)
     with torchEmber(model, optimizer=opt, ttypes=('input', 'output', 'weight', 'weight_grad')) as te:
@@ -69,7 +70,7 @@ def test_micro_batches_of_parts_are_merged():
 
 
 def test_one_part_called_alone_is_recorded():
-    "A LightningModule whose training_step calls self.net"
+    "An example is a LightningModule whose training_step calls self.net."
     class Lit(nn.Module):
         def __init__(self): super().__init__(); self.net = Net()
     model = seeded(Lit)
@@ -79,7 +80,7 @@ def test_one_part_called_alone_is_recorded():
 
 
 def test_a_part_called_alone_records_all_weights_inside():
-    "However deep. Weights of a part beside it are not recorded"
+    "Weights at any depth inside the part are recorded. Weights of a neighboring part are not."
     class Uses(nn.Module):
         def __init__(self): super().__init__(); self.a = nn.Sequential(nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Sequential(nn.Linear(3, 3))))
         def forward(self, x): return nn.functional.linear(nn.functional.linear(x, self.a[0][0].weight), self.a[1][0][0].weight)
@@ -94,7 +95,7 @@ def test_a_part_called_alone_records_all_weights_inside():
 @needs_hooks
 @pytest.mark.parametrize('with_optimizer,every', [(False, 1), (False, 2), (True, 1), (True, 3)])
 def test_a_compiled_part_begins_the_pass_as_an_uncompiled_part_does(with_optimizer, every):
-    "It is compiled once more when it turns out that it is called by itself"
+    "The part is compiled once more when the recorder finds that the part is called without the root."
     from torch._dynamo.testing import CompileCounterWithBackend
     class Lit(nn.Module):
         def __init__(self): super().__init__(); self.net = Net()
@@ -116,7 +117,7 @@ def test_a_compiled_part_begins_the_pass_as_an_uncompiled_part_does(with_optimiz
 
 
 def test_a_leaf_given_in_every_pass_has_a_gradient_of_each_pass():
-    "Each pass has its own hook on the leaf"
+    "One leaf tensor is the input of two passes. Each pass has its own hook on it."
     model = seeded(lambda: nn.Linear(2, 1, bias=False))
     with torch.no_grad(): model.weight[:] = 1.
     x = torch.ones(3, 2, requires_grad=True)
@@ -127,7 +128,7 @@ def test_a_leaf_given_in_every_pass_has_a_gradient_of_each_pass():
 
 
 def test_parts_called_alone_count_steps_and_calls_off_schedule():
-    "Calls count from 0 in each step"
+    "Only every second step is recorded. Calls are counted from 0 in each step."
     class Gan(nn.Module):
         def __init__(self): super().__init__(); self.g,self.d = nn.Linear(4, 4),nn.Linear(4, 1)
     gan = Gan()

@@ -1,4 +1,4 @@
-"Counts of the tokens of experts, compared with routers of Hugging Face and with hand-written ones"
+"The number of tokens of each expert is compared with routers of Hugging Face and with hand-written routers."
 import warnings
 
 import pytest
@@ -17,7 +17,7 @@ def routers(te):
 
 
 def counts_of(te):
-    "Return the number of tokens of each expert, a list for each call of a router."
+    "Return a list for each call of a router: the number of tokens of each expert."
     df = routers(te)
     df = df[df.tname!='router']
     return [[int(n) for n in rows.tokens] for _,rows in df.groupby(['step', 'path', 'call'], sort=False)]
@@ -46,7 +46,8 @@ def test_counts_equal_those_of_the_routers(name):
     model = cls(cls.config_class(**models[name]))
     for p in model.parameters():
         if p.dim()>1: nn.init.normal_(p, std=.5)
-    for path,m in model.named_modules(): # the output of a router is a tuple that ends with the numbers of the chosen experts
+    # a router's output is a tuple; its last element has the indices of the chosen experts
+    for path,m in model.named_modules():
         if path.endswith(('.gate', '.router')): m.register_forward_hook(lambda m, inputs, out: chosen.append(count(out[-1], m.num_experts)))
     te = torchEmber(model.train(), ttypes='output', include=name, routers=True)
     out = model(input_ids=torch.randint(3, 60, (3, 20)))
@@ -78,7 +79,7 @@ def test_dropped_tokens_of_switch_transformers():
 
 
 class Mixture(nn.Module):
-    "Four experts with stacked weights. `how`: how the router chooses"
+    "A mixture of four experts with stacked weights. `how`: the way in which the router chooses experts."
     def __init__(self, how='torch', size=8):
         super().__init__()
         self.how,self.gate,self.chosen = how,nn.Linear(size, 4),[]
@@ -111,7 +112,8 @@ def test_hand_written_routers():
     te.disarm()
     assert counts_of(te)==[m.chosen[0] for m in model]
     whole = routers(te).query('tname=="router"')
-    assert list(whole.path)==list('0123') and list(whole.choices)==[2, 2, 1, 2] and 'dropped' not in whole # no expert is a module
+    # experts are no modules here, so the number of dropped tokens is unknown
+    assert list(whole.path)==list('0123') and list(whole.choices)==[2, 2, 1, 2] and 'dropped' not in whole
     assert set(whole.dtype)=={'float32'} and set(whole.tokens)=={36}
 
 
@@ -145,7 +147,7 @@ def test_steps_calls_and_failed_passes():
             super().__init__()
             self.layer = Mixture()
         def forward(self, x):
-            x = self.layer(self.layer(x)) # the second call has rows of its own
+            x = self.layer(self.layer(x)) # the layer is called twice; the second call has its own rows
             if self.fails: raise ValueError('no memory')
             return x
     model = Twice()
@@ -194,7 +196,7 @@ def test_a_statistic_of_the_user_is_no_router():
 @pytest.mark.parametrize('exclude', [None, 'experts.3'])
 def test_dropped_tokens_need_all_experts(exclude):
     class Half(nn.Module):
-        "Each expert gets only the first half of its tokens."
+        "A mixture of experts in which each expert drops the second half of its tokens."
         def __init__(self):
             super().__init__()
             self.gate,self.experts = nn.Linear(8, 4),nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
@@ -222,7 +224,7 @@ def test_a_failing_count_does_not_stop_the_training(monkeypatch):
     assert not len(routers(te))
 
 
-@pytest.mark.release # compiles twice; the wrapper hardly changes
+@pytest.mark.release # slow: the model is compiled twice
 def test_compiled_code_is_unchanged_and_named():
     def run(**more):
         model = hand_written(['torch', 'argmax'])

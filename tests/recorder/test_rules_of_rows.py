@@ -1,4 +1,4 @@
-"Rows of any order of passes, evaluations, steps, numbers, marks and readings, against hooks of torch and a list kept by hand"
+"Random sequences of passes, evaluations, steps, logged numbers, marks and reads: the rows are compared with torch hooks and a list."
 from tensor_rows import df, lines
 import math
 import warnings
@@ -34,11 +34,12 @@ class Block(nn.Module):
 
 class Twice(nn.Module):
     def __init__(self): super().__init__(); self.f = Block()
-    def forward(self, x): return self.f(self.f(x))+self.f.l(x) # the last of three calls comes from outside of its own module
+    # `self.f.l` is called three times, the last time from outside of its parent module `f`
+    def forward(self, x): return self.f(self.f(x))+self.f.l(x)
 
 
 class Net(nn.Module):
-    "Modules inside of modules that run several times, and a weight of two of them"
+    "A model of nested modules that run several times, with a tied weight."
     def __init__(self):
         super().__init__()
         self.a,self.b = Twice(),Block()
@@ -48,7 +49,7 @@ class Net(nn.Module):
 
 
 class ByHand:
-    "The rows that there should be: (step, path, ttype, tname, call, phase, epoch) -> tensors, which are merged"
+    "Collects the expected rows with torch hooks: (step, path, ttype, tname, call, phase, epoch) -> tensors to merge."
     def __init__(self, model):
         self.model,self.want,self.step,self.epoch,self.began = model,defaultdict(list),0,None,False
         self.phase,self.calls,self.seen = None,Counter(),set()
@@ -63,7 +64,7 @@ class ByHand:
         if o.requires_grad: o.register_hook(lambda g, where=(path, 'output_grad', 'output_0', call, self.phase): self.put(g, *where))
 
     def own(self):
-        "Parameters: path, position, parameter, each once"
+        "Yield path, position and parameter of each parameter. A tied parameter is yielded once."
         seen = set()
         for path,m in self.model.named_modules():
             for i,p in enumerate(m._parameters.values()):
@@ -86,14 +87,14 @@ class ByHand:
 
 
 def agree(te, hand, logged=()):
-    "The rows of a run that is closed are those that there should be, and its numbers"
+    "Check that a closed run has exactly the expected rows and the logged numbers `logged`."
     rows = df(te).to_dict('records')
     def epoch(r): return None if math.isnan(e := r.get('epoch', math.nan)) else int(e)
     def phase(r): return r['phase'] if isinstance(r.get('phase'), str) else None
     assert [(r['step'], r['call'], epoch(r), r['loss']) for r in rows if r['ttype']=='scalar']==list(logged)
     tensors = [r for r in rows if r['ttype']!='scalar']
     where = [(r['step'], r['path'], r['ttype'], r['tname'], r['call'], phase(r), epoch(r)) for r in tensors]
-    assert sorted(map(str, where))==sorted(map(str, hand.want)) # each place once
+    assert sorted(map(str, where))==sorted(map(str, hand.want)) # the expected rows exist, each of them once
     for k,r in zip(where, tensors, strict=True):
         some = hand.want[k]
         says({**r, 'shape': torch.cat(some).shape}, torch.cat(some))
@@ -133,17 +134,17 @@ def test_any_order_of_events(todo, seed):
     agree(te, hand, logged)
 
 
-# ---- parts of the recorder, alone
+# ---- single parts of the recorder
 
 class Spy:
-    "Stands for a run: keeps what it is handed"
+    "Replacement of a run: keeps the arguments of each `put`."
     def __init__(self): self.file,self.step,self.got,self.marked = self,None,[],{}
     def put(self, *args, **kwargs): self.got.append((args, kwargs))
     def note(self, what, **kwargs): self.got.append(what)
 
 
 def test_what_the_journal_says_of_each_step():
-    "Marks and rank of their time, when its first row was measured, whether it was skipped; all of that anew in the next step"
+    "Each step gets its own marks, the rank, the time of its first row, and the mark 'skipped'."
     t = Spy()
     j,buffer,steps = RowWriter(t, rank=3),StepBuffer({}),Steps(5)
     buffer.add(('m', 'output', 'x', None, None, 0), 0, None, 'float32', {'mean': 1.})
@@ -167,11 +168,11 @@ def test_what_the_journal_says_of_each_step():
     assert (two.step, two.marks, two.many_passes)==(6, {'rank': 3, 'epoch': 2}, {None: True})
     assert [args[1] for args,_ in t.got]==[True, False] and [r[5] for m in (one, two) for r in m.custom]==[{'mean': 1.}, {'mean': 2.}]
     j.write(buffer, steps, False)
-    assert len(t.got)==2 # nothing wakes the writer
+    assert len(t.got)==2 # an empty buffer is not handed to the writer thread
 
 
 def test_where_the_journal_puts_rows_that_come_late():
-    "Into the open step when it is recorded; with the step that closed when that was; beside all steps when neither is"
+    "A number goes into a recorded open step, or joins the last step if it was recorded. Otherwise it is written alone."
     for was_on,on,joins in ((True, True, True), (True, False, True), (False, True, None)):
         t = Spy()
         j,buffer,steps = RowWriter(t),StepBuffer({}),Steps(3)
@@ -188,11 +189,11 @@ def test_where_the_journal_puts_rows_that_come_late():
         assert [(r['step'], r['ttype'], r['call']) for r in rows]==[(3, 'scalar', 1), (3, 'quantity', 0)]
         steps.begin('')
         j.extra.note({'loss': 3.}, buffer, steps, True)
-        assert [r[2] for r in buffer.rows.custom.rows]==[0] # the calls of another step
+        assert [r[2] for r in buffer.rows.custom.rows]==[0] # calls are counted from 0 again in the new step
 
 
 def test_rows_of_functions_that_are_read_several_times_in_a_step():
-    "Of a parameter the later one stands in place of what was handed out, however often; of a call each is a row of its own"
+    "A later row of a parameter replaces the earlier row. Each call of a module has its own row."
     buffer = StepBuffer({})
     def give(pname, mean):
         buffer.add(('m', 'weight' if pname else 'output', 'x', pname, None, 0), 0, 0, 'float32', {'mean': mean})
@@ -216,7 +217,7 @@ def test_only_rows_of_the_same_module_type_and_name_are_dropped():
 
 
 def test_calls_inside_of_calls():
-    "Each module counts its own, from 0 in each pass; what was entered last is left first, with its own number"
+    "Each module counts its calls from 0 in each pass. The innermost call ends first and has its own number."
     class State:
         pass_ = calls = None
         number = Heard.number
@@ -256,7 +257,7 @@ def test_each_buffer_once_at_the_first_module_that_has_it_and_is_watched():
 
 
 def test_a_mark_that_changes_with_every_step():
-    "In four steps one after another; not every second step, not one that stays for a step, not one that is a whole number"
+    "The mark is found if it is a float that changes in four consecutive steps. Integers are ignored."
     def said(*seen): m = ChangingMarks(); return [m.find({'loss': v, 'epoch': int(s)}, s) for s,v in seen]
     assert said(*((s, s/2) for s in range(5)))==[None, None, None, ('loss', 1.5), ('loss', 2.)]
     assert not any(said(*((2*s, s/2) for s in range(9))))
@@ -266,7 +267,7 @@ def test_a_mark_that_changes_with_every_step():
 
 
 def test_what_could_not_be_measured_is_counted_apart_and_said_once_for_each_place():
-    def f(x): "A statistic"
+    def f(x): "A user's statistic."
     n = Notices()
     with heard() as said:
         for module,tname,error,how in (('a', 'x', Unmeasurable('gone'), None), ('a', 'x', Unmeasurable('gone'), None), ('a', 'y', Unmeasurable('gone'), None),
@@ -292,7 +293,7 @@ def test_the_first_value_that_is_not_finite_is_found_once():
 
 def test_evaluation_is_what_the_root_or_a_part_that_was_trained_does_in_eval_mode():
     p = Phases()
-    assert p.find('part', False, True) is None # frozen from the start, in a root that trains
+    assert p.find('part', False, True) is None # a part that was never trained, in a root in train mode
     assert p.find('part', True, True) is None and p.find('part', False, True)=='eval' and p.find('other', False, True) is None
     assert p.find('other', True, False)=='eval' and p.find('', False, False)=='eval'
 
@@ -308,7 +309,7 @@ def test_a_step_waits_for_all_of_its_optimizers_anew():
 
 
 def test_a_decision_is_made_once_for_a_step():
-    "However often it is asked; what a budget denies is told from what the schedule does not want"
+    "The decision is stored. `denied` is True only if the budget refused a step that the schedule selected."
     class Budget:
         asked,pending = 0,[]
         def allows(self, pending): self.asked += 1; self.pending.append(pending); return self.asked%2==0
@@ -335,7 +336,7 @@ def test_time_is_counted_from_the_first_pass_to_the_last_end(monkeypatch):
     c.spent = 3.
     assert c.total()==9
     c.local.entered = 10.
-    assert c.total()==11 # what runs now began at 10
+    assert c.total()==11 # a timed call that began at 10 is still running
 
 
 def test_steps_without_gradients_are_counted_when_they_trained():
@@ -346,10 +347,10 @@ def test_steps_without_gradients_are_counted_when_they_trained():
     assert h.steps_without==2 and not h.in_step
 
 
-# ---- an ember
+# ---- complete embers
 
 class Around(nn.Module):
-    "Calls a model that is no part of it"
+    "A model that calls another model, which is not one of its submodules."
     def __init__(self, call): super().__init__(); self.l,self.call = Block(),[call]
     def forward(self, x): return self.l(self.call[0](x))
 
@@ -365,7 +366,7 @@ def stepped(opt, *hands):
 
 
 def test_two_models_of_which_one_runs_inside_of_the_other():
-    "Steps of their own, numbers of their own, passes of their own; one steps twice as often"
+    "Each model has its own steps, logged numbers and passes. One of them steps twice as often."
     torch.manual_seed(0)
     inner = ByHand(Net())
     outer = ByHand(Around(inner.forward))
@@ -388,7 +389,7 @@ def test_two_models_of_which_one_runs_inside_of_the_other():
 
 
 def test_runs_of_one_model_after_each_other():
-    "A second one begins at nothing, one that goes on after the last step of the one before, and one that is armed again where it was"
+    "A new run begins at step 0, a resumed run after its last step. A model that is armed again continues its step."
     torch.manual_seed(0)
     model = Net()
     opt = torch.optim.SGD(model.parameters(), .1)
@@ -404,7 +405,7 @@ def test_runs_of_one_model_after_each_other():
         train()
         te.disarm()
         at,want = hand.step,{k: list(v) for k,v in hand.want.items()}
-        train(1, 1) # heard by nobody
+        train(1, 1) # the ember is disarmed, so this step is not recorded
         hand.step,hand.want = at,defaultdict(list, want)
         te.arm()
         train(1, 3)
@@ -414,7 +415,7 @@ def test_runs_of_one_model_after_each_other():
 
 
 def test_statistics_that_are_chosen_anew_in_the_middle():
-    "From the next pass on, for these tensor types alone, and in a second module as in the first"
+    "New statistics apply from the next pass on, only to the given tensor type, and to all modules."
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with torchEmber(model, ttypes=('input', 'output'), stats=['mean']) as te:
         model(torch.ones(1, 2))
@@ -458,7 +459,7 @@ def test_two_probes_in_a_module_that_is_called_twice():
 
 
 def test_probes_around_a_call_of_the_module_by_itself():
-    "Of the call that runs, and not of the one that it is inside of or that came last"
+    "The module calls itself. A probe belongs to the running call, not to an outer call or to the last call."
     class Down(nn.Module):
         def __init__(self): super().__init__(); self.t = nn.Tanh()
         def forward(self, x, n=2):
@@ -483,7 +484,7 @@ def test_marks_end_one_by_one_and_the_later_one_counts(tmp_path):
     assert [{k: v for k,v in r.items() if k!='x'} for r in t.lines()]==[{'a': 1, 'b': 1}, {'a': 1, 'b': 2}, {'b': 2}, {'b': 2, 'c': 3}, {}, {'a': 9}]
     t.mark(a=1)
     t({'x': 0, 'a': 5})
-    assert t.lines()[-1]=={'x': 0, 'a': 5} # a row's own goes before a mark
+    assert t.lines()[-1]=={'x': 0, 'a': 5} # a value in the row takes precedence over a mark
 
 
 def test_the_closing_report_names_who_did_not_step():
@@ -503,7 +504,7 @@ def told(te, *columns, **where):
 
 
 def test_a_probe_outside_of_all_passes_and_in_a_module_that_is_not_recorded():
-    "It is of the root, or of the recorded module around it; of none in a step that is not wanted"
+    "The probe belongs to the root, or to the recorded module around it. In an unselected step it has no row."
     class Probes(nn.Module):
         def forward(self, x): return te.probe('inside', x)
     model = nn.Sequential(nn.Sequential(Probes()), nn.Tanh())
@@ -513,18 +514,19 @@ def test_a_probe_outside_of_all_passes_and_in_a_module_that_is_not_recorded():
             model(torch.full((1,), float(i)))
     root,part = 'model(Sequential)','model(Sequential).0(Sequential)'
     assert told(te, 'step', 'module', 'tname', 'call', 'mean', ttype='probe')==[(0, root, 'before', 0, .5), (0, part, 'inside', 0, 0),
-        (0, root, 'before', 0, 1.5), (2, part, 'inside', 0, 2)] # the step of the first pass is open until the second begins
+        # step 0 is still open at the second 'before' probe: step 1 begins with the next pass
+        (0, root, 'before', 0, 1.5), (2, part, 'inside', 0, 2)]
 
 
 def test_gradients_that_no_optimizer_has_told_of_are_read_where_te_step_is():
-    "Two are heard, and te.step() ends the steps: of who has stepped they are those of its step, of the other those of now; in the next step likewise"
+    "Gradients of an optimizer are read when it steps. Without its step, they are read in te.step()."
     model = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(2))
     opts = [torch.optim.SGD(m.parameters(), 0.) for m in model]
     with torchEmber(model, optimizer=opts, ttypes='weight_grad', stats=['mean'], ends='step') as te:
         for s,who in enumerate((0, 1, 1, None)):
             for i,m in enumerate(model): m(torch.full((1, 1), 10.*s+i+1)).sum().backward()
             if who is not None: opts[who].step()
-            for p in model.parameters(): p.grad.add_(.5) # afterwards
+            for p in model.parameters(): p.grad.add_(.5) # change the gradients after the optimizer step
             te.step()
             for o in opts: o.zero_grad()
     want = [(s, i, 10*s+i+1+(.5 if i!=who else 0)) for s,who in enumerate((0, 1, 1, None)) for i in (0, 1)]
@@ -532,7 +534,7 @@ def test_gradients_that_no_optimizer_has_told_of_are_read_where_te_step_is():
 
 
 def test_what_was_copied_for_an_update_that_did_not_come():
-    "Of a step that a scaler skips, and of one that raised: the weights are not compared with what they were then"
+    "If an optimizer step is skipped or does not end, its copied weights are not used for a later update."
     model = nn.Linear(1, 1, bias=False)
     opt,s = torch.optim.SGD(model.parameters(), 1.),torch.amp.GradScaler('cpu', init_scale=2.)
     nn.init.ones_(model.weight)
@@ -543,8 +545,8 @@ def test_what_was_copied_for_an_update_that_did_not_come():
             s.step(opt)
             s.update()
             with torch.no_grad(): model.weight.add_(10)
-            if i: te.log_model() # in the step that comes
-        te.recorder.sources.updates.before(opt) # a step that is not over
+            if i: te.log_model() # measures the weights for the next step
+        te.recorder.sources.updates.before(opt) # begins an optimizer step that never ends
     assert told(te, 'step', 'mean', ttype='update')==[(0, -1), (2, -1)]
     assert told(te, 'step', 'skipped', ttype='output')==[(0, None), (1, True), (2, None)]
     assert te.recorder.tally.skipped==1 and not te.recorder.sources.updates.copies
@@ -567,7 +569,7 @@ def test_the_closing_report_tells_how_long_a_step_waited():
 
 
 def test_steps_that_hold_more_rows_than_memory_should():
-    "What is handed over in between is merged with what comes, and superseded"
+    "Rows that are written before the end of a step are merged with later rows, which replace them."
     model = nn.Sequential(nn.Linear(1, 1))
     opt = torch.optim.SGD(model.parameters(), 0.)
     te = torchEmber(model, optimizer=opt, ttypes='input', stats=['mean', 'numel'])
@@ -581,7 +583,7 @@ def test_steps_that_hold_more_rows_than_memory_should():
 
 
 def test_a_process_that_the_run_does_not_belong_to():
-    "As after a fork: nothing more is recorded, whatever is done, and the report says so"
+    "After a fork, the child process records nothing more, and its report says so."
     model = nn.Linear(1, 1)
     opt = torch.optim.SGD(model.parameters(), .1)
     te = torchEmber(model, optimizer=opt, overhead=.9)
@@ -599,7 +601,7 @@ def test_a_process_that_the_run_does_not_belong_to():
 
 @pytest.mark.parametrize('ends', ['optimizer', 'te.step'])
 def test_the_model_is_logged_twice_in_a_step_and_after_an_evaluation(ends):
-    "The last time counts, the rows are of the step that is open, and there is one of each"
+    "The last te.log_model() of a step counts. Its rows belong to the open step, and each parameter has one row."
     model = nn.Linear(1, 1, bias=False)
     opt = torch.optim.SGD(model.parameters(), 0.)
     te = torchEmber(model, ttypes=('input', 'weight', 'weight_grad'), stats=['mean'], **({'optimizer': opt} if ends=='optimizer' else {}))
@@ -625,7 +627,7 @@ def test_the_model_is_logged_twice_in_a_step_and_after_an_evaluation(ends):
 
 
 def test_steps_without_gradients_are_counted_whoever_ends_them():
-    "Passes that turn out to be of one step are one step without; what a later one finds counts for that one"
+    "Passes that are joined to one step count as one step. A gradient in any of them counts for this step."
     def remark(passes, grads, known=False):
         model = nn.Linear(1, 1)
         te = torchEmber(model, ttypes=('weight_grad',))
@@ -644,7 +646,7 @@ def test_steps_without_gradients_are_counted_whoever_ends_them():
 
 
 def test_what_comes_between_steps():
-    "A backward after te.step() is of the step that it opens; a probe outside of all passes reads what was written unseen"
+    "A backward after te.step() belongs to the next step. A probe outside of all passes sees values written through .data."
     model,x = nn.Linear(1, 1, bias=False),torch.ones(2)
     te = torchEmber(model, ttypes='output_grad', stats=['mean'])
     ys = [model(torch.ones(1, 1)) for _ in range(2)]
@@ -662,7 +664,7 @@ def test_what_comes_between_steps():
 
 
 def test_the_first_value_that_is_not_finite_is_said_of_whatever_leaves(tmp_path):
-    "Once, of the rows of a step, of a number noted when its step is over, and of a Monitor's; it is the last remark; a line of the user's is nobody's business"
+    "One warning and the last remark name it, for a row or a logged number. Lines written by the user are not checked."
     for early in (False, True):
         model = nn.Linear(1, 1)
         with torch.no_grad(): model.weight.fill_(1.)

@@ -1,4 +1,4 @@
-"State of each part of a recorder: a second step, module, optimizer, pass or parameter does not mix with the first"
+"Each part of a recorder keeps the state of different steps, modules, optimizers, passes and parameters apart."
 import random
 import threading
 from types import SimpleNamespace as Some
@@ -30,10 +30,10 @@ BOTH = ('weight', 'weight_grad')
 def copied(o): return {k: v.copy() if hasattr(v, 'copy') else v for k,v in vars(o).items()}
 
 
-# ---- steps
+# ---- the state of steps
 
 def busy(manual=True):
-    "A step in which everything has happened"
+    "Return `Steps` with an open step that has training passes, an evaluation, a failure and one optimizer step."
     s = Steps(5, manual, {1, 2})
     for i in range(3): s.begin('', None, i)
     s.begin('head', 'eval', 9)
@@ -76,7 +76,7 @@ def test_an_evaluation_that_is_over_leaves_the_step_open_that_it_came_before():
 
 
 def test_what_makes_of_an_evaluation_a_step():
-    "A pass that trains, a measurement, an optimizer; and no step that trained before, unless evaluation is how it is trained"
+    "A pass in eval mode is a step of its own if it trains, is measured, ends with an optimizer step, or if nothing trained before."
     def of(trained=True, **more):
         s = Steps(1, True)
         s.trained = trained
@@ -99,7 +99,7 @@ def test_what_makes_of_an_evaluation_a_step():
 
 
 def test_what_begins_a_pass_and_what_ends_a_step():
-    "The root, the module that began, one around it, another phase; a module that was called already when weights have changed"
+    "A pass begins with the root, its first module, a module around it, or a new phase. A repeated call after a weight change ends a step."
     s = Steps()
     s.begin('net.enc', None, 1)
     s.begin('head', None, 1)
@@ -114,7 +114,8 @@ def test_what_begins_a_pass_and_what_ends_a_step():
     assert (s.state.leader, s.phase, s.state.seen, s.passes)==('net.enc', None, {'net.enc', 'head'}, {None: 1})
     assert s.begin('net.enc', None, 1) and not s.begin('head', None, 1) and s.begin('head', 'eval', 1)
     assert (s.state.leader, s.phase, s.pass_, s.passes, s.micro)==('head', 'eval', 3, {None: 2, 'eval': 1}, 0)
-    s.begin('', 'eval', 7) # averaged weights, put in for an evaluation
+    # the weights differ in an evaluation (for example averaged weights); this is no training change
+    s.begin('', 'eval', 7)
     assert (s.state.weights, s.state.changes)==(1, 0)
     s.begin('', None, 1); s.begin('', None, 2)
     assert (s.state.weights, s.state.changes)==(2, 1)
@@ -131,7 +132,7 @@ def test_a_pass_that_is_taken_back(manual):
 
 
 def test_which_step_a_number_is_noted_for():
-    "The open one when it has trained; else the one that closed, which an evaluation is of"
+    "A logged number belongs to the open step if it has a training pass. Otherwise it belongs to the last finished step."
     s = Steps(3, True)
     assert s.noted==3
     s.begin('', None)
@@ -143,12 +144,12 @@ def test_which_step_a_number_is_noted_for():
     s.begin('', None)
     assert s.noted==4
     s.close()
-    s.trained = False # that step was an evaluation alone
+    s.trained = False # suppose that the finished step was only an evaluation
     s.begin('', 'eval')
     assert s.noted==5
     s = Steps(3)
     s.begin('', None); s.close(); s.begin('', 'eval')
-    assert s.noted==4 # a pass is a step
+    assert s.noted==4 # without te.step(), each pass is a step
 
 
 def test_passes_that_were_taken_for_steps_are_counted_in_the_open_one():
@@ -168,7 +169,7 @@ def test_why_a_step_seems_never_to_be_over():
         return stall_reason(s, 10, 5)
     assert of() is None and of(changes=1) is None and of(passes=9) is None
     assert of(passes=10)=='10 training passes have run' and of(changes=2)=='the weights change nevertheless'
-    assert of((1, 2), changes=2) is None # those that the other has trained
+    assert of((1, 2), changes=2) is None # with two optimizers, the other optimizer may have changed the weights
     assert of((1, 2), [1], turns={1: 4}) is None and of((1, 2), [1], turns={1: 5})=='another optimizer has stepped 5 times'
     assert of((1, 2), [1, 2], passes=10, turns={1: 9, 2: 1}) is None and of((), changes=9, passes=99) is None
     assert of((1, 2), changes=11) is None and of((1, 2), changes=12)=='the weights change nevertheless'
@@ -179,24 +180,25 @@ def test_why_a_step_seems_never_to_be_over():
 def test_a_step_waits_longer_for_an_optimizer_that_always_steps_rarely():
     s = Steps(0, True, (1, 2))
     def turns(first, second):
-        "The first optimizer steps so often, then the second. Return the number of steps after which the open step seems to have no end"
+        "Step one optimizer `first` times, the other `second` times. Return the steps after which the open step seems endless, or None."
         for o in [1]*first+[2]*second:
             if s.optimizers.note_step(o): s.close()
             if stall_reason(s): return s.optimizers.max_count
-    assert turns(19, 1) is None and turns(19, 1) is None # a limit of 20 for an optimizer that never stepped
-    assert turns(56, 1) is None and turns(200, 0)==168 # three times the longest wait
+    # the limit is 20 steps of one optimizer if the other one never stepped
+    assert turns(19, 1) is None and turns(19, 1) is None
+    assert turns(56, 1) is None and turns(200, 0)==168 # the limit is three times the longest wait so far
     s = Steps(0, True, (1, 2))
     assert turns(1, 1) is None and turns(11, 1) is None and turns(40, 0)==33
     s = Steps(0, True, (1, 2))
     assert turns(15, 15)==12
     s = Steps(0, True, (1, 2))
-    assert turns(4, 4) is None and turns(4, 0)==1 # each waits for the other
+    assert turns(4, 4) is None and turns(4, 0)==1 # each optimizer steps four times in a row while the other one waits
     s = Steps(0, True, (1, 2))
     assert turns(20, 0)==20
 
 
 def test_a_schedule_that_fails_and_one_that_wants_nothing():
-    "A budget is asked for what is wanted, alone; with on_error='raise' the error goes through; a step that was asked of is not asked again"
+    "The budget is asked only about selected steps, once per step. With on_error='raise', an exception of the schedule is raised."
     asked = []
     class Budget:
         def allows(self, pending): asked.append(pending); return True
@@ -205,10 +207,10 @@ def test_a_schedule_that_fails_and_one_that_wants_nothing():
     with pytest.raises(ZeroDivisionError): Decision(lambda s: 1/s, None, Notices('raise'))(0)
 
 
-# ---- calls
+# ---- the log of calls in each thread
 
 def test_each_thread_has_a_log_and_a_stack_of_its_own():
-    "One that grows too long is begun anew, and so is that of another pass"
+    "A new log begins if the old log is too long, or if another pass begins."
     c,track = Calls(),Some(name='m')
     c.most_events = 3
     logs = []
@@ -229,14 +231,14 @@ def test_each_thread_has_a_log_and_a_stack_of_its_own():
     assert c.innermost() is None and not c.here.skipped
 
 
-# ---- the buffer
+# ---- the buffer of a step's rows
 
 def layer(name='a'): return Some(track=Some(name=name, id=name), taps={}, watched=True)
 def vectors(buffer, over=True): return [(r['key'], r['call'], r['stats']) for r in buffer.take(over)[0].rows()]
 
 
 def test_a_row_says_all_that_it_was_measured_with():
-    "By built-in statistics and by a function: module, type, name, parameter, phase, backward, call, pass, and the numbers without a scale"
+    "Rows of built-in statistics and of functions have module, type, names, phase, backward, call and pass, and statistics without the scale."
     asked = []
     def own(x): asked.append((buffer.calls.current.name, buffer.calls.here.measuring)); return {'mean': x.mean()}
     buffer = StepBuffer({'output': ('mean',), 'weight': own})
@@ -264,7 +266,7 @@ def test_a_function_that_fails_leaves_no_trace_of_itself():
 
 
 def test_what_is_replaced_is_the_same_tensor_of_the_same_module_alone():
-    "Of what a step has once the last measurement counts, before and after it was handed out, and also when it was written to unseen"
+    "A later measurement replaces only the row of the same tensor and module, also if that row is already in the log."
     buffer,a,b = StepBuffer({'weight': ('mean',)}),layer('a'),layer('b')
     ws = torch.ones(2),torch.full((2,), 5.)
     for st in (a, b):
@@ -305,7 +307,7 @@ def test_a_page_whose_step_is_over():
 
 
 def test_functions_rows_of_a_pass_that_raised():
-    "Those of the pass before stay, and what a step has once; what was handed out is superseded when it comes again"
+    "Rows of earlier passes and of parameters stay. A row that was already handed over is replaced when the pass is repeated."
     buffer = StepBuffer({})
     def give(micro, *names):
         buffer.micro = micro
@@ -322,7 +324,7 @@ def test_functions_rows_of_a_pass_that_raised():
 
 
 class Part(torch.Tensor):
-    "Half of a tensor of two ranks, or all of it"
+    "A tensor like a DTensor: half of a tensor of two ranks, or, if `whole` is True, a whole tensor."
     whole = False
     placements = property(lambda self: (Some(is_replicate=lambda: self.whole),))
     def to_local(self): return self.as_subclass(torch.Tensor)[:1]
@@ -331,7 +333,8 @@ class Part(torch.Tensor):
 def test_parts_of_tensors_are_known_by_place_and_call():
     buffer,st = StepBuffer({'output': ('shape',), 'weight': ('shape',)}),layer()
     x = torch.zeros(2, 3).as_subclass(Part)
-    whole = torch.zeros(2, 3).as_subclass(Part) # not of x: where fastai was imported, the two would share what is set on them
+    # not x.as_subclass(Part): if fastai is imported, both tensors would share attributes
+    whole = torch.zeros(2, 3).as_subclass(Part)
     whole.whole = True
     def at(call, ttype='output'): return 'a', ttype, 'x', None, 0, call
     for call in (0, 1): buffer.measure(st, 'output', 'x', x, call=call)
@@ -344,7 +347,7 @@ def test_parts_of_tensors_are_known_by_place_and_call():
 
 
 def test_functions_that_draw_do_so_apart_from_the_training_and_from_each_other(monkeypatch):
-    "Each generator is kept apart from the first draw on, also when a function has been seen often"
+    "Each function has its own state of a generator from its first draw on, also if it has been called often."
     g,want = Generators(),{}
     g.tries = 2
     draws = {'python': (lambda x: random.random()), 'numpy': (lambda x: np.random.rand()), 'torch': (lambda x: torch.rand(1).item()), 'none': (lambda x: 0)}
@@ -365,7 +368,7 @@ def test_functions_that_draw_do_so_apart_from_the_training_and_from_each_other(m
     assert random.getstate()==state
 
 
-# ---- parameters, gradients, updates
+# ---- parameters, gradients and updates
 
 class Model(nn.Module):
     def __init__(self):
@@ -402,7 +405,7 @@ def of(model, ttypes=BOTH, buffer=None):
 
 
 def test_a_parameter_is_new_once_a_step_by_itself_and_by_its_place():
-    "A sharded one is another tensor at the same place; a tied one the same tensor at another"
+    "A sharded parameter is a new tensor at a known place, a tied one a known tensor at a new place. Both are not new."
     ps,(p,q) = of(Model()),(torch.ones(1), torch.ones(1))
     a,b = ps.states[2:4]
     for _ in range(2):
@@ -441,7 +444,7 @@ def test_each_parameter_is_measured_once_at_the_first_that_returns_and_then_agai
     assert ps.buffer.places()==[('a.0', 'weight', 'weight_0', 'weight'), ('a.0', 'weight', 'weight_1', 'bias'), ('c', 'weight', 'weight_0', 'weight'),
         ('c', 'weight', 'weight_1', 'bias')]
     ps.after_call(root, True, BOTH)
-    assert ps.buffer.places()==[] # all were seen
+    assert ps.buffer.places()==[] # all parameters were measured before
     found = [[s.track.path for s in below(st, ps.states)] for st in (root, seq, c)]
     assert found==[['a', 'b', 'c', 'a.0'], ['a.0'], []]
     assert [(st.track.path, n) for st,_,n,_ in ps.each(states=[b, c])]==[('b', 'weight'), ('c', 'weight'), ('c', 'bias')]
@@ -450,7 +453,7 @@ def test_each_parameter_is_measured_once_at_the_first_that_returns_and_then_agai
 
 
 def test_when_a_lack_of_gradients_is_said():
-    "Not when gradients come, nobody trains, somebody else says it, they are not asked for, an optimizer ends the steps, or weights stay; and once"
+    "The hint is given once, and only if the model trains, gradients are recorded, no optimizer ends the steps, and weights change."
     def said(steps=3, boundary=False, manual=False, trains=True, ttypes=('weight_grad',), move=True, **more):
         lin = nn.Linear(1, 1)
         states,h = of(lin).states,ZeroGradHint()
@@ -460,7 +463,7 @@ def test_when_a_lack_of_gradients_is_said():
             for _ in range(steps):
                 if move: lin.weight.data = lin.weight.data; lin.weight.detach().add_(1)
                 h.handle_step_end(True, states, manual, ttypes, boundary)
-        assert h.given==(len(got)==1 or bool(more.get('given'))) # once is enough
+        assert h.given==(len(got)==1 or bool(more.get('given'))) # the hint is given only once
         return len(got), h.steps_without
     assert said()==(1, 3) and said(1)==(0, 1) and said(2)==(1, 2) and said(1, True)==(1, 1) and said(9, True, True)==(1, 9)
     for no in (dict(trains=False), dict(silent=True), dict(ttypes=('weight',)), dict(manual=True), dict(move=False), dict(given=True), dict(found=True)):
@@ -482,12 +485,13 @@ def test_zeros_are_looked_for_once_where_te_step_ends_the_steps():
         return len(got)
     assert said((0, 0))==said((0, None))==said((None, None), (0, 0))==1
     assert said((0, 1))==said((1, 1), (0, 0))==said((0, 0), boundary=False)==0
-    assert said(*[(0, 0)]*4, boundary=False, manual=False)==0 # passes end the steps: there are gradients, whatever they are
+    # each pass is a step: gradients exist, even if they are zero
+    assert said(*[(0, 0)]*4, boundary=False, manual=False)==0
     assert said((None, None), (0, 0), boundary=False, manual=False)==0
 
 
 def test_modules_with_other_children_are_found_once():
-    "Other parameters do not count"
+    "A module is found if its child modules changed. Changed parameters do not count."
     def found(change):
         m = Model()
         states = of(m).states
@@ -501,7 +505,7 @@ def test_modules_with_other_children_are_found_once():
 
 
 def test_the_gradient_of_a_leaf_is_that_of_the_pass_that_it_was_given_in():
-    "Each name and call counts its own backwards; hooks on leaves are taken off with the step"
+    "Backwards are counted for each name and call. Hooks on leaf tensors are removed at the end of the step."
     steps,came = Some(pass_=1),[]
     def tell(state, ttype, tname, g, call, phase, backward): came.append((state.n, ttype, tname, call, phase, backward, g.tolist()))
     g,one,two = Gradients(('input_grad', 'output_grad'), steps, tell),Some(key=None, n=1),Some(key=None, n=2)
@@ -516,9 +520,10 @@ def test_the_gradient_of_a_leaf_is_that_of_the_pass_that_it_was_given_in():
     steps.pass_ = 2
     g.hook_tensors(one, 'input_grad', [('x', x)], 0, None)
     (x*5).sum().backward()
-    assert came==[(1, 'input_grad', 'x', 0, None, 0, [5])] # the pass before has heard its own
+    # only the hook of the new pass reports, not the hook of the earlier pass
+    assert came==[(1, 'input_grad', 'x', 0, None, 0, [5])]
     came.clear()
-    y.sum().backward() # of a graph that outlives its pass: no leaf, so it is told again
+    y.sum().backward() # y is no leaf, so its hook still reports a backward after its pass
     assert [c[:6] for c in came if c[2]=='y']==[(2, 'output_grad', 'y', 4, 'eval', 2)]
     g.handle_step_end()
     came.clear()
@@ -526,7 +531,7 @@ def test_the_gradient_of_a_leaf_is_that_of_the_pass_that_it_was_given_in():
     assert came==[] and g.handles==[] and not x._backward_hooks and not z._backward_hooks
     g.hook_tensors(one, 'input_grad', [('x', x)], 6, None)
     y,steps.pass_ = x*7,3
-    y.sum().backward() # another pass has begun meanwhile
+    y.sum().backward() # the backward of an earlier pass runs after another pass has begun
     assert [c[3:] for c in came]==[(6, None, 0, [7])]
     assert Gradients(('output_grad', 'weight', 'input_grad'), steps, tell).ttypes==('input_grad', 'output_grad')
 
@@ -538,7 +543,7 @@ def test_what_is_computed_again_brings_the_gradients_that_are_asked_for(ttypes):
     state = Some(key=None, grads_arrived=lambda ttype, named: came.append((ttype, [(n, x.item()) for n,x in named])))
     x = torch.ones(1, requires_grad=True)
     y = x*2
-    for _ in range(2): g.recomputed(state, [('x', x)], [('y', y)]) # heard already
+    for _ in range(2): g.recomputed(state, [('x', x)], [('y', y)]) # the second call adds no second hook
     (y*3).backward()
     assert came==[c for c in (('output_grad', [('y', 3)]), ('input_grad', [('x', 6)])) if c[0] in ttypes]
 
@@ -551,7 +556,7 @@ def test_buffers_are_measured_as_they_are_in_place_of_what_they_were():
 
 
 def test_updates_are_of_the_step_that_was_taken():
-    "Of two optimizers each tells of its own; what is asked again, later, or after a skipped step has no update"
+    "Each optimizer reports its own updates. There is no update if `after` is called twice, too late, or after a skipped step."
     m = nn.ModuleList([nn.Linear(1, 1), nn.Linear(1, 1, bias=False)])
     ps = of(m)
     u = Updates(ps.buffer, ps, ('weight', 'update', 'optimizer'))
@@ -603,8 +608,8 @@ def test_what_is_known_of_parameters_is_told_when_it_changes():
     for _ in range(2): k.note(states, [opt], True)
     assert len(told)==2 and [p['optimizer'] for p in k.entries]==[False, False, True, True] and k.trained
     k.note(states, [opt], False)
-    assert k.trained # it was
-    k.with_gradient.add(('b', 'weight')) # known by its other name
+    assert k.trained # `trained` stays True
+    k.with_gradient.add(('b', 'weight')) # the gradient is noted under the other name of the tied weight
     states[4].pass_ = 3
     k.note(states, [], False)
     facts = [(p['optimizer'], p['gradient'], p['called']) for p in k.entries]
@@ -612,13 +617,13 @@ def test_what_is_known_of_parameters_is_told_when_it_changes():
     assert k.trained and len(told)==3 and [i for i in range(9) if k.is_due(i)]==[1, 2, 4, 8]
 
 
-# ---- the journal
+# ---- the writer of rows
 
 class Run:
-    "Stands for a run: keeps what it is handed, and whether it is to join a step"
+    "Replacement of a run: keeps the rows of each `put`, and whether they join an earlier step."
     def __init__(self): self.file,self.step,self.got,self.marked = self,None,[],{}
     def put(self, what, *args, **more): self.got.append((what, args, more))
-    def note(self, what): "Nobody listens"
+    def note(self, what): "Do nothing: no test reads these notes."
 
 
 def journal():
@@ -643,7 +648,7 @@ def test_steps_that_wait_go_to_the_log_before_what_comes_next():
     steps.begin('')
     measured(buffer)
     j.write(buffer, steps, True, wait=True)
-    j.write(buffer, steps, False) # with nothing of its own
+    j.write(buffer, steps, False) # the buffer is empty, but the waiting steps are written
     assert len(t.got)==4 and j.waiting==[]
 
 
@@ -676,7 +681,7 @@ def test_rows_of_somebody_else_go_into_the_open_step_or_beside_it(open_, on, was
 
 
 def test_numbers_of_an_evaluation_and_of_two_steps():
-    "Their phase, their step, and calls that count on in the step that closed and from 0 in the next"
+    "Numbers have the phase and step of their time. `call` goes on after the end of a step, and begins at 0 in the next step."
     t,j,buffer,steps = journal()
     j.extra.root_name = 'model(Net)'
     def note(v): j.extra.note({'v': v}, buffer, steps, True)
@@ -698,7 +703,7 @@ def test_numbers_of_an_evaluation_and_of_two_steps():
     buffer,steps = StepBuffer({}),Steps(0)
     steps.begin('', 'eval')
     note(5)
-    assert [r[1][4] for r in buffer.rows.custom.rows]==[None] # where a pass is a step, rows have no phase
+    assert [r[1][4] for r in buffer.rows.custom.rows]==[None] # if each pass is a step, the rows have no phase
 
 
 def test_an_evaluation_joins_the_step_before_and_a_later_one_supersedes():

@@ -1,4 +1,4 @@
-"One run after another: resumed, armed again, created within the same second; chosen and misspelled arguments"
+"Runs that follow each other: resumed, armed again, or created in the same second. Selected modules and misspelled arguments."
 from tensor_rows import df, lines
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_resume_goes_on_after_the_last_step():
 
 
 def test_a_run_that_is_closed_is_not_asked_when_another_is_resumed():
-    "It is open from the first to the last that it records: when it is made, armed once more, and when a number comes late"
+    "A recorder is in `open_recorders` while it may record: after creation, te.arm(), or a late te.log, until close()."
     with torchEmber(nn.Linear(4, 2), name='other', ttypes='output') as te: assert te.recorder in open_recorders
     assert te.recorder not in open_recorders
     te.arm()
@@ -63,7 +63,7 @@ class Swaps(nn.Module):
 
 
 def test_armed_anew_in_an_open_step():
-    "What was measured before merges with nothing: the taps are others"
+    "te.rearm() creates new taps. Rows from before and after are not mixed, although the order of calls changes."
     model = Swaps()
     opt = torch.optim.SGD(model.parameters(), lr=0.)
     te = torchEmber(model, optimizer=opt, ttypes=('input',))
@@ -78,7 +78,7 @@ def test_armed_anew_in_an_open_step():
 
 @pytest.mark.parametrize('inside', [False, True])
 def test_a_run_that_goes_on_while_its_first_ember_lives(inside):
-    "As in a notebook whose cell is interrupted and run again"
+    "This happens if a cell of a notebook is interrupted and run again."
     model = seeded()
     opt = momentum(model)
     first = torchEmber(model, optimizer=opt, name='again')
@@ -93,7 +93,7 @@ def test_a_run_that_goes_on_while_its_first_ember_lives(inside):
 
 
 def test_embers_of_one_second_have_names_of_their_own(monkeypatch):
-    "Two processes, of which each arms a generator and a discriminator"
+    "This matters if each of two processes arms a generator and a discriminator at the same time."
     monkeypatch.setenv('RANK', '1')
     monkeypatch.setenv('WORLD_SIZE', '2')
     tes = [torchEmber(nn.Linear(2, 1)) for _ in range(3)]

@@ -1,4 +1,4 @@
-"The norm of all gradients and the learning rates: a scalar row for each step, equal to what torch computes"
+"The norm of all gradients and the learning rates have a scalar row in each step, equal to the values computed with torch."
 import math
 
 import numpy as np
@@ -14,13 +14,13 @@ both = ('weight_grad', 'unclipped_grad')
 
 
 def norm_of(model):
-    "Compute the norm of all gradients with torch, in float64"
+    "Compute the norm of all gradients with torch in float64."
     grads = [p.grad for p in model.parameters() if p.grad is not None]
     return utils.get_total_norm([(g.to_dense() if g.is_sparse else g).detach().double() for g in grads]).item()
 
 
 def train(model, opt, te, clip=None, micro=1, data=None, scaler=None, after=lambda te, step: None):
-    "Train by hand. Return the norms of each step, before and after clipping"
+    "Train with a hand-written loop. Return an array: the gradient norms of each step, before and after clipping."
     norms = []
     for step,(x,y) in enumerate(data or batches()):
         for _ in range(micro):
@@ -36,7 +36,7 @@ def train(model, opt, te, clip=None, micro=1, data=None, scaler=None, after=lamb
     return np.array(norms)
 
 
-def scalars(te, tname, name): # rows of one name: step -> number
+def scalars(te, tname, name): # return a dict: step -> value, from the scalar rows of this name
     df = te.t.df
     rows = df[(df.ttype=='scalar') & (df.tname==tname)]
     return {} if name not in rows else {int(s): v for s,v in zip(rows.step, rows[name], strict=True) if v==v}
@@ -115,7 +115,7 @@ def test_passes_that_are_steps_have_the_norm_of_the_step_before():
     with torchEmber(model) as te:
         for x,y in batches():
             model.zero_grad()
-            model(x) # the gradients are those of the step before, which zero_grad has removed
+            model(x) # this pass begins after zero_grad has cleared the gradients of the step before
             loss_of(model, x, y).backward()
             expected.append(norm_of(model))
             model(x)
@@ -199,7 +199,7 @@ def test_a_compiled_model():
     assert norms(te)==pytest.approx(dict(enumerate(expected)), rel=1e-6)
 
 
-# ---- no wrong number
+# ---- no norm is recorded if it would be wrong
 
 def custom(te):
     @te.how_record('weight_grad')
@@ -259,7 +259,7 @@ def test_a_schedule_leaves_steps_out():
     assert norms(te)==pytest.approx({i: n for i,n in enumerate(expected[:, 1]) if i%2==0}, rel=1e-6)
 
 
-# ---- names of the user
+# ---- users may log numbers under the same names
 
 def test_the_names_that_the_user_logs_are_the_user_s():
     model = seeded(Net)
@@ -310,7 +310,7 @@ def test_a_learning_rate_that_is_a_tensor():
     assert scalars(te, 'lr', 'lr')=={0: .5, 2: .25}
 
 
-# ---- a run without a loss is shown as before
+# ---- pages of a run without a logged loss are unchanged
 
 def test_pages_do_not_take_a_norm_for_a_loss():
     from torchember.health.diagnose import load_history

@@ -1,4 +1,4 @@
-"Training loops as people write them: the step and the tensor of each row"
+"Common forms of training loops: each row has the right step, and the statistics of the right tensor."
 from tensor_rows import df, lines
 import os
 import random
@@ -19,18 +19,18 @@ from torchember.ground.choose import TimeSchedule
 
 
 def plain(data=None, accumulate=1, ttypes=ALL, make=momentum, **options):
-    "The rows of the plain loop"
+    "Train with a plain loop. Return its rows."
     model = seeded()
     opt = make(model)
     with torchEmber(model, optimizer=opt, ttypes=ttypes, **options) as te: by_hand(model, opt, batches() if data is None else data, accumulate)
     return table(te)
 
 
-# ---- the optimizer's step is the boundary
+# ---- an optimizer step ends a step of the run
 
 @pytest.mark.parametrize('accumulate', [1, 2])
 def test_the_plain_loop(accumulate):
-    "What other loops are compared with is itself right"
+    "The rows of the plain loop, with which other loops are compared, are themselves correct."
     model = seeded()
     opt,seen,before,after = momentum(model),[],[],[]
     opt.register_step_pre_hook(lambda *a: (seen.append(grads(model)), before.append(weights(model)))[:0] or None)
@@ -44,7 +44,7 @@ def test_the_plain_loop(accumulate):
 
 @pytest.mark.parametrize('accumulate', [1, 2])
 def test_closure(accumulate):
-    "`step(closure)`: forward and backward run inside of the step, and are of this step"
+    "In `step(closure)`, forward and backward run inside of the optimizer step. Their rows belong to this step."
     model = seeded()
     opt,seen = momentum(model),[]
     with torchEmber(model, optimizer=opt, ttypes=ALL) as te:
@@ -80,7 +80,7 @@ def test_closure_and_plain_steps_in_turn():
 
 
 def test_no_closure_said_in_so_many_words():
-    "`step(None)`, as wrappers call it"
+    "Wrappers of optimizers call `step(None)` or `step(closure=None)`."
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt, ttypes=ALL) as te:
@@ -92,7 +92,7 @@ def test_no_closure_said_in_so_many_words():
 
 
 def test_closure_on_a_schedule():
-    "Every second step: the closure of the others is not looked at"
+    "Only every second step is recorded, including the passes in its closure."
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt, ttypes=ALL, every=2) as te:
@@ -102,7 +102,7 @@ def test_closure_on_a_schedule():
 
 
 def test_gradients_that_the_step_takes_away():
-    "A step that calls its closure, then clears the gradients: recorded are those that the closure left"
+    "The optimizer's step calls the closure and then clears the gradients. The gradients left by the closure are recorded."
     class Clears(torch.optim.SGD):
         def step(self, closure=None):
             loss = super().step(closure)
@@ -116,7 +116,7 @@ def test_gradients_that_the_step_takes_away():
 
 
 def test_what_the_closure_returns():
-    "The loss comes back, the same object; a closure is called as often as without us"
+    "step() returns the same object as the closure, and the closure is called exactly once."
     model,calls = seeded(),[]
     opt,losses = momentum(model),[torch.tensor(1.5), 2.5, None]
     with torchEmber(model, optimizer=opt):
@@ -126,7 +126,7 @@ def test_what_the_closure_returns():
 
 @pytest.mark.parametrize('search', [None, 'strong_wolfe'])
 def test_lbfgs(search):
-    "Several passes in one step: the weights are those before it, the gradients those of the last call"
+    "LBFGS runs several passes in a step. Recorded are the weights before the step and the gradients of the last pass."
     model,seen,before,after = seeded(),[],[],[]
     opt = torch.optim.LBFGS(model.parameters(), .5, max_iter=4, line_search_fn=search)
     with torchEmber(model, optimizer=opt, ttypes=('output', 'weight', 'weight_grad', 'update')) as te:
@@ -144,7 +144,7 @@ def test_lbfgs(search):
 
 
 def test_a_closure_that_raises():
-    "The step was not taken; those that follow are counted on from there"
+    "If a closure raises, the step was not taken. The next step gets its number."
     model = seeded()
     opt,seen = momentum(model),[]
     def broken():
@@ -181,11 +181,11 @@ def test_a_step_that_raises():
     said_of_parameters(te, 'weight_grad', seen)
 
 
-# ---- validation in between
+# ---- validation between training steps
 
 @pytest.mark.parametrize('only_training', [False, True])
 def test_validation_in_between(only_training):
-    "Training rows are those of a run without validation; eval rows are of the step before it"
+    "Training rows are the same as without validation. Validation rows belong to the training step before them."
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt, ttypes=ALL, only_training=only_training) as te:
@@ -200,7 +200,7 @@ def test_validation_in_between(only_training):
 
 
 def test_validation_passes_merge_with_each_other():
-    "Training outputs are always 1, those of three validation batches 100, 200, 300"
+    "Training outputs are always 1, and the outputs of the three validation batches are 100, 200 and 300."
     m = nn.Linear(1, 1, bias=False)
     nn.init.ones_(m.weight)
     opt = torch.optim.SGD(m.parameters(), 0.)
@@ -248,7 +248,7 @@ def test_validation_where_passes_are_steps():
     assert [r['step'] for r in outputs(te)]==[0, 1, 2, 3, 4, 5]
 
 
-# ---- an optimizer that is not this model's, or no longer
+# ---- optimizers of another model, and optimizers that were replaced
 
 def test_an_optimizer_of_another_model():
     model,other = seeded(),seeded()
@@ -265,7 +265,7 @@ def test_an_optimizer_of_a_part():
 
 
 def test_an_optimizer_made_anew():
-    "The one that was handed over never steps again, though the weights change: said once"
+    "The loop uses a new optimizer, so the given optimizer never steps although the weights change. One warning is given."
     model = seeded()
     with heard() as said, torchEmber(model, optimizer=momentum(model)):
         by_hand(model, momentum(model), batches(40))
@@ -282,16 +282,16 @@ def test_an_optimizer_made_anew_later():
     assert {0, 1, 2}<=set(steps(te))
 
 
-# ---- arming that fails
+# ---- arming a model fails
 
 class Odd(nn.Module):
-    "Nobody may look at its forward"
+    "A module whose attribute `forward` raises an exception when it is read."
     @property
     def forward(self): raise RuntimeError('not to be looked at')
 
 
 class Deaf(torch.optim.SGD):
-    "Takes no hooks"
+    "An optimizer that raises an exception when a hook is registered."
     def register_step_pre_hook(self, hook): raise RuntimeError('takes no hooks')
     def register_step_post_hook(self, hook): raise RuntimeError('takes no hooks')
 
@@ -303,7 +303,7 @@ def test_arming_that_fails_leaves_nothing(kind):
     before = left(model, *opts)
     try: te = torchEmber(model, optimizer=opts, ttypes=ALL)
     except Exception as e: assert 'not to be looked at' in str(e) or 'takes no hooks' in str(e)
-    else: te.close() # it could do without
+    else: te.close() # arming succeeded in spite of the error
     assert left(model, *opts)==before
 
 
@@ -328,13 +328,13 @@ def test_nothing_is_left_behind():
     assert before==(left(model), ears(opt))
 
 
-# ---- several threads
+# ---- several threads in one model
 
 library,draw = os.path.dirname(torchember.__file__),random.Random(0).random
 
 
 def uneasy(frame, event, arg):
-    "A trace function: at every line of the library the thread may give way to another"
+    "Trace function: at some lines of the library, let another thread run."
     if not frame.f_code.co_filename.startswith(library): return None
     if draw()<.1: time.sleep(0)
     return uneasy
@@ -342,14 +342,14 @@ def uneasy(frame, event, arg):
 
 @pytest.mark.parametrize('passes', [1, 3])
 def test_four_threads_run_one_model(passes):
-    "Rows are complete, and stand under their own names"
+    "All rows are complete, and each row belongs to the right module."
     n = 4
     def trial(k):
         model = seeded(lambda: nn.Sequential(*[nn.Linear(4, 4) for _ in range(6)]).eval(), k)
         x,start,failed = torch.ones(3, 4),threading.Barrier(n),[]
         with torch.no_grad(): want = [x, *(x := m(x) for m in model)]
         def run():
-            sys.settrace(uneasy) # of this thread
+            sys.settrace(uneasy) # sets the trace function of this thread only
             start.wait()
             try:
                 with torch.no_grad():
@@ -371,7 +371,7 @@ def test_four_threads_run_one_model(passes):
     for k in range(10): trial(k)
 
 
-# ---- several backwards of one pass
+# ---- several backwards through one pass
 
 def test_two_backwards_of_one_pass():
     model,x = nn.Linear(3, 2),torch.randn(4, 3)
@@ -393,14 +393,14 @@ def test_two_backwards_of_one_pass():
 
 
 def penalty(model, x, y):
-    "The gradient penalty of a Wasserstein GAN"
+    "Return a cross-entropy loss with the gradient penalty of a Wasserstein GAN."
     out = model(x)
     g, = torch.autograd.grad(out.sum(), x, create_graph=True)
     return nn.functional.cross_entropy(out, y)+(g.norm(dim=1)-1).square().mean()
 
 
 def test_gradient_penalty():
-    "What arrives in the first backward and in the second are told apart, also for a module that is called twice"
+    "Gradients of the first and the second backward have separate rows, also for a module that is called twice."
     class Twice(Net):
         def forward(self, x): return super().forward(x+self.act(x))
     seen,twin,model = [],seeded(Twice),seeded(Twice)
@@ -435,16 +435,16 @@ def test_micro_batches_are_no_second_backward():
     opt = momentum(model)
     with torchEmber(model, optimizer=opt, ttypes=ALL) as te:
         by_hand(model, opt, batches(), 2)
-        sum(loss_of(model, x, y) for x,y in batches(2)).backward() # two passes, one backward
+        sum(loss_of(model, x, y) for x,y in batches(2)).backward() # two passes with one common backward
         opt.step()
     assert not any(r.get('backward') for r in lines(te))
     table(te)
 
 
-# ---- a GAN's loop
+# ---- the training loop of a GAN
 
 def gan(mark):
-    "The discriminator sees real data, fake data, and in the generator's step fake data again; its outputs are known"
+    "Train a discriminator on real and fake data, with another pass for the generator. Return the ember and the known outputs."
     D = nn.Linear(2, 1)
     with torch.no_grad(): D.weight.fill_(1.); D.bias.fill_(0.)
     opt,now = torch.optim.SGD(D.parameters(), .1),[]
@@ -463,7 +463,7 @@ def gan(mark):
 
 
 def test_passes_of_one_step_merge():
-    "No backward comes to the generator's pass: it is taken out of a step in which one comes to others"
+    "The generator's pass has no backward, but other passes of its step have one. So it is not merged with them."
     te,want = gan(False)
     rows = table(te, 'output', phase=None)
     assert [k[0] for k in rows]==[0, 1, 2, 3]
@@ -485,7 +485,7 @@ def test_marks_keep_passes_apart():
 
 
 def test_a_schedule_that_raises_leaves_the_passes_countable():
-    "With on_error='raise' it goes through the forward; what comes after is counted as before"
+    "With on_error='raise', the forward raises the exception of the schedule. Later passes are still counted correctly."
     def when(step):
         if step==1: raise RuntimeError('on purpose')
         return True
@@ -499,7 +499,7 @@ def test_a_schedule_that_raises_leaves_the_passes_countable():
 
 
 def test_step_beside_an_optimizer():
-    "The optimizer ends the steps, and te.step() says so once"
+    "The given optimizer ends the steps. te.step() has no effect and warns once."
     model = seeded()
     opt = momentum(model)
     with heard('Leave out te.step') as said, torchEmber(model, optimizer=opt, ttypes=('weight_grad',)) as te:
@@ -518,7 +518,7 @@ def test_a_schedule_by_time_records_a_step_when_its_time_has_passed():
         model(torch.ones(3, 2)).sum().backward()
         te.step()
         model.zero_grad()
-        now[0] += .3 # seconds of a step
+        now[0] += .3 # each step takes .3 s of the simulated time
     te.close()
-    # the decision about a step is made when the step before ends
+    # at the end of each step, it is decided if the next step is recorded
     assert sorted(set(te.t.df.step))==[0, 5, 9]

@@ -1,4 +1,4 @@
-"Numbers of the residual stream, compared with hooks: models of Hugging Face and of torch, blocks that write in place, bad input"
+"Statistics of the residual stream are compared with hooks: Hugging Face and torch models, blocks that write in place, bad input."
 import math
 import warnings
 
@@ -31,7 +31,7 @@ def hooked(blocks):
 
 
 def compare(rows, calls):
-    "Compare rows with the tensors of the calls, in order, all tokens of which are in the sample."
+    "Compare the rows with the tensors of the calls in the same order. The sample contains all tokens here."
     assert len(rows)==len(calls) and list(rows.depth)==list(range(len(calls)))
     for (_,row),(x,y) in zip(rows.iterrows(), calls, strict=True):
         x,y = x.double(),y.double()
@@ -60,14 +60,14 @@ def test_numbers_equal_those_of_hooks(name):
 
 
 class Block(nn.Module):
-    "A residual block with experts. `how`: 'in place' adds to the input itself"
+    "A residual block with experts. With `how='in place'`, the block adds its result to the input tensor itself."
     def __init__(self, how='', size=8):
         super().__init__()
         self.how,self.norm = how,nn.LayerNorm(size)
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(size, size), nn.Sequential(nn.Tanh())) for _ in range(2))
 
     def forward(self, x):
-        y = self.norm(x*1) # of a copy, because the backward needs the input of the norm unchanged
+        y = self.norm(x*1) # x*1 is a copy, because the backward of the norm needs its unchanged input
         for e in self.experts: y = e(y)
         if self.how!='in place': return x+y
         return x.add_(y)
@@ -91,7 +91,8 @@ def test_blocks_that_write_in_place_and_their_experts():
     model(torch.randn(3, 12, 8))
     te.disarm()
     compare(stream(te), calls)
-    assert list(stream(te).path)==['layers.0', 'layers.1', 'layers.2'] and (stream(te).added>.1).all() # experts are no blocks of the stream
+    # experts are not blocks of the residual stream, so they have no rows
+    assert list(stream(te).path)==['layers.0', 'layers.1', 'layers.2'] and (stream(te).added>.1).all()
 
 
 def test_convolutions_have_their_channels_first():

@@ -1,4 +1,4 @@
-"A parameter that is frozen, cut off, forgotten or never called is noted from the start, and each view of the run shows it"
+"A parameter that is frozen, detached, missing in the optimizer or never called is noted at once, and all views of the run show it."
 import gzip
 import json
 from base64 import b64decode
@@ -18,7 +18,7 @@ told = 'Not trained: frozen: frozen; not in the optimizer: forgotten; no gradien
 
 
 class Net(nn.Module):
-    "One layer of each kind, and two that are trained"
+    "A model with one layer for each reason of not being trained, and two trained layers."
     def __init__(self):
         super().__init__()
         self.frozen,self.body,self.cut = nn.Linear(4, 8),nn.Linear(8, 8),nn.Linear(8, 8)
@@ -68,11 +68,12 @@ def test_known_from_the_first_row_on_and_kept_up_to_date():
     te = torchEmber(net, optimizer=opt, name='live')
     train(te, net, opt, 1)
     te.t.refresh()
-    written = emberTracker('live')['parameters_live']['parameters'] # also when the process is killed now
+    # the facts are in the file at once, in case the process is killed
+    written = emberTracker('live')['parameters_live']['parameters']
     assert reasons_of(written)['cut.weight']=='no gradient ever arrived'
     net.frozen.requires_grad_(True)
     opt.add_param_group({'params': net.forgotten.parameters()})
-    train(te, net, opt, 3) # which makes four: it is looked again
+    train(te, net, opt, 3) # after four steps, the parameters are checked again
     assert len(te.t.df)
     now = reasons_of(file_of(te))
     assert (now['frozen.weight'], now['forgotten.weight'], now['cut.weight'])==(None, None, 'no gradient ever arrived')
@@ -89,7 +90,7 @@ def test_a_run_that_goes_on_knows_what_was_before():
     te = torchEmber(net, optimizer=opt, name='on')
     train(te, net, opt)
     te.close()
-    net.head.requires_grad_(False) # it has learnt enough
+    net.head.requires_grad_(False) # the head is frozen because it is trained enough
     te = torchEmber(net, optimizer=opt, name='on', resume=True)
     train(te, net, opt, 1)
     assert not any('head' in r for r in te.close()['remarks'])
@@ -107,7 +108,7 @@ def test_nothing_is_held_against_what_was_not_to_be_trained_or_recorded():
     train(te, net, opt)
     assert not te.close()['remarks']
     assert [p['path'] for p in file_of(te) if 'recorded' not in p]==['body']*2+['head']*2
-    net = nn.Linear(4, 1) # zero_grad comes too early for all: that is another sentence
+    net = nn.Linear(4, 1) # zero_grad too early affects all parameters and has its own warning
     te = torchEmber(net, name='early')
     opt = torch.optim.SGD(net.parameters(), .1)
     with pytest.warns(match='No weight gradients'):
@@ -128,7 +129,7 @@ def test_lazy_tied_and_none():
         def forward(self, x): return self.head(self.lazy(self.emb(x)))
     net = Tied()
     te = torchEmber(net, name='tied')
-    assert te.t['parameters_tied']['parameters'][1]['shape'] is None # not made yet
+    assert te.t['parameters_tied']['parameters'][1]['shape'] is None # a lazy parameter has no shape yet
     loss = net(torch.arange(4)).sum()
     loss.backward()
     te.step()
@@ -159,17 +160,19 @@ def test_overview_and_heat_map_have_gray_rows_with_the_reason():
     ax = next(a for a in fig.axes if a.get_ylabel()=='weight gradients')
     rows = [t.get_text() for t in ax.get_yticklabels()]
     order = [m for m in ('frozen', 'body', 'cut', 'forgotten', 'idle', 'head') for _ in range(2)]
-    assert rows==[f'{m}.{n}' for m,n in zip(order, ['weight', 'bias']*6, strict=True)] # in the model's order, and not after all others
+    # rows are in the order of the model; untrained parameters are not put at the end
+    assert rows==[f'{m}.{n}' for m,n in zip(order, ['weight', 'bias']*6, strict=True)]
     value = ax.collections[0].get_array()
     empty = {r.partition('.')[0] for r,v in zip(rows, value.mask.all(1), strict=True) if v}
     assert empty>={'frozen', 'cut', 'idle'} and not empty & {'body', 'head'}
-    assert texts(ax)=={reasons[m]: order.index(m)+1 for m in reasons} # once for both rows
+    assert texts(ax)=={reasons[m]: order.index(m)+1 for m in reasons} # one text for the rows of weight and bias
     df = te.t.df
     one = df[(df.path=='head') & (df.pname=='bias') & (df.ttype=='weight_grad')]['std']
     assert value[11].tolist()==one.tolist()
     heat = scalar_global_heatmap('shown', 'weight_grad', 'std')
     assert texts(heat)==texts(ax) and heat.collections[0].get_array().shape==(12, 3)
-    assert not scalar_global_heatmap(df, 'weight_grad', 'std').texts # a table knows nothing of what it has not
+    # from a table alone, parameters without rows and their reasons are unknown
+    assert not scalar_global_heatmap(df, 'weight_grad', 'std').texts
     part = overview(te, tt='weight_grad', layer=['cut', 'head'])[-1]
     assert [t.get_text() for t in part.get_yticklabels()]==['cut.weight', 'cut.bias', 'head.weight', 'head.bias']
     with pytest.raises(ValueError, match='no rows to draw. Not trained: no gradient ever arrived: cut.'): overview(te, tt='weight_grad', layer='cut')

@@ -1,4 +1,4 @@
-"Without compiled plans of calls, Python code records all calls, and the tests about passes and steps hold, too"
+"Without compiled plans of calls, Python code records all calls. The tests about passes and steps must pass in this mode, too."
 import os
 import subprocess
 import sys

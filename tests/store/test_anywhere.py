@@ -1,4 +1,4 @@
-"A file elsewhere is asked for in few ranges and has all its bytes, is written whole or not at all, and what its store says becomes an error of ours"
+"A remote file is read in few byte ranges and completely, and is written as a whole or not at all. Errors of the store become torchember errors."
 import io
 import os
 import socket
@@ -16,7 +16,7 @@ pytest.importorskip('upath')
 
 
 class Store:
-    "Files in memory, and what was asked of them; it gives no more than `most` bytes at a time, and may fail at something"
+    "A fake remote store of files in memory, which keeps its requests. `most`: bytes per request; `fails`: errors of requests."
     def __init__(self, files=(), most=1<<30, **fails): self.files,self.most,self.fails,self.asked = dict(files),most,fails,[]
 
     def note(self, what, *about):
@@ -33,7 +33,7 @@ class Store:
     def mv(self, a, b): self.note('mv', a, b); self.files[b] = self.files.pop(a)
 
 class Place:
-    "A path in a store, with the face of `UPath`"
+    "A path in a `Store`, with the interface of `UPath`."
     storage_options = {}
     def __init__(self, store, path='home/run', protocol='sftp'): self.fs,self.path,self.protocol = store,path,protocol
     def __str__(self): return f'{self.protocol}://{self.path}'
@@ -42,17 +42,17 @@ class Place:
     parent = property(lambda self: Place(self.fs, str(PurePosixPath(self.path).parent), self.protocol))
 
 
-# ---- which of both it is
+# ---- local paths and URLs
 
 def test_what_is_a_url():
-    "A text with a protocol, whatever that is made of, and what has a store; not a path of this machine in another form"
+    "A text with a protocol, or a path object with a store, is a URL. `file:///x` and other forms of local paths are not."
     for where in 's3://b/x','s3+x://b','simplecache::s3://b/x','a.b-c://d',to_path('memory://x'),Place(Store()): assert is_url(where), where
     of_machine = type('Local', (os.PathLike,), dict(fs=1, storage_options={}, __fspath__=lambda self: '/x'))()
     for where in 'x','/a/b','a/s3://b','://x','file:///x','local:///x',Path('/x'),of_machine,SimpleNamespace(fs=1),SimpleNamespace(storage_options={}),None,3:
         assert not is_url(where), where
 
 def test_where_it_is():
-    "Slashes at the end are no part of it, unless there is nothing else; who reads is never told what the store has kept"
+    "Slashes at the end are removed, except if nothing else remains. Reading does not use cached listings of the store."
     for where in 'file:///x/y','file://localhost/x/y','local:///x/y','/x/y',Path('/x/y'): assert to_path(where)==Path('/x/y')
     assert to_path('file://localhosts/x')==Path('localhosts/x')
     assert [str(to_path(w)) for w in ('memory://b/x', 'memory://b/x//')]==['memory://b/x']*2 and to_path('memory://').protocol=='memory'
@@ -66,7 +66,7 @@ def test_where_it_is():
     assert (str(at), at.protocol, at.storage_options)==('memory://b/x', 'memory', dict(of='mine', use_listings_cache=False))
 
 def test_what_a_store_says():
-    "Is said with its place; errors of this machine stay what they are, and one that was said is not said again"
+    "The error message of a store names the place. Local errors keep their type, and a StoreError is not wrapped again."
     same = ImportError,MemoryError,FileNotFoundError,PermissionError,NotADirectoryError,IsADirectoryError
     def fail(e):
         def f(): raise e
@@ -81,7 +81,7 @@ def test_what_a_store_says():
     assert call_store(Place(Store()), lambda: 3)==3
 
 
-# ---- what is there
+# ---- listing folders and files
 
 def test_what_is_there(tmp_path):
     at = to_path('memory://of-anywhere')
@@ -101,7 +101,7 @@ def test_what_is_there(tmp_path):
     at.fs.rm('/of-anywhere', recursive=True)
 
 def test_what_a_folder_has():
-    "But the folder itself, as some stores list it, and names that lead elsewhere"
+    "A listing leaves out the folder itself, which some stores include, and names such as `..`."
     def listed(*names, folder='b/log'):
         return Store({folder: [dict(name=n, size=i, type='directory' if n.endswith('/') else 'file') for i,n in enumerate(names)]})
     store = listed('b/log/', 'b/log/a', '/b/log/c/', 'b/log/..', 'b/log/.', 'b/log//', 'b/log/log')
@@ -112,10 +112,10 @@ def test_what_a_folder_has():
     with pytest.raises(PermissionError, match='sftp://home/run could not be read: not yours'): list_folder(Place(Store(ls=PermissionError('not yours'))))
 
 
-# ---- files of this machine
+# ---- local files
 
 def test_only_files_are_opened(tmp_path, monkeypatch):
-    "What is none is not opened at all, nor kept open where somebody puts it there in that moment; a file that is not there yet may be made"
+    "Folders, pipes, sockets and devices are not opened, even if one replaces a file in between. A new file may be created."
     really,asked = os.open,[]
     monkeypatch.setattr(os, 'open', lambda path, flags, *mode: asked.append(flags) or really(path, flags|os.O_NONBLOCK, *mode))
     os.mkfifo(tmp_path/'pipe')
@@ -136,14 +136,14 @@ def test_only_files_are_opened(tmp_path, monkeypatch):
     assert before is None or len(os.listdir('/proc/self/fd'))==before
 
 
-# ---- files elsewhere
+# ---- remote files
 
-data = bytes(i*i%251 for i in range(1000))*1000 # 1 MB
+data = bytes(i*i%251 for i in range(1000))*1000 # 1 MB of test data
 
 def ranges(store): return [a[1:] for a in store.asked if a[0]=='cat']
 
 def test_ranges_that_are_asked_for():
-    "A first small one, twice as much for who goes on, up to a bound, what is missing of a large read, and none of it twice"
+    "The first request is small. Each following one is twice as large, up to a limit. No byte is requested twice."
     store = Store({'home/run': data})
     f = RangedFile(Place(store))
     assert f.readable() and f.seekable() and store.asked==[('info', 'home/run')]
@@ -152,20 +152,21 @@ def test_ranges_that_are_asked_for():
     assert f.read(1)==data[300_010:300_011] and ranges(store)[2:]==[(300_010, 300_010+(1<<18))]
     for at in 300_010,400_000,300_500:
         f.seek(at)
-        assert f.read(9)==data[at:at+9] and len(ranges(store))==3 # it is there
+        assert f.read(9)==data[at:at+9] and len(ranges(store))==3 # these bytes were already read
     f.seek(300_009)
-    assert f.read(2)==data[300_009:300_011] and ranges(store)[3:]==[(300_009, 300_009+65536)] # a jump begins anew
+    # after a jump back, the size of requests begins small again
+    assert f.read(2)==data[300_009:300_011] and ranges(store)[3:]==[(300_009, 300_009+65536)]
     store.asked.clear()
     f = type('Small', (RangedFile,), dict(least=100, most=400))(Place(store), len(data))
     assert b''.join(iter(lambda: f.read(50), b''))==data
     got = ranges(store)
     assert [b-a for a,b in got[:4]]==[100, 200, 400, 400] and got[-1][1]==len(data) and [a for a,_ in got[1:]]==[b for _,b in got[:-1]]
-    assert store.asked[0]==('cat', 0, 100) # its size was known
+    assert store.asked[0]==('cat', 0, 100) # the size was given, so it is not requested
     empty = Store({'home/run': b''})
     assert RangedFile(Place(empty), 0).read()==b'' and empty.asked==[]
 
 def test_seeking():
-    "From the beginning, from here and from the end; not before the beginning; behind the end there is nothing, and nobody is asked"
+    "Seeking works from the start, the current position and the end. Behind the end, nothing is read and nothing is requested."
     store = Store({'home/run': data[:1000]})
     f = RangedFile(Place(store))
     assert [f.seek(*to) for to in ((10,), (5, 1), (-3, 1), (-4, 2), (7, 2), (-2000, 2), (-5,))]==[10, 15, 12, 996, 1007, 0, 0]
@@ -175,7 +176,7 @@ def test_seeking():
     assert f.read()==data[990:1000] and f.seek(0)==0 and f.read()==data[:1000]
 
 def test_all_bytes_of_a_store_that_gives_less():
-    "Than it was asked for; and one that has less than it said is no file of zeros"
+    "If a store returns fewer bytes than requested, the rest is requested again. A file that became shorter is an error."
     store = Store({'home/run': data[:5000]}, most=700)
     f = RangedFile(Place(store))
     assert f.read(5000)==data[:5000] and len(ranges(store))==8
@@ -184,7 +185,7 @@ def test_all_bytes_of_a_store_that_gives_less():
     with pytest.raises(OSError, match='had 5000 bytes, but now has only 3000'): f.read(5000)
 
 def test_small_files_are_brought_at_once():
-    "Where they are known to be small: one question, and of others none about how large they are"
+    "A file that is known to be small is read with one request, and its size is not requested."
     for size,want in (5, io.BytesIO),(1<<20, io.BytesIO),((1<<20)+1, RangedFile),(None, RangedFile):
         store = Store({'home/run': bytes(size or 3)})
         f = open_file(Place(store), size=size)
@@ -196,10 +197,10 @@ def test_small_files_are_brought_at_once():
     with pytest.raises(StoreError, match='sftp://home/run could not be read: ConnectionError'): f.read(3)
 
 
-# ---- writing
+# ---- writing and removing
 
 def test_written_whole(monkeypatch):
-    "An object is put in one go; a file is written under another name beside it, and moved"
+    "An object store gets the file in one request. On other stores, a temporary file is written and then renamed."
     store = Store()
     for protocol in 's3','memory':
         write_remote(Place(store, 'b/log/a', protocol), b'new')
@@ -216,14 +217,14 @@ def test_written_whole(monkeypatch):
 @pytest.mark.parametrize('at', ['makedirs', 'pipe', 'mv'])
 @pytest.mark.parametrize('error', [ConnectionError('gone'), KeyboardInterrupt()], ids=['error', 'stopped'])
 def test_half_of_it_is_left_nowhere(at, error):
-    "Whatever ends it, and the file that was there is as it was"
+    "After an error or Ctrl-C, no temporary file remains, and the old file is unchanged."
     store = Store({'b/log/a': b'old'}, **{at: error})
     with pytest.raises(StoreError if isinstance(error, Exception) else KeyboardInterrupt) as got: write_remote(Place(store, 'b/log/a'), b'new')
     assert store.files=={'b/log/a': b'old'}
     assert not isinstance(error, Exception) or str(got.value).startswith('sftp://b/log/a could not be written: ConnectionError: gone')
 
 def test_what_failed_first_is_said():
-    "Also where there is nothing to clean up"
+    "The first error is reported, even if there is no temporary file to remove."
     class Full(Store):
         def pipe_file(self, path, data): raise OSError('no space')
     store = Full()
@@ -231,7 +232,7 @@ def test_what_failed_first_is_said():
     assert [a[0] for a in store.asked]==['makedirs']
 
 def test_removed():
-    "What is gone already is no error, and what cannot be is"
+    "A file that is already gone causes no error. A file that cannot be removed causes one."
     store = Store({'home/run': b'1'})
     remove_remote(Place(store))
     assert store.files=={}

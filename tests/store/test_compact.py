@@ -1,4 +1,4 @@
-"A run that was compacted answers as its JSON lines do, whatever is in it, and whenever who compacts it is killed"
+"A compacted run (Parquet parts) gives the same results as its JSON lines, also if the compacting process is killed at any time."
 import json
 import os
 import shutil
@@ -21,7 +21,7 @@ questions = [{}, dict(steps=1), dict(steps=-1), dict(steps=slice(-2, None)), dic
 
 
 def answers(home, name='a'):
-    "What there is to say of a run"
+    "Return the results of all reading functions for a run, as a dict."
     t = emberTracker(name, home)
     out = {'lines': repr(t.lines()), 'torn': t.torn, 'latest': t.latest_df, 'df': t.df, 'last': t.last_step(), 'rows': runs(home)[['name', 'steps']]}
     for q in questions:
@@ -30,7 +30,7 @@ def answers(home, name='a'):
     return out
 
 def told(x):
-    "All that there is to a table, as a text: values that are lists of NaN compare as nothing else does"
+    "Return a table with its index and dtypes as text, because lists with NaN can be compared only as text."
     if not isinstance(x, pd.DataFrame): return str(x)
     def column(c): return f"{c!r} {x[c].dtype!r} {list(getattr(x[c].dtype, 'categories', ()))} {x[c].tolist()}"
     return '\n'.join([f'{x.index} {len(x)}', *map(column, x)])
@@ -49,7 +49,7 @@ def same(a, b):
 @example(rows=[{'step': i, 'x': v} for i,v in enumerate([1, 2, 2.5, 3, None])], torn=9, size=10_000, n=100)
 def test_answers_are_those_of_the_lines(over, tmp_path_factory, rows, torn, size, n):
     home = tmp_path_factory.mktemp('home')
-    store_log.live.clear() # each read looks whether one of the others is meant
+    store_log.live.clear() # forget the open logs of earlier examples, which each read would check
     data = lines(rows[:torn])+b'{"torn": \n\n'*(torn<len(rows))+lines(rows[torn:])
     t = begun(home, data)
     if not over: t['base_a'] = {'pid': os.getpid(), 'host': parts.os.uname().nodename}
@@ -127,7 +127,7 @@ print(n)
 @pytest.mark.slow
 @pytest.mark.parametrize('over', ['over', 'going on'])
 def test_who_compacts_may_be_killed(over, tmp_path):
-    "at every call that touches the disk: nothing is lost or twice, and the next one finishes it and clears up"
+    "The process is killed at each call that changes the disk. No row is lost or doubled, and the next compaction cleans up."
     p = programs.run(killed, tmp_path/'home', over)
     assert p.returncode==0, p.stderr[-3000:]
     assert int(p.stdout)>15
@@ -144,7 +144,7 @@ def test_lines_may_be_kept(run, tmp_path):
     assert compact('a', tmp_path)==[dict(name='a', rows=20, parquet=parts.summarize_parts(run.log_path)['size'], lines=0)] and len(run.lines())==20
 
 def test_a_compacted_run_goes_on(run, tmp_path):
-    "and is compacted again, and once more"
+    "A compacted run gets new rows, and is compacted again after each of them."
     for i in range(20, 24):
         compact('a', tmp_path)
         run + dict(mean=i/7, ttype='output', tname='o', module='m(Net)', step=i)
@@ -186,7 +186,7 @@ def test_logs_of_ranks_are_compacted_one_by_one(tmp_path):
 def rows_of(blocks): return [r for b in blocks for r in parse(b)[0]]
 
 def test_lines_that_are_removed_while_they_are_read_are_read(run, tmp_path, monkeypatch):
-    "whether that began, or is done, when the turn of the lines comes; and what was compacted is no other log to who looks meanwhile"
+    "Lines are compacted and removed while a reader has not reached them. The reader still gets all rows."
     rows = [dict(mean=i/7, ttype='output', tname='o', module='m(Net)', step=i) for i in range(30)]
     monkeypatch.setattr(compaction, 'most_rows', 4)
     with run.log_path.open('ab') as f: f.write(lines(rows[20:]))
@@ -210,12 +210,12 @@ def test_lines_that_are_removed_while_they_are_read_are_read(run, tmp_path, monk
     assert parts.summarize_parts(run.log_path)['rows']==33 and rows_of(parts.blocks_of_run(run.log_path))==rows+rows[:3]
 
 def test_up_to_a_byte(run):
-    "of the file: what a part has of the lines behind that is not given"
+    "Reading stops at a given byte of the log file. Rows behind this byte are left out, even if a part contains them."
     data = run.log_path.read_bytes()
     every = rows_of(parts.blocks_of_run(run.log_path))
     for n in 0, 5, 20: assert rows_of(parts.blocks_of_run(run.log_path, b'{"step": 9}\n', len(b''.join(data.splitlines(True)[:n]))))==[*every[:n], {'step': 9}]
     compaction.convert_to_parts(run.log_path)
-    for i in 20, 21: # a part of each
+    for i in 20, 21: # compact each of the two lines into a part of its own
         with run.log_path.open('ab') as f: f.write(lines([{'step': i}]))
         compaction.convert_to_parts(run.log_path, i+1)
     for end,more in (0, []), (len(lines([{'step': 20}])), [{'step': 20}]), (None, [{'step': 20}, {'step': 21}]):
@@ -223,7 +223,7 @@ def test_up_to_a_byte(run):
 
 @pytest.mark.parametrize('links', [True, False])
 def test_a_run_has_a_file_of_its_name_at_any_time(run, tmp_path, monkeypatch, links):
-    "also where removing its lines was cut short, and it went on before they are removed"
+    "The log file exists even if the removal of its lines was interrupted and new lines were added."
     data,other = run.log_path.read_bytes(),parts.renamed_file(run.log_path, parts.read_part_list(run.log_path))
     rows,more = rows_of(parts.blocks_of_run(run.log_path)),lines([{'step': 20}])
     if not links: monkeypatch.setattr(os, 'link', lambda *paths: os.stat(tmp_path/'none'))
@@ -238,7 +238,7 @@ def test_a_run_has_a_file_of_its_name_at_any_time(run, tmp_path, monkeypatch, li
     assert run.log_path.read_bytes()==(data+more if links else more)
 
 def test_lines_that_were_put_aside_come_before_those_after(run, monkeypatch):
-    "Removing them was cut short, for the second time in a run: some of them are in no part, and it went on"
+    "The removal of compacted lines was interrupted, and new lines were added. The rows keep their order."
     def steps(): return [r['step'] for r in rows_of(parts.blocks_of_run(run.log_path))]
     compaction.convert_to_parts(run.log_path)
     with run.log_path.open('ab') as f: f.write(lines({'step': i} for i in range(20, 23)))
@@ -254,6 +254,6 @@ def test_lines_that_were_put_aside_come_before_those_after(run, monkeypatch):
 def test_the_last_line_of_a_run_that_is_over_may_have_no_end(run):
     with run.log_path.open('ab') as f: f.write(b'{"step": 20}')
     compaction.convert_to_parts(run.log_path, 21)
-    assert run.log_path.stat().st_size # somebody may be writing it
+    assert run.log_path.stat().st_size # the unfinished last line stays, because a process may still be writing it
     compaction.convert_to_parts(run.log_path)
     assert [r['step'] for r in run.lines()]==[*range(21)] and run.log_path.stat().st_size==0

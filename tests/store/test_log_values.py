@@ -1,4 +1,4 @@
-"What rows may hold, and that the quick ways of writing and reading say what the plain ones say"
+"Values that rows may contain. The fast ways of writing and reading give the same results as the plain ways."
 import enum
 import json
 import math
@@ -58,7 +58,7 @@ def strict(line): return json.loads(line, parse_constant=lambda w: pytest.fail(f
 @both
 @pytest.mark.parametrize('name', values)
 def test_a_value_comes_back(name, fast, library):
-    "As it was, or as the nearest thing that every reader takes; the line is strict JSON on one line of UTF-8"
+    "A value is read back as it was, or as the nearest JSON value. Its line is strict JSON in UTF-8 without a line break."
     line = record.line_of({'before': 1, name: values[name]})
     assert b'\n' not in line and len(line.decode().splitlines())<=1+(name=='separators')
     strict(line)
@@ -115,10 +115,10 @@ def test_marks_that_are_not_finite_or_not_numbers(tmp_path):
     assert math.isnan(row['lr']) and row['mean']==math.inf and row['array']==row['tensor']==[1, 1] and row['on'] is True and 'nonfinite' not in row
 
 
-# ---- the quick table is the plain one
+# ---- the fast way to make a table gives the same as the plain way
 
 def some_row(draw, i):
-    "Rows of many layouts, of the kinds that models and users write"
+    "Return a random row of one of many layouts, as models and users write them."
     mean = draw.choice([draw.gauss(0, 1)*10**draw.randint(-40, 40), 0, -0., 3, 2**53+1])
     stats = {'shape': [draw.randint(0, 9) for _ in range(draw.randint(0, 3))], 'mean': mean, 'std': draw.random(), 'count': draw.randint(-5, 2**62)}
     module = draw.choice(['model(Net)', 'model(Net).a(Linear)', 'größe, "quoted"', '}{][,:'])
@@ -130,7 +130,7 @@ def some_row(draw, i):
     if kind==3: row |= {'epoch': draw.choice([1, None, 2.5]), 'train': True}
     if kind==4: row = {'row_max': [draw.random(), None], 'nested': [[1], [2, [3]]], **row}
     if kind==5: row |= {'error': "ValueError: no", 'hist': {'a': 1}}
-    if kind==6: row = {draw.choice(['loss', 'gain', 'accuracy']): draw.random()} # the same shape of line, other keys
+    if kind==6: row = {draw.choice(['loss', 'gain', 'accuracy']): draw.random()} # the same layout with different keys
     if kind==7: row = {}
     if kind==8: row |= {'names': ['a', 'b'], 'empty': '', 'train': False}
     if kind==9: row |= {'only_null': None}
@@ -139,7 +139,7 @@ def some_row(draw, i):
 
 
 def by_file(path, data):
-    "The table of a file, by way of msgspec where that can be"
+    "Return the table of a file, read with msgspec where possible."
     path = path.with_name('a log')
     path.write_bytes(data)
     return table_of_lines(lambda: line_blocks(path), (path, len(data)))
@@ -147,7 +147,7 @@ def by_file(path, data):
 
 @pytest.fixture
 def eager(monkeypatch):
-    "A file is read in many blocks, and it is noted which become dicts"
+    "Read files in many blocks. Return a list that gets the data of blocks which were parsed row by row."
     pytest.importorskip('msgspec')
     by_dicts,plain = [],quick.parse
     monkeypatch.setattr(quick, 'parse', lambda data: by_dicts.append(data) or plain(data))
@@ -169,7 +169,7 @@ def some_lines(seed, odd=True):
 @pytest.mark.parametrize('odd', [False, True])
 @pytest.mark.parametrize('seed', range(6))
 def test_table_is_what_frame_says(seed, odd, tmp_path, eager):
-    "Content, dtypes and order of columns, with torn lines and two styles of writing, cut into blocks anywhere"
+    "Content, dtypes and column order are equal to the plain way, with torn lines, two writing styles, and any blocks."
     lines = some_lines(seed, odd)
     data = b'\n'.join(lines)+b'\n'
     want,torn = parse(data)
@@ -183,7 +183,7 @@ def test_table_is_what_frame_says(seed, odd, tmp_path, eager):
 
 @pytest.mark.parametrize('value', [1., math.nan, math.inf, -math.inf])
 def test_trouble_always_has_its_columns(value, tmp_path):
-    "In every table of an ember, of rows and of lines, whole numbers"
+    "The columns nan, posinf and neginf exist in each table of an ember, with integers."
     with torchEmber(torch.nn.Identity(), home=tmp_path, name='a') as te:
         te.model(torch.tensor([0., value]))
         tables = [te.t.df, te.t.latest_df]
@@ -191,11 +191,12 @@ def test_trouble_always_has_its_columns(value, tmp_path):
     want = [int(math.isnan(value)), int(value==math.inf), int(value==-math.inf)]
     for df in (*tables, t.df, t.latest_df):
         assert df[['nan', 'posinf', 'neginf']].to_numpy().tolist()==[want]*2 and set(map(str, df.dtypes[['nan', 'posinf', 'neginf']]))=={'int64'}
-    assert [[r[k] for k in ('nan', 'posinf', 'neginf') if k in r] for r in t.lines()]==[[n for n in want if n]]*2 # the file says only what there is
+    # the file contains these columns only if they are not 0
+    assert [[r[k] for k in ('nan', 'posinf', 'neginf') if k in r] for r in t.lines()]==[[n for n in want if n]]*2
 
 
 def test_the_quick_way_is_taken(tmp_path, monkeypatch, eager):
-    "What an ember writes is never parsed row by row: not for lists, NaN, marks, empty strings, or bools"
+    "Rows of an ember are never parsed one by one, even with lists, NaN, marks, empty strings or bools."
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.ReLU())
     with torchEmber(model, home=tmp_path, name='a', stats='full') as te:
         te.how_record_out(lambda t: {'mean': t.mean(), 'rows': [r.sum() for r in t], 'any': bool((t>0).any()), 'why': ''})
@@ -206,7 +207,7 @@ def test_the_quick_way_is_taken(tmp_path, monkeypatch, eager):
     data = te.t.log_path.read_bytes()
     want = frame(parse(data)[0])
     pd.testing.assert_frame_equal(by_file(tmp_path/'log', data*20)[0], pd.concat([want]*20, ignore_index=True), check_exact=True)
-    assert sum(map(len, eager))<=2*len(data) # the first time
+    assert sum(map(len, eager))<=2*len(data) # at most a small part was parsed row by row, to learn the layouts
     eager.clear()
     pd.testing.assert_frame_equal(by_file(tmp_path/'log', data*20+b'{"mean": 0.1, "st')[0], pd.concat([want]*20, ignore_index=True), check_exact=True)
     assert sum(map(len, eager))<=2*len(data)
@@ -216,7 +217,7 @@ columns = [[1, 2.5, None], [1, 'a'], [True, False], [True, None], [True, 1], [No
     [1e308, 1e-320], ['', ' '], ['1', '2'], ['null', 'nan', 'True'], ['True', 'False'], [1, {}], [-1, 2**62], ['2020-01-01', '2020-01-02']]
 
 
-def kinds(column): # pandas 2 has None or NaN where a text is missing
+def kinds(column): # pandas 2 gives None or NaN for a missing text
     return [float if v is None and pd.__version__<'3' else type(v) for v in column]
 
 
@@ -237,7 +238,7 @@ def test_rows_of_nothing(tmp_path, eager):
 
 
 def test_numbers_are_rounded_as_python_does(tmp_path, eager):
-    "To the last bit: 17 digits, and the hard cases"
+    "Numbers are read exactly to the last bit, also with 17 digits and in difficult cases."
     draw = random.Random(0)
     numbers = [draw.uniform(-1, 1)*10.**draw.randint(-300, 300) for _ in range(5000)]
     numbers += [float(np.float32(x)) for x in numbers if abs(x)<1e38][:1000] + [2.2250738585072011e-308, 9007199254740993., 5e-324, 1.7976931348623157e308]

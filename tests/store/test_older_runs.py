@@ -1,4 +1,4 @@
-"Runs of torchember 0.1 and 0.2 in the same folder are read, and rows that a process writes by hand are on disk at once"
+"Runs of torchember 0.1 and 0.2 in the same folder can be read. Rows that a process writes by hand are on disk at once."
 import json
 import os
 
@@ -21,7 +21,7 @@ def a_row(module, ttype, tname, value, second):
 
 
 def of_02(home, name='Net_20200412_100000'):
-    "As 0.2 leaves it: a folder, a file for each set of marks, commas and no lines"
+    "Write a run in the format of 0.2: a folder with a file for each set of marks, without line breaks. Return its name."
     folder = home/'log'/name
     folder.mkdir(parents=True)
     (home/'data').mkdir(exist_ok=True)
@@ -37,7 +37,7 @@ def of_02(home, name='Net_20200412_100000'):
 
 
 def of_01(home, name='Net_20200224_100000', base=True):
-    "As 0.1 leaves it: a file of JSON lines, without steps"
+    "Write a run in the format of 0.1: a file of JSON lines without steps. Return its name."
     (home/'log').mkdir(parents=True, exist_ok=True)
     (home/'data').mkdir(exist_ok=True)
     with open(home/'log'/name, 'w') as f:
@@ -94,7 +94,7 @@ def test_both_and_one_of_now_are_beside_each_other(home):
 
 
 def test_a_run_that_is_written_by_hand_without_steps_says_what_is_missing(home):
-    name = of_01(home, base=False) # nothing says that it is of 0.1
+    name = of_01(home, base=False) # without metadata, the run is not recognized as one of version 0.1
     assert 'step' not in read(name) and len(emberTracker(name).df)==12
     for call in (overview, torchember.summary, scalar_line):
         with pytest.raises(ValueError, match='no column.*step'): call(name)
@@ -125,7 +125,8 @@ def test_a_row_that_was_torn_costs_only_itself(home):
     name = of_02(home)
     path = home/'log'/name/'init-00_epoch-1.log'
     text = path.read_text()
-    with open(path, 'a') as f: f.write(3*(',{"mean": 0., "shape": [1, 2'+text[text.rindex(',{'):])) # a process was killed, and went on
+    # the process was killed while writing a line, and then continued
+    with open(path, 'a') as f: f.write(3*(',{"mean": 0., "shape": [1, 2'+text[text.rindex(',{'):]))
     t = emberTracker(name)
     assert len(t.lines())==33 and t.torn==3 and len(read(name))==33
     text = path.read_text()
@@ -150,7 +151,7 @@ def test_a_folder_without_rows_is_no_run(home):
         assert len(str(e.value))>40
 
 
-# ---- rows by hand
+# ---- rows that users write by hand
 
 def test_rows_by_hand_are_on_disk_at_once(home):
     t = emberTracker('mine')

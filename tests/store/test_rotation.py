@@ -1,4 +1,4 @@
-"A run whose lines become Parquet while it is written: whoever is killed, refused or forked meanwhile, and whoever reads, has the rows that lines would have"
+"Lines of a run become Parquet parts while the run is written. All rows stay readable, whatever is killed, refused or forked."
 import json
 import random
 import re
@@ -37,7 +37,7 @@ def begun(home, store='parquet', name='a', **how):
     return t
 
 def wait(t, seconds=60):
-    "Until the process is over that makes parts"
+    "Wait until the process that makes the parts has ended."
     r,until = t.file.disk.rotation,time.monotonic()+seconds
     while r.child is not None or r.ready:
         assert time.monotonic()<until
@@ -51,7 +51,7 @@ def small(monkeypatch):
 
 @pytest.fixture
 def inline(monkeypatch):
-    "What the process does is done when it is asked"
+    "Replace the compaction process by a direct call."
     class Inline:
         def __init__(self, path): compaction.compact_renamed(path)
         def has_ended(self, patience=0): return True
@@ -59,7 +59,7 @@ def inline(monkeypatch):
     monkeypatch.setattr(rotation, 'CompactionProcess', Inline)
 
 
-# ---- a training
+# ---- rows of a training
 
 def train(store, home, steps=60):
     torch.manual_seed(0)
@@ -76,7 +76,7 @@ def train(store, home, steps=60):
         te.t.barrier()
     return te
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 @pytest.mark.slow
 def test_a_training_has_the_rows_that_lines_have(tmp_path, small, monkeypatch):
     monkeypatch.setattr(Rotation, 'most_rows', 200)
@@ -101,7 +101,7 @@ def test_a_training_has_the_rows_that_lines_have(tmp_path, small, monkeypatch):
     assert b.t['base_a']['rows']==a.t['base_a']['rows']==held['rows'] and b.t['base_a']['bytes']==a.t['base_a']['bytes']
 
 def test_what_there_is_to_choose(tmp_path, monkeypatch):
-    "An unknown store, and one whose library is missing, is said by everybody who begins a run, before there is one"
+    "Each function that begins a run raises an error for an unknown store or a missing library, before the run exists."
     m = nn.Linear(2, 1)
     def doors(store):
         how = dict(store=store, home=tmp_path)
@@ -118,10 +118,10 @@ def test_what_there_is_to_choose(tmp_path, monkeypatch):
     with Monitor(m, {}, store='parquet', home=tmp_path) as mon: assert type(mon.t.file.disk) is ParquetLog
 
 
-# ---- when it is time
+# ---- the time at which lines are set aside for compaction
 
 def test_when_lines_are_put_aside(tmp_path, monkeypatch, inline):
-    "By rows or by bytes since the last time; those that were there before count as bytes"
+    "Lines are set aside after a number of new rows or bytes. Lines of an earlier process count as bytes."
     monkeypatch.setattr(Rotation, 'most_rows', 10)
     t = begun(tmp_path)
     for i in range(25): t + row(i)
@@ -142,7 +142,7 @@ def test_when_lines_are_put_aside(tmp_path, monkeypatch, inline):
     assert numbers(again)==[*range(40)] and [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[10, 10, 7, n]
     again.end()
     assert [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[10, 10, 7, n, 13-n] and again.log_path.stat().st_size==0
-    again + row(40) # it goes on all the same
+    again + row(40) # rows can still be added after the end of the run
     assert numbers(again)==[*range(41)] and again.log_path.stat().st_size
     again.end()
     assert numbers(again)==[*range(41)] and not again.log_path.stat().st_size
@@ -170,7 +170,7 @@ def test_nobody_appends_while_the_last_lines_are_put_aside(tmp_path, inline, mon
     assert held==[True, True] and numbers(t)==[*range(7)]
 
 def test_lines_that_stand_aside_come_first(tmp_path, small, inline):
-    "of one that was killed: what waits after them is still counted, and put aside as soon as they are parts"
+    "Lines set aside by a killed process become parts first. Later lines are still counted, and then set aside."
     t = begun(tmp_path)
     for i in range(10): t + row(i)
     compaction.rotate(t.log_path)
@@ -181,7 +181,7 @@ def test_lines_that_stand_aside_come_first(tmp_path, small, inline):
     assert [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[10, 42] and numbers(again)==[*range(52)]
 
 def test_one_process_at_a_time(tmp_path, small, monkeypatch):
-    "What comes while it works stays lines; in the end it is waited for, but not for ever"
+    "New rows stay lines while a compaction process runs. The end of the run waits for the process for a limited time."
     class Never(list):
         def __init__(self, path): made.append(self)
         def has_ended(self, patience=0): waited.append(patience)
@@ -218,7 +218,7 @@ def test_two_runs_at_once_and_logs_of_ranks(tmp_path, small):
     assert len(read('a', home=tmp_path, per_rank=True))==200
 
 
-# ---- what goes wrong
+# ---- errors during compaction
 
 def test_a_folder_that_cannot_be_made_is_said_once(tmp_path, small):
     t = begun(tmp_path)
@@ -240,7 +240,7 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path, small):
     assert numbers(t)==[*range(61)] and parts.summarize_parts(t.log_path)['rows']==61
 
 def test_what_the_process_says_is_said(tmp_path, small, monkeypatch):
-    "once, and it is tried again, each time after twice as long"
+    "The error of the compaction process is reported once. It is tried again, each time after twice the pause."
     monkeypatch.setattr(Rotation, 'pause', 5.)
     monkeypatch.setattr(CompactionProcess, 'program', 'import sys; sys.exit("OSError: No space left on device")')
     t = begun(tmp_path)
@@ -260,7 +260,7 @@ def test_what_the_process_says_is_said(tmp_path, small, monkeypatch):
 
 @pytest.mark.release
 def test_who_is_before_us_is_waited_for(tmp_path, small):
-    "without a word: when lines are put aside, and when parts are made of them"
+    "If another process holds the lock, no warning is given: lines stay, and compaction is tried again later."
     t = begun(tmp_path)
     parts.folder_of(t.log_path).mkdir(parents=True)
     with warnings.catch_warnings():
@@ -279,7 +279,7 @@ def test_who_is_before_us_is_waited_for(tmp_path, small):
     assert numbers(t)==[*range(46)] and parts.summarize_parts(t.log_path)['rows']==46
 
 def test_nothing_is_put_aside_while_somebody_may_read_up_to_a_byte(tmp_path, small, inline, monkeypatch):
-    "The disk refused, so that rows in memory follow those of the file"
+    "After a failed write, a reader gets the file and then rows in memory, so the file must not be set aside."
     t = begun(tmp_path)
     for i in range(30): t + row(i)
     refuse = [OSError('full')]
@@ -318,14 +318,14 @@ assert [r['n'] for r in t.lines()]==[*range(15)] and t.log_path.stat().st_size, 
 """
 
 def test_a_forked_process_makes_no_parts(tmp_path):
-    "And at exit of the process that began the run, what is left becomes one"
+    "A forked process compacts nothing. At its exit, the process that began the run makes a part of the remaining lines."
     p = programs.run(forked, tmp_path)
     assert p.returncode==0, p.stderr[-3000:]
     t = emberTracker('a', tmp_path)
     assert numbers(t)==[*range(15)] and t.log_path.stat().st_size==0 and [x['rows'] for x in parts.read_part_list(t.log_path)['parts']]==[10, 5]
 
 
-# ---- whoever is killed
+# ---- processes that are killed
 
 writes = """
 import sys
@@ -341,7 +341,7 @@ for i in range(first, first+100_000):
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_loses_nothing(tmp_path):
-    "at any moment, and goes on, fifteen times; nor does whoever compacts it then"
+    "A run is killed at random times and continued, fifteen times, and compacted in between. No row is lost."
     g,t = random.Random(0),emberTracker('a', tmp_path)
     n = 0
     for again in range(15):
@@ -351,7 +351,8 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path):
         p.send_signal(signal.SIGKILL)
         seen = p.communicate()[0].split()
         got = numbers(t)
-        assert got==[*range(len(got))] and len(got)>(int(seen[-1]) if seen else n), again # what was written is there, once and in order
+        # all written rows exist, once and in order
+        assert got==[*range(len(got))] and len(got)>(int(seen[-1]) if seen else n), again
         n = len(got)
         assert len(read('a', home=tmp_path))==n and t.last_step()==(n-1)//4 and runs(tmp_path)['rows'].tolist()==[n]
         if again%4==3:
@@ -363,7 +364,7 @@ def test_a_run_that_is_killed_loses_nothing(tmp_path):
 def named(t): return [p['file'] for p in parts.read_part_list(t.log_path)['parts']]
 
 def done(t):
-    "Compact, as soon as the process of who was killed has ended"
+    "Compact the run as soon as the compaction process of the killed run has ended."
     until = time.monotonic()+60
     while True:
         try: return compact(t.fname, t.dir)
@@ -442,23 +443,23 @@ print(n)
 """
 
 
-# ---- who reads meanwhile
+# ---- reading during compaction
 
 def changes(path):
-    "What may happen to a log while it is read"
+    "Yield functions that change a log while it is read."
     yield lambda: compaction.rotate(path)
     yield lambda: compaction.compact_renamed(path)
     yield lambda: compaction.convert_to_parts(path)
 
 def test_whoever_reads_while_lines_are_put_aside_has_them_once(tmp_path, monkeypatch):
-    "whenever between two looks at the disk that happens: rows, the last step, how many rows there are, and what scan gives"
+    "Compaction happens between any two disk accesses of a reader. Each row is read exactly once."
     t = begun(tmp_path, 'jsonl')
     t.log.mkdir(parents=True)
     def scanned():
         frames = scan('a', 'pandas', home=tmp_path)
-        armed[0] = None # it knows what it is to read
+        armed[0] = None # from here on, scan has decided on the files to read
         try: return [n for df in frames for n in df['n']]
-        except OSError as e: # parts were joined, or made, right after that
+        except OSError as e: # parts were made or joined right after scan chose its files
             assert re.search('Read (it|the run) again|Call scan again', str(e))
             return scanned()
     asked = dict(lines=lambda: numbers(t), last=t.last_step, runs=lambda: runs(tmp_path)['rows'].tolist(), scan=scanned)
@@ -493,14 +494,14 @@ def test_steps_and_rows_are_known_while_lines_stand_aside(tmp_path):
     assert t.log_path.stat().st_size==0 and last_step_of(t.log_path)==t.last_step()==4 and runs(tmp_path)[['steps', 'rows']].values.tolist()==[[5, 20]]
     t + row(20)
     assert last_step_of(t.log_path)==5 and runs(tmp_path)['rows'].tolist()==[21] and numbers(t)==[*range(21)]
-    compaction.rotate(t.log_path) # those that stand aside come first
+    compaction.rotate(t.log_path) # does nothing, because lines that were set aside earlier must be compacted first
     assert t.log_path.stat().st_size and numbers(t)==[*range(21)]
     compaction.compact_renamed(t.log_path)
-    compaction.compact_renamed(t.log_path) # there is nothing to do
+    compaction.compact_renamed(t.log_path) # the second call has nothing to do
     assert last_step_of(t.log_path)==5 and runs(tmp_path)['rows'].tolist()==[21] and numbers(t)==[*range(21)]
 
 def test_a_frame_that_is_asked_for_later(tmp_path):
-    "Of scan: lines that were put aside are found; when parts have them, it says so and gives no other rows"
+    "A lazy frame of scan still finds lines that were set aside. Once they are in parts, collecting it raises an error."
     t = begun(tmp_path)
     for i in range(20): t + row(i)
     late = [scan('a', home=tmp_path) for _ in range(2)]
@@ -513,7 +514,7 @@ def test_a_frame_that_is_asked_for_later(tmp_path):
 
 @pytest.mark.release
 def test_many_readers_while_it_is_written(tmp_path, small):
-    "Each sees the rows up to some time, in order"
+    "Each reader sees all rows up to some point, in order."
     t,over,wrong,looks = begun(tmp_path),threading.Event(),[],[0]
     def reads():
         while not over.is_set():
@@ -533,7 +534,7 @@ def test_many_readers_while_it_is_written(tmp_path, small):
     assert numbers(t)==[*range(400)]
 
 
-# ---- what becomes of the run
+# ---- moving, removing and copying a run
 
 def test_a_run_goes_on_is_moved_and_removed(tmp_path, small):
     t = begun(tmp_path)
@@ -565,10 +566,10 @@ def test_sync_of_a_run_that_goes_on(tmp_path, small):
     pd.testing.assert_frame_equal(read('a', home=there), read('a', home=tmp_path/'here'))
 
 
-# ---- small parts
+# ---- joining small parts
 
 def test_small_parts_are_joined_when_a_run_is_over(tmp_path, monkeypatch):
-    "as far as one may be large, neighbours only; names are never given twice, and it is done once"
+    "Neighboring parts are joined up to the largest size. File names are never reused, and a second call changes nothing."
     monkeypatch.setattr(compaction, 'most_rows', 10)
     t = begun(tmp_path, 'jsonl')
     for i in range(36):
@@ -589,11 +590,12 @@ def test_small_parts_are_joined_when_a_run_is_over(tmp_path, monkeypatch):
     monkeypatch.setattr(compaction, 'most_bytes', now[1]['end'])
     monkeypatch.setattr(compaction, 'most_rows', 1000)
     compaction.convert_to_parts(t.log_path)
-    assert [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[16, 8, 12] # eight rows more would be a byte too many
+    # joining another eight rows would exceed the limit by one byte
+    assert [p['rows'] for p in parts.read_part_list(t.log_path)['parts']]==[16, 8, 12]
 
 @pytest.mark.parametrize('given', range(6))
 def test_parts_that_are_joined_while_they_are_read(given, tmp_path, monkeypatch):
-    "Who has read some of them goes on where they ended"
+    "A reader that has read some of the parts continues with the next row."
     t = begun(tmp_path, 'jsonl')
     for i in range(20):
         t + row(i)
@@ -605,7 +607,7 @@ def test_parts_that_are_joined_while_they_are_read(given, tmp_path, monkeypatch)
 
 
 def test_a_file_that_was_put_aside_is_not_counted_as_the_one_that_follows(tmp_path):
-    "where somebody has listed runs before: both have the same name, and parts have neither"
+    "An estimate of rows is cached for each file. The new log file must not get the old estimate."
     log = tmp_path/'log'/'a'
     log.parent.mkdir()
     def lines(n, more): return ''.join(json.dumps(dict(module='m(Net)', ttype='output', tname='o', step=i, mean=1., note='x'*more))+'\n' for i in range(n))

@@ -1,4 +1,4 @@
-"""The lines that are written as columns are those that were written one dict after another, byte for byte"""
+"""Lines that are made from columns are equal, byte for byte, to lines that are made from one dict per row."""
 import json, math
 
 import pytest
@@ -15,10 +15,10 @@ from torchember.recorder.row import FirstNonfinite, one_row, describe_nonfinite
 from torchember.recorder.rows import LineMaker, Measured
 
 
-# ---- the reference: a dict for each row
+# ---- the reference: one dict per row
 
 def reference(m):
-    "The rows of a step, one after another"
+    "Return the rows of a step, made one after another."
     got = m.snapshot.rows()
     size = {(r['key'][0], r['key'][2].removeprefix('weight_')): r['rms'] for r in got if r['key'][1] in ('weight', 'before')}
     for r in got:
@@ -34,7 +34,7 @@ def reference(m):
 def text(rows): return [r if isinstance(r, bytes) else line_of(r) for r in rows]
 
 def same(measured, lines=None):
-    "The lines of steps, which are those of the reference, however many are written together"
+    "Check that the lines of steps are equal to the reference, written together or one step at a time. Return them."
     want = [text(reference(m)) for m in measured]
     lines = lines or LineMaker()
     assert [text(rows) for rows in lines(measured)]==want
@@ -44,7 +44,7 @@ def same(measured, lines=None):
     return want
 
 
-# ---- steps as anybody may have them
+# ---- random steps of all kinds
 
 usual = st.sampled_from([.5, -2., 3e-5, 1e16, 7.])
 numbers = st.one_of(st.floats(width=32), st.sampled_from([0., 1., -1., 1e-30, 1e30, 1e-5, 1e16, math.nan, math.inf, -math.inf, 65504.]))
@@ -67,7 +67,7 @@ def tensors(draw):
 
 @st.composite
 def taps(draw, arena):
-    "A few taps, a weight with its update among them"
+    "Draw some taps (recorders of a tensor), including a weight with its update."
     some = [arena.tap((draw(names), draw(st.sampled_from(['input', 'output', 'output_grad', 'probe'])), draw(st.sampled_from(['x', 'output_0'])), None,
         draw(st.sampled_from([None, 'eval'])), draw(st.integers(0, 1))), draw(stats)) for _ in range(draw(st.integers(0, 3)))]
     for ttype in draw(st.lists(st.sampled_from(['weight', 'before', 'update', 'weight_grad']), max_size=4, unique=True)):
@@ -77,7 +77,7 @@ def taps(draw, arena):
 
 @st.composite
 def steps(draw):
-    "Steps of one arena: several passes, tensors that a scaler multiplied, rows of functions, rows that were handed over before"
+    "Draw steps with several passes, scaled tensors, rows of functions, and rows that were taken in the middle of a step."
     arena = Arena(draw(st.integers(1, 4)))
     places,out = draw(taps(arena)),[]
     parts = {tensor_key_in_step(t.key, call): {'placement': 'S(0)', 'global_shape': [4]} for t in places for call in range(2) if draw(st.integers(0, 5))==0}
@@ -94,7 +94,7 @@ def steps(draw):
             for key,of,dtype,stats in ((('model(Net)', 'output', 'y', None, None, 0), micro, 'float32', {'num': .5, 'mean': 3}),
                     (('model', 'scalar', 'log', None, None, 0), None, 'float64', {'loss': draw(numbers)})):
                 if draw(st.integers(0, 4))==0: own.append((next(arena.clock), key, 0, of, dtype, stats))
-            if micro==0 and draw(st.integers(0, 3))==0: # asked for in between
+            if micro==0 and draw(st.integers(0, 3))==0: # the rows are read in the middle of the step
                 early,owned,own = arena.take(list(taken)),own,[]
                 if len(early): taken.append(early)
                 out.append(Measured(early, owned, step, '2020-02-15 13:44:48', record.load_row(line_of(said)), {None: True}, parts))
@@ -117,14 +117,14 @@ def test_the_same_bytes_without_orjson(measured):
 @settings(some, max_examples=100)
 @given(st.lists(steps(), min_size=2, max_size=2))
 def test_other_taps_and_marks(runs):
-    "One `Lines` for two armings"
+    "One `LineMaker` is used for two runs with different taps and marks."
     lines = LineMaker()
     for measured in runs: same(measured, lines)
 
 @settings(some, max_examples=200)
 @given(steps())
 def test_the_first_bad_row_is_found(measured):
-    "A row that is written as a column is none that somebody must be told of"
+    "Rows written as columns contain no value that must be reported, so the first bad row is found in the other rows."
     for m,rows in zip(measured, LineMaker()(measured), strict=True):
         want = next((b for r in reference(m) if (b := describe_nonfinite(r))), None)
         listener = FirstNonfinite(type('File', (), {'note': lambda self, what: None})())

@@ -1,4 +1,4 @@
-"Runs of whole processes"
+"Runs of complete processes, from the start to the exit."
 import json
 
 import programs
@@ -28,7 +28,7 @@ def rows(path): return [json.loads(line) for line in path.read_text().splitlines
 
 
 def test_exit_writes_what_is_left(tmp_path):
-    "Interpreter exit is a barrier: also by an exception, and with a step still open"
+    "All rows are written when the interpreter exits, also after an exception and with an open step."
     for i,end in enumerate(('', '1/0', 'sys.exit(3)')):
         home = tmp_path/str(i)
         finish(start(train+end, home))
@@ -41,7 +41,7 @@ def test_exit_writes_what_is_left(tmp_path):
 
 
 def test_exit_writes_what_was_noted_after_the_run_was_closed(tmp_path):
-    "A number, and a step of a model that is armed once more"
+    "After close(), a number is logged, or a step runs after arming again. These rows are written at exit."
     for i,(more,ttypes) in enumerate({'te.log(loss=1.)': {'scalar'}, 'te.arm().model(torch.ones(1, 2))': {'input', 'output', 'weight'}}.items()):
         home = tmp_path/str(i)
         assert finish(start(f'{train}te.close()\n{more}', home))[0]==0
@@ -49,10 +49,11 @@ def test_exit_writes_what_was_noted_after_the_run_was_closed(tmp_path):
         assert {r['ttype'] for r in rows(log)[12:]}==ttypes
 
 
-@pytest.mark.release # slow
+@pytest.mark.release # slow test, run only before a release
 def test_eight_in_the_same_second(tmp_path):
-    "Eight processes that start together have eight runs"
-    wait = "import time; from datetime import datetime\nwhile datetime.now().second%5: time.sleep(.01)\n" # so that the names are the same
+    "Eight processes that start in the same second have eight separate runs."
+    # wait for the same second, so that all processes choose the same name
+    wait = "import time; from datetime import datetime\nwhile datetime.now().second%5: time.sleep(.01)\n"
     ps = [start(train.replace('te = ', wait+'te = '), tmp_path) for _ in range(8)]
     assert all(finish(p)[0]==0 for p in ps)
     logs = [p for p in (tmp_path/'log').iterdir() if not p.name.endswith('_latest')]
@@ -61,7 +62,7 @@ def test_eight_in_the_same_second(tmp_path):
 
 
 def test_a_home_that_cannot_be_written(tmp_path):
-    "Training goes on, one warning says what to do"
+    "Training continues, and one warning explains the solution."
     (tmp_path/'home').mkdir()
     (tmp_path/'home'/'log').write_text('a file where a folder should be')
     code,err = finish(start(train+"print('trained to the end', file=sys.stderr)", tmp_path/'home'))

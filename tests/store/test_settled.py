@@ -1,4 +1,4 @@
-"""After `disarm`, and for every reader in the process that records, all steps that are over are in the log"""
+"""All finished steps are in the log after `disarm`, and for each reader in the recording process."""
 import os
 
 import pytest
@@ -13,7 +13,7 @@ from torchember.store import jsonl, log as store_log
 
 @pytest.fixture
 def slow_writer(monkeypatch):
-    "A writer that never comes by itself: what a reader does not ask for is not there"
+    "Replace the writer by one that writes nothing by itself, so that rows are written only if a reader requests them."
     monkeypatch.setattr(store_log, 'writer', store_log.Writer())
     monkeypatch.setattr(store_log.Writer, 'run', lambda self: None)
     monkeypatch.setattr(store_log.Log, 'bound', 10**9)
@@ -43,19 +43,20 @@ def steps_in(df): return sorted(df['step'].unique().tolist())
 
 
 def test_disarmed(slow_writer):
-    "The file itself, with no reader to ask: all rows of each step, once"
+    "`disarm` writes all rows of each step exactly once, without a reader."
     m,o,te = trained()
     assert nothing_in(te)
     te.disarm()
     rows,_ = jsonl.parse(te.t.log_path.read_bytes())
-    rows = [r for r in rows if r['tname']!='lr'] # a learning rate is written when it changes
+    rows = [r for r in rows if r['tname']!='lr'] # ignore the learning rate, which is written only if it changes
     assert len(rows)==20*(len(rows)//20) and {r['step'] for r in rows}==set(range(20))
     each = [sorted((r['ttype'], r['module'], r['tname']) for r in rows if r['step']==s) for s in range(20)]
     assert all(e==each[0] and len(set(e))==len(e) for e in each) and {t for t,*_ in each[0]}=={'input', 'output', 'weight', 'weight_grad', 'scalar'}
     te.arm()
     more(m, o, te, 5)
     te.disarm()
-    assert {r['step'] for r in jsonl.parse(te.t.log_path.read_bytes())[0]}==set(range(25)) # and a second time
+    # after arming again, the second disarm writes the other steps
+    assert {r['step'] for r in jsonl.parse(te.t.log_path.read_bytes())[0]}==set(range(25))
     te.close()
 
 
@@ -78,7 +79,7 @@ readers = dict(read=lambda te: steps_in(read(te.fname)), pattern=lambda te: step
 
 @pytest.mark.parametrize('reader', readers)
 def test_readers(reader, slow_writer, tmp_path, monkeypatch):
-    "A live run is read by its name: 20 steps, and later 23"
+    "Each reader of a live run gets all finished steps: 20, and later 23."
     m,o,te = trained()
     assert nothing_in(te)
     assert readers[reader](te)==list(range(20))
@@ -93,12 +94,13 @@ def test_pictures(show, slow_writer, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     _,_,te = trained()
     assert show(te.fname) is not None
-    assert te.t.file.disk.written_rows==20*16+1 # in each step 3 inputs, 3 outputs, 4 weights, 4 gradients, a loss and a norm; one learning rate
+    # 16 rows per step: 3 inputs, 3 outputs, 4 weights, 4 gradients, loss, norm; and one learning rate
+    assert te.t.file.disk.written_rows==20*16+1
     te.close()
 
 
 def test_through_a_link(slow_writer, tmp_path):
-    "A home is known by where it leads"
+    "A run is recognized as live, even if its home is opened through a symbolic link."
     (tmp_path/'real').mkdir()
     os.symlink(tmp_path/'real', tmp_path/'link')
     _,_,te = trained(home=tmp_path/'real')
@@ -114,19 +116,20 @@ def test_another_run_is_left_alone(slow_writer):
 
 
 def test_an_open_step_stays_open(slow_writer):
-    "Who reads by name sees what is over, and closes nothing"
+    "Reading a live run by its name gives the finished steps, and does not end the open step."
     m,o,te = trained(3)
     m(torch.randn(4, 8)).sum().backward()
     assert steps_in(read(te.fname))==[0, 1, 2] and te.recorder.step==3
     o.step()
     df = read(te.fname)
-    assert steps_in(df)==[0, 1, 2, 3] and len(df[df.step==3])==len(df[df.step==2])-1 and 'supersedes' not in df # it has no logged number
+    # step 3 has one row less, because no loss was logged in it
+    assert steps_in(df)==[0, 1, 2, 3] and len(df[df.step==3])==len(df[df.step==2])-1 and 'supersedes' not in df
     te.close()
 
 
 @pytest.mark.parametrize('of, asked', [('a', ['a']), ('', ['a', 'other']), ('none', [])])
 def test_a_home_that_is_reached_by_another_path(tmp_path, monkeypatch, of, asked):
-    "It is the same folder: a log there is asked for what is on its way, and no other one"
+    "Logs under the same real folder are flushed before reading. Logs of other folders are not."
     for d in 'home','else': (tmp_path/d).mkdir()
     (tmp_path/'link').symlink_to('home')
     ts = [emberTracker(n, tmp_path/d) for n,d in (('a', 'link'), ('other', 'link'), ('a', 'else'))]

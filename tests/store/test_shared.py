@@ -1,4 +1,4 @@
-"Many logs of a run in files by step: each log keeps each of its rows, whoever reads it and whatever happens meanwhile"
+"The logs of many ranks share Parquet files of a few steps each. Each log keeps all its rows, for each reader and at any time."
 import json
 import os
 import random
@@ -14,22 +14,23 @@ from torchember.store import compaction, parts, shared
 from torchember.store.log_file import last_step_of
 from torchember.store.parts import Part, blocks_of_run, part_file, read_part_list, summarize_parts
 
-pytestmark = pytest.mark.filterwarnings('ignore::torchember.ground.messages.EmberWarning') # of torn lines, marks that differ, ranks that begin late
+# ignore warnings about torn lines, different marks, and ranks that begin late
+pytestmark = pytest.mark.filterwarnings('ignore::torchember.ground.messages.EmberWarning')
 
 
 def row(rank, step, i, /, **more):
-    "As an ember has written it"
+    "Return a row as an ember writes it."
     return dict(shape=[4, 2], module=f'net(Net).l{i}(Linear)', ttype='output', tname='output_0', step=step, call=0, dtype='float32',
         mean=rank+step+i/7, std=1., rank=0, part='dp:B')|more
 
 def odd(g, rank, step, i):
-    "A row, now and then one of another kind"
+    "Return random changes of a row, in some cases only."
     return g.choice([{}, {}, {}, {}, dict(mean=rank), dict(std=None), dict(nan=2), dict(step=max(step-1, 0), supersedes=True), dict(step=None),
         dict(note=[1, 2.5]), dict(note='x'),
         dict(note=True), dict(big=2**60), dict(big=.5)]) if g.random()<.3 else {}
 
 def written(home, ranks=12, steps=12, tensors=3, name='a', plain=False, seed=0):
-    "Logs of a run that is over"
+    "Write the logs of a finished run. Return their paths."
     g = random.Random(seed)
     (home/'log').mkdir(parents=True, exist_ok=True)
     (home/'data').mkdir(exist_ok=True)
@@ -44,13 +45,13 @@ def written(home, ranks=12, steps=12, tensors=3, name='a', plain=False, seed=0):
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    "Windows, groups and files of few rows, so that there are several"
+    "Reduce the sizes of windows, row groups and files, so that few rows need several of them."
     for where,k,v in [(shared, 'window_rows', 150), (shared, 'file_rows', 90), (shared, 'group_rows', 40), (shared, 'most_logs', 6),
             (compaction, 'most_rows', 17), *((m, 'many_logs', 8) for m in (parts, shared, listing))]:
         monkeypatch.setattr(where, k, v)
 
 def texts(path):
-    "The rows of a log, and its torn lines"
+    "Return the rows of a log as text, and the number of torn lines."
     got = [(b.parsed() if not isinstance(b, bytes) else parts_of_lines(b)) for b in blocks_of_run(path)]
     return json.dumps([r for rows,_ in got for r in rows]), sum(torn for _,torn in got)
 
@@ -66,7 +67,7 @@ def in_shared(paths): return [any('holder' in p for p in (read_part_list(p) or d
 @pytest.mark.slow
 @pytest.mark.parametrize('seed', range(4))
 def test_each_log_keeps_each_row(tmp_path, seed):
-    "in its order, with what each value was, torn lines counted, the same for whoever reads one or all"
+    "Order, values and numbers of torn lines are the same as before, for readers of one log and of all logs."
     paths = written(tmp_path, seed=seed)
     before,whole,each = [texts(p) for p in paths], read('a', home=tmp_path), read('a', home=tmp_path, per_rank=True)
     steps = [last_step_of(p) for p in paths]
@@ -82,7 +83,7 @@ def test_each_log_keeps_each_row(tmp_path, seed):
     assert sorted(map(repr, got.to_pylist()))==sorted(map(repr, wanted.to_pylist())) and got.schema.names==wanted.schema.names
 
 def test_steps_of_a_log_go_back(tmp_path):
-    "as where a run was resumed from a checkpoint: its rows keep their order"
+    "Step numbers go back, as in a run that was resumed from a checkpoint. The rows keep their order."
     paths = written(tmp_path, plain=True)
     for p in paths[:5]: p.write_text(p.read_text()+''.join(json.dumps(row(0, s, 0, mean=-1.))+'\n' for s in (3, 4, 5, 20)))
     before = [texts(p) for p in paths]
@@ -91,7 +92,7 @@ def test_steps_of_a_log_go_back(tmp_path):
 
 @pytest.mark.release
 def test_some_steps_are_read_from_some_groups_of_each_file(tmp_path, monkeypatch):
-    "each of which is opened once, not once for each log"
+    "Each shared file is opened only once, and not once per log."
     monkeypatch.setattr(chunks, 'most_merged', 150)
     monkeypatch.setattr(shared, 'file_rows', 400)
     paths = written(tmp_path, ranks=12, steps=60, plain=True)
@@ -108,7 +109,7 @@ def test_some_steps_are_read_from_some_groups_of_each_file(tmp_path, monkeypatch
     assert got['mean'].to_pylist()==wanted['mean'].tolist() and got['step'].to_pylist()==wanted['step'].tolist()
     assert len(opened)<=4*len(rows.pruned.chunks)+4 and sum(groups)/len(groups)<.6, (len(opened), len(rows.pruned.chunks), sum(groups)/len(groups))
     shares = []
-    for path in paths: # one log reads few groups of the file that it shares: those with its own rows
+    for path in paths: # one log reads only those row groups of a shared file that contain its rows
         told = read_part_list(path)
         one = parts.open_part(path, told['parts'][0], told['id'])
         assert one.rows==told['parts'][0]['rows']
@@ -116,11 +117,11 @@ def test_some_steps_are_read_from_some_groups_of_each_file(tmp_path, monkeypatch
     assert max(shares)<=.5 and sum(shares)/len(shares)<.4, shares
     opened.clear()
     assert read('a', home=tmp_path)['mean'].tolist()==wanted['mean'].tolist()
-    assert sorted(opened)==shared_in(tmp_path) # each once
+    assert sorted(opened)==shared_in(tmp_path) # each file is opened once
 
 @pytest.mark.parametrize('when', ['writing', 'lists', 'last list', 'removing'])
 def test_who_is_stopped_in_between_loses_nothing(tmp_path, monkeypatch, when):
-    "and the next one goes on"
+    "After an interruption at any point, all rows can be read, and the next compaction finishes."
     paths = written(tmp_path)
     before,whole = [texts(p) for p in paths], read('a', home=tmp_path)
     calls = []
@@ -143,7 +144,7 @@ def test_who_is_stopped_in_between_loses_nothing(tmp_path, monkeypatch, when):
     assert {str(f) for f in tmp_path.glob('log/*/*.parquet')}=={str(f) for f in map(str, named)} and not list(tmp_path.glob('log/*/.part-*'))
 
 def test_more_rows_come_later(tmp_path):
-    "to a run that goes on after it was compacted"
+    "A compacted run gets more rows, and is compacted again."
     paths = written(tmp_path)
     compact('a', home=tmp_path)
     for r,p in enumerate(paths): p.write_text(''.join(json.dumps(row(r, s, 0))+'\n' for s in range(12, 15)))
@@ -152,12 +153,12 @@ def test_more_rows_come_later(tmp_path):
     n = len(shared_in(tmp_path))
     compact('a', home=tmp_path)
     assert len(shared_in(tmp_path))>n and all(in_shared(paths)) and [texts(p) for p in paths]==before and read('a', home=tmp_path).to_csv()==whole.to_csv()
-    compact('a', home=tmp_path) # nothing is left to do
+    compact('a', home=tmp_path) # a second compaction has nothing to do
     assert [texts(p) for p in paths]==before
 
 @pytest.mark.release
 def test_lines_may_stay(tmp_path):
-    "beside the files"
+    "With keep=True, the lines stay beside the Parquet files."
     paths = written(tmp_path)
     before,sizes = [texts(p) for p in paths], [p.stat().st_size for p in paths]
     compact('a', home=tmp_path, keep=True)
@@ -169,7 +170,7 @@ def test_lines_may_stay(tmp_path):
 
 @pytest.mark.parametrize('rank', [0, 1])
 def test_somebody_else_writes_parts_meanwhile(tmp_path, monkeypatch, rank):
-    "which is said; what they have written is kept"
+    "Another process writes parts during the compaction. This raises an error, and its parts are kept."
     paths = written(tmp_path, plain=True)
     for p in paths: compaction.convert_to_parts(p)
     asked = []
@@ -191,7 +192,7 @@ def test_somebody_else_writes_parts_meanwhile(tmp_path, monkeypatch, rank):
     assert all(in_shared(paths)) and [texts(p) for p in paths]==before and read('a', home=tmp_path)['step'].max()==77
 
 def test_lists_change_while_a_log_is_read(tmp_path):
-    "and it is read to its end, each row once"
+    "The files are shared while a log is being read. The reader still gets each row once."
     paths = written(tmp_path, plain=True)
     before = [texts(p) for p in paths]
     for p in paths: compaction.convert_to_parts(p)
@@ -204,7 +205,7 @@ def test_lists_change_while_a_log_is_read(tmp_path):
         assert json.dumps([x for rows in some for x in rows])==before[r][0]
 
 def test_the_board_reads_some_steps(tmp_path):
-    "of a log whose rows are in shared files: the same rows as from its lines"
+    "From shared files, the board reads the same rows of some steps as from lines."
     paths = written(tmp_path, plain=True)
     def some(): return [(r['step'], r['mean']) for r in RunOfSelectedSteps(paths[3].name, tmp_path, [2, 9]).lines()]
     before = some()
@@ -212,7 +213,7 @@ def test_the_board_reads_some_steps(tmp_path):
     assert in_shared(paths)[3] and some()==before and {s for s,_ in before}=={2, 9}
 
 def test_a_file_of_another_run_is_noticed(tmp_path):
-    "also when what is known of a file was read before it was exchanged"
+    "A shared file is replaced by a file of another run. This is an error, also if the old file was already known."
     for n in 'ab': written(tmp_path, name=n, plain=True)
     compact('*', home=tmp_path)
     assert len(read('a', home=tmp_path))
@@ -226,7 +227,7 @@ def test_a_file_of_another_run_is_noticed(tmp_path):
     with pytest.raises(FileNotFoundError, match='was removed while the run was read'): read('a', home=tmp_path)
 
 def test_the_rows_of_a_log_that_is_gone_are_not_read(tmp_path):
-    "though they stand in the files of others"
+    "Rows of a removed log are not read, although the shared files still contain them."
     for name in 'ab':
         paths = written(tmp_path/name)
         if name=='a': compact('a', home=tmp_path/name)
@@ -237,7 +238,7 @@ def test_the_rows_of_a_log_that_is_gone_are_not_read(tmp_path):
     assert read('a', home=tmp_path/'a', per_rank=True).to_csv()==read('a', home=tmp_path/'b', per_rank=True).to_csv()
 
 def test_what_belongs_to_a_run(tmp_path):
-    "goes with all of it, and a log of it alone goes nowhere"
+    "Shared files are moved and removed with the whole run. A single log cannot be moved or removed."
     paths = written(tmp_path, plain=True)
     compact('a', home=tmp_path)
     whole,size = read('a', home=tmp_path), sum(f.stat().st_size for f in tmp_path.glob('log/*/*.parquet'))
@@ -251,7 +252,7 @@ def test_what_belongs_to_a_run(tmp_path):
     assert not list(tmp_path.glob('log/*')) and not list(tmp_path.glob('data/*'))
 
 def test_it_is_read_elsewhere(tmp_path):
-    "as it is here, and sent once"
+    "A copy on another store gives the same rows. Each shared file is sent once."
     paths = written(tmp_path)
     compact('a', home=tmp_path)
     whole = read('a', home=tmp_path)
@@ -263,7 +264,7 @@ def test_it_is_read_elsewhere(tmp_path):
     sent = fsspec.filesystem('memory').glob(f'{there}/log/*/steps-*')
     assert sorted(f.split('/log/')[1] for f in sent)==[str(f.relative_to(tmp_path/'log')) for f in shared_in(tmp_path)]
     assert sum(r['bytes'] for r in first)<1.5*sum(f.stat().st_size for f in tmp_path.rglob('*') if f.is_file())
-    one = f'memory://one{tmp_path.name}' # one log brings what it shares
+    one = f'memory://one{tmp_path.name}' # syncing one log also copies the shared files that it needs
     sync('a.rank3', one, home=tmp_path)
     assert read('a.rank3', home=one).to_csv()==read('a.rank3', home=tmp_path).to_csv()
     for p in paths[:3]: p.write_text(json.dumps(row(0, 40, 0))+'\n')
@@ -271,7 +272,7 @@ def test_it_is_read_elsewhere(tmp_path):
     assert read('a', home=there).to_csv()==read('a', home=tmp_path).to_csv()!=whole.to_csv()
 
 def test_a_list_that_makes_no_sense(tmp_path):
-    "is said"
+    "An invalid list of parts raises an error."
     path = written(tmp_path, plain=True)[3]
     compact('a', home=tmp_path)
     f = parts.folder_of(path)/'parts.json'
@@ -283,7 +284,7 @@ def test_a_list_that_makes_no_sense(tmp_path):
         with pytest.raises(ValueError, match='is not the list of Parquet files that compact writes'): read('a', home=tmp_path)
 
 def test_a_run_that_goes_on_keeps_its_own_parts(tmp_path):
-    "as whoever writes it will make more of them"
+    "Parts of a live run are not shared, because its process will write more of them."
     paths = written(tmp_path, plain=True)
     (tmp_path/'data'/'base_a.rank5.json').write_text(json.dumps(dict(schema=1, pid=os.getpid(), host=socket.gethostname(), start='2026-01-01 00:00:00')))
     compact('a', home=tmp_path)
@@ -299,7 +300,7 @@ def test_few_logs_or_odd_steps_stay_as_they_are(tmp_path):
     assert not shared_in(tmp_path) and [texts(p) for p in paths]==before
 
 def test_a_window_has_its_steps_alone(tmp_path):
-    "also where some logs have many rows in a step, and others few, or end early"
+    "Each window of steps is separate, also if logs have different numbers of rows per step, or end early."
     paths = written(tmp_path, plain=True, steps=40)
     for r,p in enumerate(paths): p.write_text(''.join(f'{line}\n' for line in p.read_text().splitlines()[:50+6*r] for _ in range(r%4+1)))
     for p in paths: compaction.convert_to_parts(p)
