@@ -75,7 +75,7 @@ class RecordedRun:
             raise ValueError("how_record needs the tensor types that your function measures, such as how_record('output'). "
                 f"Choose from: {', '.join(recorded)}.")
         def use(f):
-            "Record the tensor types `ttypes` with `f`: a function, or a named set of statistics. Return `f`."
+            "Use `f` to record the tensor types `ttypes`: a function, or a named set of statistics. Return `f`."
             self.recorder.buffer.use(f if callable(f) else stat_names(f), ttypes, self.recorder.sources.states)
             return f
         return use
@@ -95,7 +95,7 @@ class RecordedRun:
     def set_metric(self,
         ttype:str # 'in', 'out', 'weight' or 'grad'
     ): # Decorator that returns its function unchanged
-        """Choose how a tensor type is recorded, as `how_record` does. Accepts the names of tensor types of torchember 0.2.
+        """Set the metric (function) for a tensor type, as `how_record` does. Accepts the names of tensor types of torchember 0.2.
 
         Args:
             ttype: 'in', 'out', 'weight' or 'grad'
@@ -112,17 +112,17 @@ class RecordedRun:
         if numbers and not disabled(): self.recorder.log(numbers)
 
     def mark(self, /, *unnamed, **marks):
-        "Add a column with a constant value to every row from now on: `te.mark(epoch=3)` adds the column `epoch` with the value 3."
+        "Mark every row from now on with a constant value in a new column: `te.mark(epoch=3)` adds the column `epoch` with the value 3."
         check_marks(unnamed, marks, self.recorder.buffer.shards.ranks is not None)
         self.t.mark(**marks)
         self.recorder.marks.check(marks, self.recorder.step, self.recorder.notices)
 
     def unmark(self, *names):
-        "Stop adding the columns `names`, set by `mark`, to new rows. Without names, stop adding all columns set by `mark`."
+        "Remove marks: stop adding the columns `names`, set by `mark`, to new rows. Without names, stop adding all of them."
         self.t.unmark(*names)
 
     def log_model(self): # This `torchEmber`
-        """Record all weights and their gradients now, in the current step.
+        """Log the model: record all weights and their gradients now, in the current step.
 
         Returns:
             This `torchEmber`
@@ -134,7 +134,7 @@ class RecordedRun:
         name:str, # Name of the tensor in the log, in column `tname`
         tensor:torch.Tensor|None # Tensor outside of all modules; None to stop recording the tensor of this name
     ): # The tensor, unchanged
-        """Record a tensor that is in no module, and its gradient, at the end of each step, as a weight of the root module.
+        """Watch a tensor that is in no module: record it and its gradient at the end of each step, as a weight of the root module.
 
         Args:
             name: Name of the tensor in the log, in column `tname`
@@ -151,7 +151,7 @@ class RecordedRun:
     def watch_attention(self,
         steps=True # True: steps with growing intervals; or a schedule of steps, as for `every`; False: stop recording
     ): # The ember itself
-        """Record statistics of each attention head from now on, as `torchEmber(model, attention=True)` does.
+        """Watch attention from now on: record statistics of each attention head, as `torchEmber(model, attention=True)` does.
 
         Args:
             steps: True: steps with growing intervals; or a schedule of steps, as for `every`; False: stop recording
@@ -184,7 +184,7 @@ class RecordedRun:
     def show(self,
         *args, **kwargs # Arguments of `torchember.overview`
     ): # The matplotlib Axes of the picture
-        """Draw the run: all layers and steps, the loss, and the first NaN or infinity.
+        """Show the run in a picture: all layers and steps, the loss, and the first NaN or infinity.
 
         Args:
             *args, **kwargs: Arguments of `torchember.overview`
@@ -198,7 +198,7 @@ class RecordedRun:
     def live(self,
         **kwargs # Arguments of `torchember.live`
     ): # The live view. Call its `close()` to end it before the run ends
-        """Show the run while it is recorded: in a notebook as a picture below this cell, redrawn when rows arrive; in a terminal as a line.
+        """Show the run live, while it is recorded: in a notebook as a picture that is redrawn when rows arrive; in a terminal as a line.
 
         Args:
             **kwargs: Arguments of `torchember.live`
@@ -213,7 +213,7 @@ class RecordedRun:
         golden, # The correct run: a file of `keep_run`, or another run that `diff` accepts
         rtol:float|None=None # Tolerated relative difference of a tensor. The default depends on its dtype and number of elements
     ):
-        """Raise an AssertionError that describes the first difference between the run so far and a stored run.
+        """Check the run so far against a stored run: raise an AssertionError that describes the first difference.
 
         Args:
             golden: The correct run: a file of `keep_run`, or another run that `diff` accepts
@@ -231,7 +231,7 @@ def stop_earlier_recording(model):
     earlier.owner().disarm()
 
 def watched_modules(tracks, include, exclude):
-    "Return the set of the ids (`id(module)`) of the modules to record."
+    "Return the ids (`id(module)`) of the modules to watch, as a set: the modules to record."
     pairs = [(p, t.module) for t in tracks for p in (t.path, *t.aliases)]
     return chosen(pairs, include, exclude)
 
@@ -246,12 +246,12 @@ def last_finished_step(recorder):
     return steps.number if recorder.watch is None and not steps.manual and steps.opened else steps.number-1
 
 def weight_reader(root):
-    """Return a function that measures the current value of a parameter: `read(path, name, stats)` returns a dict of statistics, or None.
+    """Return a reader of weights: `read(path, name, stats)` measures a parameter's current value, and returns a dict of statistics, or None.
 
     root: `moduleTrack` of the model"""
     found = {key: p for p,_,names in every_parameter(root) for key in names}
     def read(path, name, stats):
-        "Measure the current value of a parameter. Return a dict of statistics, or None if it cannot be measured."
+        "Read the current value of a parameter to measure it. Return a dict of statistics, or None if it cannot be measured."
         p = found.get((path, name))
         # skip a DTensor: it has only a shard on this rank, but the run contains statistics of the whole weight
         if p is None or not p.requires_grad or hasattr(p, 'placements'): return None
@@ -262,7 +262,7 @@ def weight_reader(root):
 
 # %% ../nbs/57_ember.ipynb #111be30d
 class ArmedModel(RecordedRun):
-    "A run that is being recorded, with its model. Recording (hooks on the modules) can be started and stopped: `arm` and `disarm`."
+    "Run that is being recorded, with its armed model (model with hooks). `arm` starts recording, and `disarm` stops it."
     modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
 
     # tracks: a `moduleTrack` (name and path of a module) for each module, the root first
@@ -272,11 +272,11 @@ class ArmedModel(RecordedRun):
         self.include,self.exclude,self.armed = include,exclude,False
 
     def watched(self, tracks):
-        "Return the set of the ids (`id(module)`) of the modules to record."
+        "Return the ids (`id(module)`) of the watched modules, as a set: the modules to record."
         return watched_modules(tracks, self.include, self.exclude)
 
     def arm(self): # This `torchEmber`
-        """Start recording: put hooks on the modules. Does nothing if the model is being recorded already.
+        """Arm the model: put hooks on the modules, to start recording. Does nothing if the model is being recorded already.
 
         Returns:
             This `torchEmber`
@@ -294,7 +294,7 @@ class ArmedModel(RecordedRun):
         return self
 
     def disarm(self): # The model
-        """Stop recording, and restore every module. Does nothing if the model is not being recorded.
+        """Disarm the model: stop recording, and restore every module. Does nothing if the model is not being recorded.
 
         Returns:
             The model
@@ -305,7 +305,7 @@ class ArmedModel(RecordedRun):
         return self.model
 
     def rearm(self): # This `torchEmber`
-        """Stop and restart recording, to notice modules that were added to or removed from the model.
+        """Rearm the model: stop and restart recording, to notice modules that were added to or removed from the model.
 
         Returns:
             This `torchEmber`
@@ -321,7 +321,7 @@ class ArmedModel(RecordedRun):
         name:str, # Name of the tensor in the log, in column `tname`
         tensor:torch.Tensor # Any tensor, inside a forward
     ): # The tensor, unchanged
-        """Record any tensor inside a `forward`, compiled or not. Its row has the ttype 'probe'.
+        """Probe a tensor: record any tensor inside a `forward`, compiled or not. Its row has the ttype 'probe'.
 
         Args:
             name: Name of the tensor in the log, in column `tname`
@@ -346,7 +346,7 @@ class ArmedModel(RecordedRun):
         *args, # Example input for one run of the model, which is unchanged afterwards
         **kwargs
     ) -> Plan:
-        """Return the expected rows, bytes and time of a recorded step. This records nothing.
+        """Plan a recorded step: return its expected rows, bytes and time. This records nothing.
 
         Args:
             *args: Example input for one run of the model, which is unchanged afterwards
@@ -386,7 +386,7 @@ class ArmedModel(RecordedRun):
     def locate(self,
         step_fn # Function that runs one step. The model must be in the state before this step. See `torchember.locate`
     ) -> LocateResult:
-        """Run a step again, and find the operation that creates its first NaN or infinity. This neither records nor restores the model.
+        """Locate the first NaN or infinity of a step: run the step again, and find the operation. This neither records nor restores the model.
 
         Args:
             step_fn: Function that runs one step. The model must be in the state before this step. See `torchember.locate`
@@ -415,7 +415,7 @@ def first_step_number(t, resume, first_step):
 
 # %% ../nbs/57_ember.ipynb #835bba49
 def merge_ranks(t, rank, world, tree):
-    "Return a `WholeSteps`, which merges the rows of all ranks for the listeners on rank 0. Return None if torch.distributed is not initialized."
+    "Merge the rows of all ranks for the listeners on rank 0: return a `WholeSteps`. Return None if torch.distributed is not initialized."
     part,store = store_for(t.fname.removesuffix(f'.rank{rank}'))
     if part is None:
         warn("reduce='step' needs a process group with a store, but there is none, so listeners get only the rows of this process. "
@@ -423,18 +423,18 @@ def merge_ranks(t, rank, world, tree):
         return None
     run,paths = weakref.ref(t),paths_in(tree)
     def about():
-        "Return the metadata of this rank that are needed to merge rows of all ranks. Return None if the run was deleted."
+        "Return the metadata about this rank that are needed to merge rows of all ranks. Return None if the run was deleted."
         return None if (t := run()) is None else {'about': t.about.get('ranks'), 'paths': paths}
     def note(what):
-        "Show a message to the user, unless the run was deleted."
+        "Show a note (message) to the user, unless the run was deleted."
         if (t := run()) is not None: show_message_soon(t.file, what)
     return WholeSteps(part, rank, world, about, note, store)
 
 def make_run_report(recorder, views=(), rules=None, feeds=()) -> Report: # views: live views; rules: a `RuleWatch`; feeds: a `Feed` for each sink
-    "Return the report of an ended run. Also write the time spent on recording into the metadata of the run."
+    "Make and return the report of an ended run. Also write the time spent on recording into the metadata of the run."
     r,f,cost,live = recorder,recorder.t.file,recorder.cost,sum(v.seconds for v in views)
     def spent():
-        "Return the time that recording has taken, in seconds and as a share of the run's time."
+        "Return the time spent on recording, in seconds and as a share of the run's time."
         s = r.seconds()+live
         return {'seconds': s, 'share': s/cost.elapsed if cost.elapsed else 0.}
     r.t.end(**spent())
@@ -552,7 +552,7 @@ class torchEmber(ArmedModel):
             ({} if resume else {'vis': {'vis_type': 'standard'}, 'structure': self.mod_tree()}))
 
     def close(self): # `Report` of the run
-        """End the run: stop recording, write all rows, and return a report.
+        """Close the run: stop recording, write all rows, and return a report.
 
         Returns:
             `Report` of the run
@@ -594,7 +594,7 @@ class torchEmber(ArmedModel):
 
 # %% ../nbs/57_ember.ipynb #d08ba4de
 class EmberCopy:
-    "Replaces the `torchEmber` in a copy of its model. It can read the run, but records nothing."
+    "Copy of an ember: replaces the `torchEmber` in a copy of its model. It can read the run, but records nothing."
     armed = False
     def __init__(self, model_name, fname, home): self.model_name,self.fname,self.home = model_name,fname,home
 

@@ -13,7 +13,7 @@ from .run import options_in
 
 # %% ../nbs/93_magics.ipynb #c79f53c0
 def names_used(code):
-    "Return the names of all variables in a syntax tree, each once."
+    "Return the names of all variables that are used in a syntax tree, each once."
     return list(dict.fromkeys(o.id for o in ast.walk(code) if isinstance(o, ast.Name)))
 
 def names_in_function(f):
@@ -53,7 +53,7 @@ def run_cell(shell, text):
 
 # %% ../nbs/93_magics.ipynb #6240d753
 def show(t):
-    "Display the overview picture of a run, and its findings."
+    "Show the overview picture of a run, and its findings."
     from IPython.display import Image, display
     from matplotlib import pyplot as plt
     from torchember.health.diagnose import diagnose

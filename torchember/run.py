@@ -15,11 +15,11 @@ from .ground.messages import printable
 
 # %% ../nbs/92_run.ipynb #a7e1f06d
 def comma_list(text):
-    "Split a text at commas. Return the parts that are not empty."
+    "Split a comma-separated list at its commas. Return the parts that are not empty, as a list."
     return [n for n in text.split(',') if n]
 
 def parse_every(text):
-    "Return the argument of the option `--every` as an int if it is a number, else as text."
+    "Parse the argument of the option `--every`: return an int if it is a number, else the text."
     return int(text) if text.isdigit() else text
 
 example = 'torchember run --every 10 train.py --lr 0.1'
@@ -50,7 +50,7 @@ def add_options(p):
 
 # %% ../nbs/92_run.ipynb #7fc9c0ec
 def options_in(words, prog='torchember run', usage=None) -> dict: # words: list such as ['--every', '10']; prog, usage: texts for messages
-    "Parse options of a command line into keyword arguments of `torchEmber`. Raise SystemExit for invalid options, as argparse does."
+    "Parse the options in a command line into keyword arguments of `torchEmber`. Raise SystemExit for invalid options, as argparse does."
     from torchember.ground.choose import schedule
     from torchember.ground.record import check_ttypes
     parser = options_parser(prog, usage)
@@ -114,33 +114,33 @@ def as_module(name):
 
 # %% ../nbs/92_run.ipynb #af61adb3
 def user_part_of_traceback(tb, file):
-    "Return the part of a traceback that begins in the user's program, without the frames of torchember before the program."
+    "Return the user's part of a traceback: it begins in the user's program, without the frames of torchember before the program."
     while tb is not None and tb.tb_frame.f_code.co_filename!=file: tb = tb.tb_next
     return tb
 
 def hide_frames(file):
-    "Set `sys.excepthook` to show exceptions without the frames of torchember."
+    "Hide the frames of torchember in later exceptions, by setting `sys.excepthook`."
     show = sys.excepthook
     def hook(kind, error, tb):
-        "Show the exception with a traceback that begins at the program."
+        "Show an exception with a traceback that begins at the program (hook for `sys.excepthook`)."
         tb = user_part_of_traceback(tb, file)
         show(kind, error.with_traceback(tb), tb)
     sys.excepthook = hook
 
 # %% ../nbs/92_run.ipynb #58e77f32
 class ImportNotifier:
-    "Import finder that calls the function `then` as soon as the library `name` has been imported."
+    "Notifier of an import: an import finder that calls the function `then` as soon as the library `name` has been imported."
     def __init__(self, name, then): self.name,self.then = name,then
 
     def find_spec(self, name, path=None, target=None):
-        "Find the library, and make its loader call `then` after the import."
+        "Find the spec of the library, and make its loader call `then` after the import."
         if name!=self.name: return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path)
         if spec is None: return None
         run = spec.loader.exec_module
         def exec_module(module):
-            "Import the library, then call `then`."
+            "Execute (import) the library module, then call `then`."
             run(module)
             self.then()
         spec.loader.exec_module = exec_module
@@ -157,7 +157,7 @@ class Recording:
         for line in text.splitlines(): print(f'torchember: {printable(line)}', file=sys.stderr)
 
     def begin(self):
-        "Start recording now, or as soon as the program imports torch."
+        "Begin recording now, or as soon as the program imports torch."
         if sys.modules.get('torch') is not None: self.start()
         else: sys.meta_path.insert(0, ImportNotifier('torch', self.start))
 
@@ -176,11 +176,11 @@ class Recording:
 
 # %% ../nbs/92_run.ipynb #10195fd7
 def threads_run():
-    "Return True if a thread besides the main thread keeps the process alive."
+    "Return True if threads run that keep the process alive, besides the main thread."
     return any(not t.daemon and t is not threading.main_thread() for t in threading.enumerate())
 
 def run_source(program, recording, is_module):
-    "Run a `Program` as `__main__`, and record the models that it trains."
+    "Run the source code of a `Program` as `__main__`, and record the models that it trains."
     main = types.ModuleType('__main__')
     vars(main).update(program.names, __builtins__=builtins)
     if is_module: sys.argv[0] = program.file
@@ -201,7 +201,7 @@ def run_source(program, recording, is_module):
 
 # %% ../nbs/92_run.ipynb #5b0c7d21
 def load_program(program, is_module, command='torchember run'):
-    """Return the `Program` of a command line, and set `sys.argv`. If the program cannot be found, print a message and return None.
+    """Load the program of a command line, and set `sys.argv`. Return a `Program`, or print a message and return None if it cannot be found.
 
     program: the program and its arguments
     command: name for the message"""

@@ -23,12 +23,12 @@ def ids_of(parameters):
     return {id(p) for p in parameters}
 
 def parameters_in(module):
-    "Return the ids of a module's parameters. Return an empty set if `parameters()` raises, as for a remote module."
+    "Return the parameters in a module, by their ids. Return an empty set if `parameters()` raises, as for a remote module."
     try: return ids_of(module.parameters())
     except Exception: return set()
 
 def holders(modules, wanted):
-    """Return the modules that contain a parameter with an id in `wanted`, and the modules with parameters that cannot be listed.
+    """Return the holders of parameters with ids in `wanted`: modules that contain one, and modules with parameters that cannot be listed.
 
     Visit each module only once, for speed."""
     parents,todo,up,seen,done = {},list(modules),[],set(),set()
@@ -47,7 +47,7 @@ def holders(modules, wanted):
     return [m for m in modules if id(m) in done]
 
 def is_part_of_model(module, of):
-    "Return True if `module` is the module `of` or one of its submodules."
+    "Return True if `module` is part of the model `of`: the model or one of its submodules."
     return any(m is module for m in of.modules())
 
 def is_lightning(module):
@@ -55,7 +55,7 @@ def is_lightning(module):
     return any(c.__name__=='LightningModule' for c in type(module).__mro__)
 
 def outermost(some, modules):
-    "Return the largest module among `some`. If one of `modules` is a wrapper around this module, such as DDP, return the outermost wrapper."
+    "Return the outermost module among `some`: the largest, or its outermost wrapper among `modules`, such as DDP."
     m = max(some, key=lambda m: len([*m.modules()]))
     around = [w for w in modules if type(w).__name__ in wrappers and is_part_of_model(m, w) and unwrap(w) is m]
     return max(around, key=lambda w: len([*w.modules()]), default=m)
@@ -82,7 +82,7 @@ def models_of(parameters, called=None, modules=None) -> list: # called: the oute
 def optimizers_in_use(optimizers) -> list: # optimizers: in the order of their creation
     "Return the optimizers in use. Of several optimizers with the same parameters, return only the last one, or its wrapper."
     def is_replaced(o, other, is_later): # returns True if `other` has the parameters of `o`, and replaces or wraps `o`
-        "Return True if `other` has the parameters of the optimizer `o`, and replaces or wraps `o`."
+        "Return True if the optimizer `other` replaces (or wraps) the optimizer `o`, with the same parameters."
         if ids_of(parameters_of(o))!=ids_of(parameters_of(other)): return False
         if is_later: return not any(w is other for w in innermost_optimizers(o))
         return any(w is o for w in innermost_optimizers(other))
@@ -158,7 +158,7 @@ class Training:
         "Return the optimizers of the model that still exist."
         return [o for r in self.optimizers if (o := r()) is not None]
     def has(self, optimizer):
-        "Return True if this optimizer trains the model."
+        "Return True if the training has this optimizer: it trains the model."
         return any(o is optimizer for o in self.live_optimizers())
     scaler = property(lambda self: None if (te := self.te()) is None or te.recorder.watch is None
         else te.recorder.watch.scaler)
@@ -174,7 +174,7 @@ class Training:
             for st in states_of(m))
 
     def end(self, error=None):
-        "Close the run of this training. Return its `Report`, or None if the model was deleted."
+        "End the run of this training. Return its `Report`, or None if the model was deleted."
         te = self.te()
         if te is None: return None
         if error is not None: te.recorder.record_exception(error)
@@ -195,24 +195,24 @@ class PendingOptimizers:
         self.refs.append(weakref.ref(o))
 
     def live(self):
-        "Return the optimizers that still exist."
+        "Return the live optimizers, which still exist."
         return [o for r in self.refs if (o := r()) is not None]
     def with_parameters(self, ids):
-        "Return the optimizers that have any parameter with an id in `ids`."
+        "Return the optimizers with any of the parameters that have an id in `ids`."
         return [o for o in self.live() if ids & ids_of(parameters_of(o))]
 
     def settle(self, optimizers):
-        "Remove optimizers from the pending optimizers, because their models were found."
+        "Settle optimizers: their models were found, so remove them from the pending optimizers."
         self.settled |= {id(o) for o in optimizers}
         self.drop(optimizers)
 
     def drop(self, optimizers):
-        "Remove these optimizers, and deleted optimizers, from the pending optimizers."
+        "Drop these optimizers, and deleted optimizers, from the pending optimizers."
         self.refs = [r for r in self.refs if (o := r()) is not None and not any(o is p for p in optimizers)]
 
 # %% ../nbs/91_trained.ipynb #5f3a9c10
 class ModelRecorder:
-    "Finds the models that optimizers train, records each model as a separate run, and ends these runs."
+    "Recorder of models: finds the models that optimizers train, records each model as a separate run, and ends these runs."
     def __init__(self, say, models, options, on_armed=lambda training: None):
         # say: function that shows a message; models: modules to record when they are called; on_armed: function called with each new `Training`
         self.say,self.models,self.options,self.on_armed = say,list(models),options,on_armed
@@ -235,7 +235,7 @@ class ModelRecorder:
             self.pending.settle(optimizers)
 
     def start_recording_model(self, model, optimizers, is_late=False):
-        "Start to record one model, unless the program itself records it."
+        "Start recording one model, unless the program itself records it."
         # import `torchEmber` late, because this takes seconds, and not every program trains a model
         from torchember.ember import torchEmber
         self.models = [m for m in self.models if not (parameters_in(m) & parameters_in(model))]
@@ -257,7 +257,7 @@ class ModelRecorder:
             self.say(f"{te.fname}: step 0 has only weights and their gradients, because the optimizer stepped before a call of the model was observed.")
 
     def end_overlapping(self, model, optimizers):
-        "End earlier trainings that record a part of `model`. Return `optimizers`, and optimizers of these trainings with other parameters."
+        "End trainings that overlap with `model`. Return `optimizers`, and optimizers of these trainings with other parameters."
         for t in [t for t in self.trainings if t.overlaps(model)]:
             others,ids = t.live_optimizers(),ids_of(trained_parameters(optimizers))
             self.end(t)
@@ -275,7 +275,7 @@ class ModelRecorder:
         return next(n for n in names if not exists(f'{n}.rank{rank}' if size>1 else n, self.options.get('home')))
 
     def refuse(self, reason):
-        "Remember and show the reason why a model is not recorded."
+        "Refuse to record a model: remember and show the reason."
         self.reasons.append(reason)
         self.say(reason)
 
@@ -287,10 +287,10 @@ class ModelRecorder:
 
 # %% ../nbs/91_trained.ipynb #7be2c91d
 def catch_own_errors(f):
-    "Decorator for methods of `Trainings`: catches errors of torchember, so that the user's training continues."
+    "Catch own errors of torchember in a method of `Trainings` (decorator), so that the user's training continues."
     @functools.wraps(f)
     def guarded(self, *args, **kwargs):
-        "Call the method. After an error, stop looking for models."
+        "Call the method, guarded against errors: after an error, stop looking for models."
         try: return f(self, *args, **kwargs)
         except Exception as e: self.give_up(e)
     return guarded
@@ -311,7 +311,7 @@ class Patches:
         self.handle = register_optimizer_step_pre_hook(self.on_step)
 
     def update(self, calls, scales): # calls: True to patch module calls; scales: True to patch the method `scale` of scalers
-        "Replace or restore the methods for module calls and for loss scaling."
+        "Update the patches: replace or restore the methods for module calls and for loss scaling."
         if calls: self.calls.install()
         else: self.calls.uninstall()
         if scales:
@@ -321,14 +321,14 @@ class Patches:
             for patch in self.scales.values(): patch.uninstall()
 
     def uninstall(self):
-        "Restore all methods, and remove the hook."
+        "Uninstall the patches: restore all methods, and remove the hook."
         self.update(False, False)
         self.inits.uninstall()
         self.handle.remove()
 
 # %% ../nbs/91_trained.ipynb #d9adbfac
 def explain_no_recording(has_optimizer):
-    "Return a message that explains why no model of the program was recorded."
+    "Explain why there is no recording of any model of the program. Return a message."
     if has_optimizer:
         return "nothing was recorded: no optimizer stepped, and no module with the optimizer's parameters was called with gradients enabled."
     return ('nothing was recorded: the program created no torch optimizer. If it updates the weights itself, '
@@ -375,7 +375,7 @@ class Trainings:
 
     @catch_own_errors
     def on_created(self, optimizer, *args, **kwargs):
-        "Add a new optimizer to the pending optimizers. Called after an optimizer was created."
+        "Handle a created optimizer: add it to the pending optimizers."
         if not self.is_active(): return
         self.created += 1
         self.stepped.discard(id(optimizer))
@@ -384,7 +384,7 @@ class Trainings:
 
     @catch_own_errors
     def on_call(self, module, *args, **kwargs):
-        "Start to record the model at the first call of its root module. Called before each module call."
+        "Handle a module call before it runs: start to record the model at the first call of its root module."
         has_grad = torch.is_grad_enabled()
         if not (has_grad or self.armer.models) or id(module) in self.pending.other_modules or not self.is_active():
             return
@@ -401,7 +401,7 @@ class Trainings:
 
     @catch_own_errors
     def on_step(self, optimizer, args, kwargs):
-        "Start to record the model of an optimizer, if it is not recorded yet. Called when an optimizer step begins."
+        "Handle the beginning of an optimizer step: start to record the model of the optimizer, if it is not recorded yet."
         if not self.is_active(): return
         if id(optimizer) not in self.pending.settled and self.lock.acquire(blocking=False):
             try: self.armer.arm([optimizer], None, not has_closure(args, kwargs)); self.update_patches()
@@ -409,7 +409,7 @@ class Trainings:
         if id(optimizer) not in self.stepped: self.on_first_step(optimizer)
 
     def on_first_step(self, optimizer):
-        "Determine the gradient scaler of a training at its first optimizer step."
+        "Handle the first optimizer step of a training: determine its gradient scaler."
         self.stepped.add(id(optimizer))
         for t in self.trainings:
             if not t.has(optimizer): continue
@@ -419,7 +419,7 @@ class Trainings:
 
     @catch_own_errors
     def on_scale(self, scaler, outputs, *args, **kwargs):
-        "Assign a gradient scaler to the training that has the parameters of the scaled loss. Called when a scaler scales a loss."
+        "Handle the scaling of a loss: assign the gradient scaler to the training that has the parameters of this loss."
         if not self.is_active(): return
         found = [t for t in self.trainings if t.may_get_scaler and t.te() is not None]
         if len(found)>1:
@@ -427,7 +427,7 @@ class Trainings:
         for t in found: t.set_scaler(scaler)
 
     def give_up(self, e):
-        "Stop looking for models after an error of torchember. Continue to record the models found before."
+        "Give up looking for models after an error of torchember. Continue to record the models found before."
         self.has_failed,self.armer.models = True,[]
         self.pending.drop(self.pending.live())
         self.armer.refuse(f'The models of the program could not be found: {type(e).__name__}: {e}. No more models are recorded. '
@@ -437,7 +437,7 @@ class Trainings:
     # ---- end of the recordings
 
     def stop(self, error=None):
-        "Uninstall the patches and end the runs. If nothing was recorded, show the reason. `error`: exception that ended the program."
+        "Stop recording: uninstall the patches and end the runs. If nothing was recorded, show the reason. `error`: exception that ended the program."
         if not self.is_on: return
         is_here,self.is_on = os.getpid()==self.pid,False
         self.patches.uninstall()

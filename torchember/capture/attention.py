@@ -30,7 +30,7 @@ def count_heads(module) -> int|None:
     return next((h for h in found if type(h) is int and h>0), None)
 
 def split_heads(x, heads:int|None):
-    """Reshape logits, queries or keys to four dimensions: sequences, heads, and the last two dimensions of `x`. `heads`: result of `count_heads`.
+    """Split logits, queries or keys by heads: reshape `x` to (sequences, heads, and its last two dimensions). `heads`: from `count_heads`.
 
     If `x` has three dimensions, the first dimension has the heads of all sequences if `heads` divides its size. Otherwise, it has only sequences.
     """
@@ -75,7 +75,9 @@ def running_modules():
 inner = threading.local()
 
 def attention_listeners() -> list:
-    "Return the listeners that record attention now. The list is empty in traced or exported code, and inside `vmap` and `torch.func.grad`."
+    """Return the listeners of attention: listeners that record attention now.
+
+    The list is empty in traced or exported code, and inside `vmap` and `torch.func.grad`."""
     if getattr(inner, 'runs', False) or is_exporting() or is_tracing() or inside_transform() is not None: return []
     return [w.listener for w in list(AttentionWatch.attached) if w.listener.records_attention()]
 
@@ -83,7 +85,7 @@ def wrap_with_report(function, report):
     "Wrap a function of torch: call `report(listener, *args, **kwargs)` for each listener that records attention now, then the function."
     @functools.wraps(function)
     def run(*args, **kwargs):
-        "Report the arguments to each listener that records attention, then call torch's function."
+        "Run the wrapped function of torch, after reporting its arguments to each listener that records attention."
         if torch.compiler.is_compiling():
             # `is_dynamo_compiling` is False if torch runs this function only to infer a shape; then report nothing
             if torch.compiler.is_dynamo_compiling() and AttentionWatch.wants.attention and not is_exporting(): report(in_graph, *args, **kwargs)
@@ -97,16 +99,16 @@ def wrap_with_report(function, report):
     return run
 
 def report_products(listener, query=None, key=None, value=None, attn_mask=None, dropout_p=0., is_causal=False, scale=None, enable_gqa=False, **more):
-    "Report the arguments of `scaled_dot_product_attention` to a listener. If arguments are missing, report nothing, because torch raises an error."
+    "Report the query-key products of `scaled_dot_product_attention` to a listener: its arguments. Report nothing if arguments are missing."
     if isinstance(query, torch.Tensor) and isinstance(key, torch.Tensor): listener.attention_products(query, key, attn_mask, is_causal, scale)
 
 def report_logits(listener, input=None, dim=None, *args, **more):
-    "Report the input of a softmax to a listener, if it can be the logits of attention."
+    "Report the logits of attention to a listener: the input of a softmax, if it can be logits."
     if is_attention(input, dim, 1): listener.attention_logits(input, dim)
 
 # %% ../../nbs/10_capture/50_attention.ipynb #5c0de001
 def report_from_graph(holder, xs, *settings):
-    "Report queries, keys and mask, or logits, to the listeners. An operator in compiled code calls this function."
+    "Report queries, keys and mask, or logits, from a compiled graph to the listeners. An operator in the graph calls this function."
     for listener in attention_listeners():
         if len(xs)==1: listener.attention_logits(xs[0], -1, True)
         else: listener.attention_products(*xs[:2], xs[2] if len(xs)>2 else None, *settings, True)
@@ -115,11 +117,11 @@ products_in_graph = define_operator('attention_products', ', bool causal, float?
 logits_in_graph = define_operator('attention_logits', '', report_from_graph)
 
 def is_plain(x) -> bool:
-    "Return True if custom operators accept the tensor `x`: not nested, and of the class `Tensor` or `Parameter`, not a subclass such as `DTensor`."
+    "Return True if `x` is a plain tensor, as custom operators need: not nested, and of the class `Tensor` or `Parameter`."
     return (type(x) is torch.Tensor or type(x) is nn.Parameter) and not x.is_nested
 
 class InGraph:
-    "Listener used while torch.compile traces a model. Its methods add operators to the graph, which report attention when the graph runs."
+    "Listener in the graph of torch.compile, while a model is traced. Its methods add operators that report attention when the graph runs."
     def __init__(self): self.key = make_key_tensor(self)
 
     def memory_reused(self): "Do nothing, because rows of attention use no cached summaries."
@@ -136,12 +138,12 @@ class InGraph:
 in_graph = InGraph()
 
 def report_method(input, dim=None, *args, **more):
-    "Report the input of `Tensor.softmax` while torch.compile traces a model."
+    "Report the input of the method `Tensor.softmax` while torch.compile traces a model."
     if AttentionWatch.wants.attention and not is_exporting(): report_logits(in_graph, input, dim)
 
 # %% ../../nbs/10_capture/50_attention.ipynb #70de1df0
 def find_global_references(functions) -> list:
-    "Find the given functions in all imported Python modules. Return a list of (Python module, name of the global variable, function)."
+    "Find the global variables of all imported Python modules that refer to the given functions. Return (Python module, name, function)."
     wanted,found = {id(f) for f in functions},[]
     for name,m in list(sys.modules.items()):
         if not isinstance(m, types.ModuleType) or name.startswith((*modules_of_compilers, 'torchember', '__mp_main__')): continue
@@ -153,7 +155,7 @@ class Replacements:
     def __init__(self): self.functions,self.methods = {},{}
 
     def make(self, functions, methods):
-        """Install replacements for torch functions, in all Python modules that imported them, and for tensor methods.
+        """Make replacements of torch functions, in all Python modules that imported them, and of tensor methods.
 
         `functions`: function of torch -> its replacement; `methods`: name of a method -> its replacement.
         """
@@ -164,7 +166,7 @@ class Replacements:
         for n,ours in methods.items(): setattr(torch.Tensor, n, ours)
 
     def undo(self):
-        "Restore torch's functions, also in Python modules that were imported in the meantime, and methods that no other code has replaced since."
+        "Undo the replacements: restore torch's functions and methods, but not methods that other code has replaced since."
         of_torch = {id(ours): f for f,ours in self.functions.items()}
         for m,n,ours in find_global_references(self.functions.values()): setattr(m, n, of_torch[id(ours)])
         for ours in of_torch: script_table().pop(ours, None)
@@ -173,7 +175,7 @@ class Replacements:
         self.functions,self.methods = {},{}
 
 class AttentionWatch:
-    "Reports each call of attention in this process to a listener."
+    "Watches each call of attention in this process, and reports it to a listener."
     attached = weakref.WeakSet() # instances that report now: `attach` adds an instance, and `detach` removes it
     # replaced functions of torch, restored when no instance is attached any more
     replacements = Replacements()
@@ -191,7 +193,7 @@ class AttentionWatch:
         self.listener = listener
 
     def attach(self):
-        "Start reporting calls of attention. If no watch is attached yet, replace the functions of torch."
+        "Attach this watch: start reporting calls of attention. If no watch is attached yet, replace the functions of torch."
         if not self.attached:
             self.replacements.make({F.scaled_dot_product_attention: wrap_with_report(F.scaled_dot_product_attention, report_products),
                 torch.softmax: wrap_with_report(torch.softmax, report_logits),
@@ -207,7 +209,7 @@ class AttentionWatch:
         cls.wants = union_of_wanted_types(frozenset(w.listener.wants for w in cls.attached))
 
     def detach(self):
-        "Stop reporting calls of attention. If no watch is left, restore torch's functions."
+        "Detach this watch: stop reporting calls of attention. If no watch is left, restore torch's functions."
         if self not in self.attached: return
         self.attached.discard(self)
         self.update_wants()

@@ -13,7 +13,7 @@ from .private_torch import is_wrapped, never_compile
 
 # %% ../../nbs/10_capture/30_backward.ipynb #fbe91981
 def hook_gradients(named, report, place=None, again=False, key=None, ttype='output_grad'):
-    """Register hooks on tensors, to call `report(tname, gradient)` in the backward pass. Return the handles of the hooks on leaf tensors.
+    """Hook the gradients of tensors: register hooks that call `report(tname, gradient)` in the backward pass. Return removable handles.
 
     Call `remove` of these handles after the pass, because leaf tensors are used in later passes, too.
     `named`: (tname, tensor) pairs; tensors that require no gradient are skipped. `again`: True if a checkpoint recomputes the forward. Then a

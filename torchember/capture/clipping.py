@@ -20,17 +20,17 @@ clippers = 'clip_grad_norm_','clip_grad_value_','clip_grads_with_norm_',*([norm_
 running = threading.local()
 
 def has_limit(args, kwargs):
-    "Return True if the clipping limit is finite. Training loops pass an infinite limit to measure the norm of gradients without clipping."
+    "Return True if clipping has a finite limit. Training loops pass an infinite limit to measure the norm of gradients without clipping."
     limit = args[0] if args else kwargs.get('max_norm', kwargs.get('clip_value'))
     return not (isinstance(limit, float) and limit==math.inf)
 
 def with_clipping_report(clip):
-    """Wrap a clipping function to report its parameters to each attached `ClippingWatch` before it clips.
+    """Return a clipping function with a report: it reports its parameters to each attached `ClippingWatch` before it clips.
 
     Nothing is reported in compiled code, and if the limit is infinite."""
     @functools.wraps(clip)
     def run(parameters, *args, **kwargs):
-        "Report the parameters to each attached `ClippingWatch`, then clip their gradients."
+        "Run the clipping function, after reporting the parameters to each attached `ClippingWatch`."
         if torch.compiler.is_compiling() or getattr(running, 'clips', False) or not has_limit(args, kwargs): return clip(parameters, *args, **kwargs)
         # make a list, because `parameters` may be a generator, which can be read only once
         if not isinstance(parameters, torch.Tensor): parameters = list(parameters)
@@ -41,14 +41,14 @@ def with_clipping_report(clip):
     return run
 
 class ClippingWatch:
-    "Reports parameters to a listener before torch's clipping functions, such as `clip_grad_norm_`, clip their gradients anywhere in this process."
+    "Watches torch's clipping functions, such as `clip_grad_norm_`, in this process. Reports their parameters to a listener before they clip."
     attached = weakref.WeakSet() # all instances that report now: `attach` adds an instance, `detach` removes the instance
     replaced = [] # functions of torch to restore later, as tuples (Python module, name, torch's function, replacement)
     # listener: object with a method `clips(parameters)`, which is called before each clipping
     def __init__(self, listener): self.listener = listener
 
     def attach(self):
-        "Start reporting clipped parameters. The first attached `ClippingWatch` replaces the clipping functions of torch."
+        "Attach this watch: start reporting clipped parameters. The first attached `ClippingWatch` replaces the clipping functions of torch."
         if not self.attached:
             found = [(p, n, clip) for p in places for n in clippers if (clip := getattr(p, n, None)) is not None]
             # each clipping function is in two Python modules of torch, and both get the same replacement
@@ -58,7 +58,7 @@ class ClippingWatch:
         self.attached.add(self)
 
     def detach(self):
-        "Stop reporting clipped parameters. The last `detach` in this process restores torch's functions, except if other code has wrapped them."
+        "Detach this watch: stop reporting clipped parameters. The last `detach` restores torch's functions, unless other code has wrapped them."
         self.attached.discard(self)
         if self.attached: return
         for p,n,clip,run in self.replaced:

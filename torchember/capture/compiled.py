@@ -19,7 +19,7 @@ numbers,holders = itertools.count(),weakref.WeakValueDictionary()
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #7a82081c
 def make_key_tensor(holder) -> torch.Tensor:
-    """Return a tensor with a new number. The tensor represents `holder` in a compiled graph.
+    """Make a key tensor: a tensor with a new number, which represents the object `holder` in a compiled graph.
 
     The custom operators in the graph find `holder` by this number.
 
@@ -31,7 +31,7 @@ def make_key_tensor(holder) -> torch.Tensor:
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #d19be313
 def holder_of(key):
-    "Return the object that a key tensor of `make_key_tensor` stands for in compiled code, or None if the object was deleted."
+    "Return the holder of a key tensor: the object that it represents in compiled code. Return None if the object was deleted."
     return holders.get(key.item())
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #daf885c8
@@ -88,12 +88,12 @@ def prepare_graph(op, token):
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #4d906f5e
 def make_holder_call(method):
-    """Return a function that calls a method of an object with (name, tensor) pairs.
+    """Return a function that calls a method of a holder (object) with (name, tensor) pairs.
 
     While a checkpoint recomputes a forward, the function does nothing.
     """
     def f(holder, xs, names, *hooked):
-        "Call the method of the object `holder`. Do nothing while a checkpoint recomputes a forward, because the first run was already reported."
+        "Call the method of the object `holder`. Do nothing while a checkpoint recomputes a forward: the first run was already reported."
         if not recomputing(): getattr(holder, method)(list(zip(names, xs, strict=True)), *hooked)
     return f
 
@@ -103,7 +103,7 @@ def report_gradients(holder, xs, ttype, names):
     if named: holder.grads_arrived(ttype, named)
 
 def report_pending(holder, xs, last):
-    "Report that a compiled graph begins and will report its calls later: from the module of `holder` to the module with the key `last`."
+    "Report that calls are pending: a compiled graph begins and reports them later, from the module of `holder` to the module of `last`."
     if not recomputing() and (end := holder_of(last)) is not None: holder.compiled_graph_began(end)
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #e291353d
@@ -121,7 +121,7 @@ pending = define_operator('pending', ', Tensor last', report_pending, merges=Fal
 # %% ../../nbs/10_capture/15_compiled.ipynb #6e120021
 @functools.lru_cache(4096)
 def events_of(text):
-    """Parse JSON, and return the calls that a merged call replaces.
+    """Parse the events in a JSON text: return the calls that a merged call replaces.
 
     Each call is a tuple: index of its key, its function, indices of its tensors (-1 for None), and its further arguments."""
     return [(key, operators[name], at, rest) for name,key,at,*rest in json.loads(text)]

@@ -94,7 +94,7 @@ class Listener(Protocol):
         return self.running>0
 
     def records(self) -> bool:
-        "Return True if module calls in this pass are to be reported to this listener."
+        "Return True if this listener records module calls in the running pass, so that they must be reported to it."
         return True
 
     # returns (number of the call in its pass, phase), which is passed to `gradient` later; None if no gradients are wanted
@@ -107,7 +107,9 @@ class Listener(Protocol):
         return 0, None
 
     def returned(self, state, outputs:list, call:int, phase=None):
-        "Called when a tensor-parallel module's own hooks have summed its outputs over ranks. `call`, `phase`: result of the earlier `call_ends`."
+        """Called with the returned outputs of a tensor-parallel module, after its own hooks have summed them over ranks.
+
+        `call`, `phase`: result of the earlier `call_ends`."""
 
     def compiled_graph_begins(self, state, last):
         "Called when a compiled graph begins. Its module calls are reported later. `state`, `last`: `ModuleState`s of the first and the last module."
@@ -115,9 +117,10 @@ class Listener(Protocol):
     def call_fails(self, state): "Called when a call of a module has raised an exception."
 
     def plan_of(self, state, names):
-        """Return an object that records the calls of a module faster, with loops compiled by numba, or None: see `recorder.call_plans.CallPlan`.
+        """Return a plan for a module's calls: an object that records them faster, by numba loops. Return None to record them by Python code.
 
-        `names`: result of `argument_names` for the module's `forward`. This method is not called for a module with several listeners."""
+        See `recorder.call_plans.CallPlan`. `names`: result of `argument_names` for the module's `forward`.
+        This method is not called for a module with several listeners."""
 
     def probe(self, state, name:str, tensor): "Called when the user records a tensor of a module by `te.probe`."
 
@@ -129,7 +132,7 @@ class Listener(Protocol):
         "Called when a backward pass has computed the gradient of an input or output. `call`, `phase`: result of `call_begins` or `call_ends`."
 
     def recomputed(self, state, inputs:list, outputs:list):
-        "Called before and after a checkpoint recomputes a module's forward in a backward pass: first with the inputs, then with the outputs."
+        "Called when a checkpoint recomputes a module's forward in a backward pass: before it with the inputs, after it with the outputs."
 
     # ---- events of optimizers, which end a training step
 
@@ -158,18 +161,18 @@ class Listener(Protocol):
 
     # ---- events of memory and failures
 
-    def memory_reused(self): "Called when compiled code may have changed tensors without changing their version counters, so that cached summaries are invalid."
+    def memory_reused(self): "Called when compiled code may have reused memory of tensors, so that cached summaries are invalid."
 
-    def failed(self, state, ttype:str, tname:str, error): "Called when the search for tensors in the arguments or the result of a call has raised `error`."
+    def failed(self, state, ttype:str, tname:str, error): "Called when the search for tensors in the arguments or the result of a call has failed."
 
-    def missed(self, state, ttype:str, names:list): "Called when compiled code cannot report the tensors `names`, because they are `DTensor` objects."
+    def missed(self, state, ttype:str, names:list): "Called when compiled code has missed `names`: it cannot report these `DTensor` objects."
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a23
 # names of listener methods called during passes, besides names that begin with pass_, call_ or probe
 in_calls = 'inside', 'records', 'returned', 'recomputed', 'memory_reused', 'compiled_graph_begins'
 
 def skip_compiler(listener):
-    "Make torch.compile skip the listener methods that are called during passes, because compiling these methods takes time without any benefit."
+    "Make torch.compile skip the methods of a listener that are called during passes. Compiling them takes time without any benefit."
     for n,f in vars(listener).items():
         if hasattr(f, '__code__') and (n in in_calls or n.startswith(('pass_', 'call_', 'probe'))): never_compile(f)
 

@@ -16,11 +16,11 @@ from .tree import data_parallel_error
 # %% ../../nbs/10_capture/20_forward.ipynb #e94f75de
 # `nn.DataParallel` calls this function before it copies a module
 def refuse_data_parallel():
-    "Raise a TypeError, because `nn.DataParallel` cannot be recorded."
+    "Refuse to record an `nn.DataParallel`: raise a TypeError."
     raise TypeError(data_parallel_error)
 
 def patch_of(module, known):
-    "Return the `Patch` (replaced `forward`) of a module. If the module has no valid patch, make one with the listeners of the former patch."
+    "Return the `Patch` (replaced `forward`) of a module. If there is no valid patch, make one with the listeners of the former patch."
     d = module.__dict__
     before = d.get(KEY)
     if before is not None and d.get('forward') is before.attributes['forward']: return before
@@ -33,7 +33,7 @@ def patch_of(module, known):
 
 # %% ../../nbs/10_capture/20_forward.ipynb #66825953
 def arm(tracks, listener, watched=None, extra=None) -> list: # a `ModuleState` for the root and for each watched module
-    """Notify a listener of the passes of the root module (the first of `tracks`), and of the calls of each watched module.
+    """Arm modules: notify a listener of passes of the root (the first of `tracks`), and of calls of each watched module.
 
     `watched`: ids of the watched modules, None for all. `extra`: attributes to add to the root until `disarm`; existing attributes stay."""
     known,states = {},[]
@@ -54,12 +54,12 @@ def arm(tracks, listener, watched=None, extra=None) -> list: # a `ModuleState` f
 
 # %% ../../nbs/10_capture/20_forward.ipynb #212fd520
 def states_of(module) -> tuple:
-    "Return one `ModuleState` for each listener of a module, in the order in which the listeners were added."
+    "Return the states (`ModuleState`) of a module's listeners, in the order in which the listeners were added."
     patch = module.__dict__.get(KEY)
     return () if patch is None else patch.states
 
 def disarm(tracks, listener):
-    "Remove a listener from all modules. A module that has no other listener gets its original `forward` back."
+    "Disarm modules: remove a listener from all of them. A module without another listener gets its original `forward` back."
     for t in tracks:
         for st in states_of(t.module):
             if st.listener is listener: st.detach()

@@ -12,7 +12,7 @@ import torch
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #2eda9567
 def notify_watches(event, *args):
-    "Call the method named `event` of each listener that wants the events of CUDA graphs."
+    "Notify all watches of CUDA graphs: call the method named `event` of each listener that wants these events."
     for watch in list(GraphWatch.attached): getattr(watch.listener, event)(*args)
 
 # Name of a method of a CUDA graph -> names of the events that are reported before and after the method
@@ -21,10 +21,10 @@ events_of = dict(capture_begin=('before_capture', 'graph_begins'), capture_end=(
 ends = 'graph_ends','replay_ends'
 
 def with_events(f, before, after):
-    "Wrap a method of a CUDA graph class to notify listeners before and after the method. `before`, `after`: names of the events, or None."
+    "Wrap a method of a CUDA graph class with events: notify listeners before and after the method. `before`, `after`: event names, or None."
     @functools.wraps(f)
     def run(graph, *args, **kwargs):
-        "Report the first event, run the method of the CUDA graph, and report the second event."
+        "Run the method of the CUDA graph. Report the first event before it, and the second event after it."
         if before: notify_watches(before, graph)
         whole = False
         try:
@@ -43,14 +43,14 @@ def graph_classes():
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #3bb04ce7
 class GraphWatch:
-    "Notifies a listener whenever a CUDA graph is captured or replayed in this process."
+    "Watches CUDA graphs: notifies a listener whenever a graph is captured or replayed in this process."
     # all instances that notify now: `attach` adds an instance, `detach` removes the instance
     attached = weakref.WeakSet()
     former = {} # (CUDA graph class, name of a method) -> original method, to restore later
     def __init__(self, listener): self.listener = listener # listener: an object with the methods of `Listener` for CUDA graphs
 
     def attach(self):
-        "Start notifying the listener. The first attached `GraphWatch` replaces the methods of the CUDA graph classes."
+        "Attach this watch: start notifying the listener. The first attached `GraphWatch` replaces the methods of the CUDA graph classes."
         for c in graph_classes():
             for name,events in events_of.items():
                 # the methods are replaced already, perhaps by a `GraphWatch` that was deleted without `detach`
@@ -60,7 +60,7 @@ class GraphWatch:
         self.attached.add(self)
 
     def detach(self):
-        "Stop notifying the listener. The last `detach` in this process restores torch's methods, except methods wrapped by other code."
+        "Detach this watch: stop notifying the listener. The last `detach` restores torch's methods, except methods wrapped by other code."
         if self not in self.attached: return
         self.attached.discard(self)
         if self.attached: return

@@ -9,7 +9,7 @@ __all__ = ['missing', 'ArmedDict', 'install', 'uninstall']
 missing = object() # marks a key that the module does not have
 
 class ArmedDict(dict):
-    "The `__dict__` of a recorded module. `d[key]` also finds attributes added by torchember; iteration shows only the module's own attributes."
+    "The `__dict__` of an armed (recorded) module. `d[key]` also finds attributes added by torchember; iteration hides them."
     def __init__(self, own):
         super().__init__(own)
         self.own = own # the module's `__dict__` from before recording; `uninstall` restores it
@@ -20,7 +20,7 @@ class ArmedDict(dict):
         for k,v in new.items(): self.installed[k],self[k] = (v, self.get(k, missing)),v
 
     def uninstall(self, new):
-        "Remove the installed values of the dict `new`, and restore the module's own values. A value that the user has set since then stays."
+        "Uninstall the values of the dict `new`, and restore the module's own values. A value that the user has set since then stays."
         for k,v in new.items():
             if self.installed.get(k, (missing,))[0] is not v: continue
             covered = self.installed.pop(k)[1]
@@ -29,7 +29,7 @@ class ArmedDict(dict):
             else: self[k] = covered
 
     def unarmed(self):
-        "Return the module's own attributes as a plain dict, without attributes added by torchember."
+        "Return the dict of an unarmed module: its own attributes, without attributes added by torchember."
         out = {}
         for k,v in super().items():
             ours,covered = self.installed.get(k, (missing, v))
@@ -48,36 +48,36 @@ class ArmedDict(dict):
     def __repr__(self): return repr(self.unarmed())
     def __reduce_ex__(self, protocol): return dict, (), None, None, iter(self.unarmed().items())
     def keys(self):
-        "Return the names of the module's own attributes."
+        "Return the keys of this dict: the names of the module's own attributes."
         return self.unarmed().keys()
     def values(self):
-        "Return the values of the module's own attributes."
+        "Return the values of this dict: the values of the module's own attributes."
         return self.unarmed().values()
     def items(self):
-        "Return (name, value) pairs of the module's own attributes."
+        "Return the items of this dict: (name, value) pairs of the module's own attributes."
         return self.unarmed().items()
     def copy(self):
-        "Return a plain dict of the module's own attributes."
+        "Return a copy of this dict: a plain dict of the module's own attributes."
         return self.unarmed()
 
     def update(self, *args, **more):
-        "Update the dict as `dict.update` does, but do not replace values added by torchember by the hidden values of a saved `__dict__`."
+        "Update this dict as `dict.update` does, but keep values added by torchember if a saved `__dict__` has the hidden values."
         for k,v in dict(*args, **more).items():
             if k not in self.installed or v is not self.installed[k][1]: self[k] = v
 
     def clear(self):
-        "Remove the module's own attributes, and keep the attributes that torchember added."
+        "Clear this dict: remove the module's own attributes, and keep the attributes that torchember added."
         for k in [k for k in super().keys() if k not in self.installed]: del self[k]
 
 # %% ../../nbs/10_capture/12_hidden_attributes.ipynb #bee541fe
 def install(module, new:dict):
-    "Add attributes to a module. Copies of the module do not get these attributes."
+    "Install attributes in a module. Copies of the module do not get these attributes."
     d = module.__dict__
     if not isinstance(d, ArmedDict): object.__setattr__(module, '__dict__', d := ArmedDict(d))
     d.install(new)
 
 def uninstall(module, new:dict):
-    "Remove attributes added by `install`. When no installed attribute is left, the module gets its own `__dict__` back."
+    "Uninstall attributes added by `install`. When no installed attribute is left, the module gets its own `__dict__` back."
     d = module.__dict__
     if not isinstance(d, ArmedDict): return # the user has set another `__dict__`, so nothing is removed
     d.uninstall(new)

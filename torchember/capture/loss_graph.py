@@ -32,12 +32,12 @@ class LossOperation(NamedTuple):
     shape:tuple|None = None # Shape of the operation's result
 
 def only_child(node):
-    "Return the autograd node and the index of an operation's only argument with a gradient. Return None, None for no or several such arguments."
+    "Return the only child of an operation in the autograd graph: (node, index) of its only argument with a gradient, else None, None."
     found = [(below, i) for i,(below,_) in enumerate(node.next_functions) if below is not None]
     return found[0] if len(found)==1 else (None, None)
 
 def arithmetic(node, word):
-    "Return the `LossOperation` of an arithmetic operation (with a constant, or a division by a sum), and the next node towards the model. Else None, None."
+    "Return the `LossOperation` of arithmetic (with a constant, or a division by a sum), and the next node. Return None, None for others."
     below,slot = only_child(node)
     if word=='Div' and below is None and len(node.next_functions)==2:
         above,total = (n for n,_ in node.next_functions)
@@ -57,7 +57,7 @@ def loss_operation_of(node):
     return LossOperation(activations[word], dim, shape), only_child(node)[0]
 
 class LossPath(NamedTuple):
-    "The operations between the last layer of the model and an autograd node of the loss, the last operation first."
+    "Path in the autograd graph between the model's last layer and a node of the loss: a list of operations, the last operation first."
     links:tuple # a `LossOperation` for each operation, the last operation first
     end:object # Autograd node of the model's last layer, or of the last operation that was found
     # Node of the first activation found, else `end`. Two products with the same anchor are parts of one loss
@@ -68,7 +68,9 @@ class LossPath(NamedTuple):
 value_links = 'clamp', 'log', 'shift', 'one_minus', 'normalize'
 
 def find_path_to_model(node, raw=None, most=12) -> LossPath:
-    "Follow the autograd graph from a node to the model's last layer. `raw`: result of the node, if known. `most`: maximum number of nodes to visit."
+    """Find the path to the model: follow the autograd graph from a node to the last layer. `raw`: result of the node, if known.
+
+    `most`: maximum number of nodes to visit."""
     links,anchor,found = [],None,raw
     for _ in range(most):
         link,below = loss_operation_of(node)
@@ -81,7 +83,9 @@ def find_path_to_model(node, raw=None, most=12) -> LossPath:
     return LossPath(tuple(links), node, anchor or node, found)
 
 def tensor_before_operation(node, link, known):
-    "Return a tensor saved by a node: the input of a clamp, log or division by a sum, or an activation's result. Return `known` for other nodes."
+    """Return the tensor before an operation, if its node saved it: the input of a clamp, log or division by a sum. Else return `known`.
+
+    For an activation, return its saved result."""
     if link.name in ('clamp', 'log', 'normalize') and isinstance(x := saved(node, 'self'), torch.Tensor): return x
     if link.name in ('select', 'shift', 'one_minus') or known is not None: return known
     return x if isinstance(x := saved(node, 'result'), torch.Tensor) else known
@@ -119,7 +123,7 @@ def shape_of_tensor(x):
     except RuntimeError: return None
 
 def remove_expanded_dims(x):
-    "Return a tensor without the dimensions along which it was expanded: a view of the elements that the user passed."
+    "Remove the dimensions along which a tensor was expanded: return a view of the elements that the user passed."
     repeated = [stride==0 and n>1 for stride,n in zip(x.stride(), x.shape, strict=True)]
     # number of leading dimensions that the broadcast has added; the next line removes these dimensions
     first = next((i for i,r in enumerate(repeated) if not r), len(repeated))
@@ -130,7 +134,7 @@ node_kinds = {'NllLoss': ('nll', 'log_probabilities'), 'NllLoss2D': ('nll', 'log
     'SmoothL1Loss': ('smooth_l1', 'values'), 'MultiMarginLoss': ('margin', 'values'), 'SoftMarginLoss': ('soft_margin', 'values')}
 
 def last_operation_name(way) -> str:
-    "Return the name of the last autograd operation found on the way from the loss to the model, usually the model's last layer."
+    "Return the name of the last operation of the model, found in the autograd graph on the way from the loss to the model."
     return '' if way.end is None else node_operation_name(way.end)
 
 def torch_term(node, word):
@@ -151,7 +155,7 @@ def torch_term(node, word):
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #2ef26cdc
 def residual_term(node, word):
-    "Return the `LossTerm` of a loss without a torch function, (prediction-target)**2 or abs(prediction-target). None for another node."
+    "Return the `LossTerm` of a loss made from a residual, (prediction-target)**2 or abs(prediction-target). None for another node."
     if word=='Pow' and saved(node, 'exponent')!=2: return None
     if word=='Mul' and (len(node.next_functions)!=2 or node.next_functions[0][0] is not node.next_functions[1][0]): return None
     difference = node.next_functions[0][0] if node.next_functions else None
@@ -168,7 +172,7 @@ def residual_term(node, word):
 with_result = 'softmax', 'sigmoid', 'tanh', 'relu' # activations with an autograd node that saves the result
 
 def target_of(way, residual, is_first):
-    """Return the target, computed from a prediction (the result of an activation) and `residual`, the difference of prediction and target.
+    """Return the target of a loss, computed from a prediction (the result of an activation) and `residual`, the difference of the two.
 
     Return None if the prediction is unknown. `is_first`: True if the target was subtracted from the prediction."""
     names = [n for n in way.names if n!='select']
@@ -179,17 +183,19 @@ def target_of(way, residual, is_first):
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #88b6e4e6
 def constant_of(node):
-    "Return the factor or divisor of an operation, and the autograd node of the only argument that gets a gradient."
+    "Return the constant (factor or divisor) of an operation, and the node of the only argument that gets a gradient."
     below,slot = only_child(node)
     return None if below is None else saved(node, 'self' if slot==1 else 'other'), below
 
 def is_distribution(x) -> bool:
-    "Return True if no element is negative and all sums along the last dimension are 1. False on a GPU, because the test would wait for the GPU."
+    """Return True if a tensor is a distribution: no element is negative, and all sums along the last dimension are 1.
+
+    Return False on a GPU, because the test would wait for the GPU."""
     if not x.is_cpu or not x.is_floating_point() or not x.ndim or not x.numel(): return False
     return bool((x>=0).all()) and bool(((x.sum(-1)-1).abs()<1e-3).all())
 
 def product_term(node, divergence=False):
-    """Return the `LossTerm` of a target times a logarithm: a cross-entropy with soft labels or one-hot labels. None for another product.
+    """Return the `LossTerm` of a product, a target times a logarithm: a cross-entropy with soft or one-hot labels. None for another product.
 
     `divergence`: True if the product is subtracted from a constant, as in `kl_div`."""
     target,below = constant_of(node)
@@ -216,7 +222,9 @@ def label_selection_term(node, word):
     return LossTerm(kind, takes, way.raw, index, node_shape(below), tuple(index.shape), way.links, end=last_operation_name(way))
 
 def read_indices(node):
-    "Return the last index tensor that an indexing node has saved: the labels `y` in `log_p[rows, y]`. Return None for fewer than two index tensors."
+    """Read the labels from an indexing node: return its last saved index tensor, such as `y` in `log_p[rows, y]`.
+
+    Return None for fewer than two index tensors."""
     some = [i for i in saved(node, 'indices') or () if isinstance(i, torch.Tensor)]
     return some[-1].detach() if len(some)>1 and not some[-1].is_floating_point() and some[-1].dtype!=torch.bool else None
 
@@ -224,7 +232,7 @@ def read_indices(node):
 passed = moves | selections | {'Add', 'Sub', 'Rsub', 'Mul', 'Div', 'Neg', 'Mean', 'Sum', 'Nansum', 'Stack', 'Cat', 'Where', 'MaskedFill', 'Sqrt', 'Detach'}
 
 class LossGraph(NamedTuple):
-    "Result of `find_terms`: the terms of a loss, found in its autograd graph."
+    "Terms of a loss, found in its autograd graph: the result of `find_terms`."
     terms:list # A `LossTerm` for each term of the loss
     nodes:int = 0 # Number of autograd nodes that the search has visited
     compiled:bool = False # True if compiled code has computed the loss, so that its graph has no terms
@@ -241,7 +249,7 @@ def term_of(node, word, parent):
     return label_selection_term(node, word) if found is None and word in ('Gather', 'Index') else found
 
 def is_weight(node, word) -> bool:
-    "Return True if an autograd node multiplies or divides a loss term by a tensor of several elements, such as weights of samples."
+    "Return True if an autograd node applies weights: it multiplies or divides a loss term by a tensor of several elements."
     if word not in ('Mul', 'Div'): return False
     factor,_ = constant_of(node)
     return isinstance(factor, torch.Tensor) and factor.numel()>1
@@ -269,7 +277,9 @@ def find_terms(loss, most:int=2000, most_terms:int=8) -> LossGraph:
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #6e169e30
 def join_logarithms(found) -> list:
-    """Return the list of `LossTerm`. Join y*log(p) and (1-y)*log(1-p), for target y and probability p, to one term: the binary cross-entropy.
+    """Join the logarithms of a binary cross-entropy, y*log(p) and (1-y)*log(1-p), to one term. Return the list of `LossTerm`.
+
+    Here `y` is the target, and `p` the probability.
 
     `found`: list of (`LossTerm`, autograd node) pairs."""
     ways = [find_path_to_model(only_child(n)[0]) if t.takes=='probabilities' and t.kind=='cross_entropy' else None for t,n in found]

@@ -15,7 +15,7 @@ from .private_torch import is_barrier, is_operation, operation_arguments, operat
 
 # %% ../../nbs/10_capture/13_merging.ipynb #6e120008
 def bytes_of(node):
-    "Return the size in bytes of the tensors that an FX node computes, infinity if unknown. For dynamic shapes, use the sizes of the first call."
+    "Return the bytes (size) of the tensors that an FX node computes, infinity if unknown. For dynamic shapes, use the first call."
     vals,total = node.meta.get('val'),0
     for v in vals if isinstance(vals, (tuple, list)) else (vals,):
         if not isinstance(v, torch.Tensor): continue
@@ -25,7 +25,7 @@ def bytes_of(node):
     return total
 
 def is_view(node):
-    "Return True if the result of a node of an FX graph uses the memory of the node's first argument, as a view or an element of a tuple does."
+    "Return True if the result of an FX node is a view: it uses the memory of the node's first argument, as an element of a tuple does."
     return operation_arguments(node.target).view if is_operation(node) else node.target is operator.getitem
 
 class TensorLifetimes:
@@ -41,7 +41,7 @@ class TensorLifetimes:
             if node.op=='call_function' and is_view(node): self.base[node] = self.base[node.all_input_nodes[0]]
 
     def unused_bytes(self, xs, at):
-        "Return the bytes of memory that the nodes `xs` hold, and that no node uses from position `at` on."
+        "Return the unused bytes: memory that the nodes `xs` hold, and that no node uses from position `at` on."
         return sum(bytes_of(b) for b in {self.base[x] for x in xs} if self.last.get(b, 0)<at)
 
 # %% ../../nbs/10_capture/13_merging.ipynb #6e12000e
@@ -49,7 +49,9 @@ class TensorLifetimes:
 most_part,least_bytes = .01,1<<20
 
 def groups_of_calls(graph, mergeable, least=least_bytes):
-    """Return groups of FX nodes that call torchember's operators. A single call, in place of the last node, can replace all calls of a group.
+    """Return groups of calls: FX nodes that call torchember's operators, and that a single call can replace.
+
+    The single call stands in place of the last node of the group.
 
     `mergeable`: operator whose calls may be merged -> True if an effect token keeps the order of the operator."""
     nodes = list(graph.nodes)
@@ -69,7 +71,7 @@ def groups_of_calls(graph, mergeable, least=least_bytes):
 
 # %% ../../nbs/10_capture/13_merging.ipynb #6e120014
 class Merged(NamedTuple):
-    "Operators that replace a group of calls."
+    "Merged operators, each of which replaces a group of calls."
     last:Any # Operator in place of the last call. Its arguments: tensors, keys, and the replaced calls as JSON
     first:Any=None # Operator in place of the first call, if a call reports a module. Its arguments: two keys
     modules:tuple=() # Operators that report the start or end of a module's call
@@ -96,7 +98,7 @@ def copy_node_metadata(node):
     return {k: v for k,v in node.meta.items() if k!='eager_input_vals'}
 
 def merge_group(graph, group, merged):
-    "Replace a group of calls by two calls: `merged.first` in place of the first call, and `merged.last` in place of the last call."
+    "Merge a group of calls into two calls: `merged.first` in place of the first call, and `merged.last` in place of the last call."
     calls,xs,keys,events = [operator_call(node) for node in group],{},{},[]
     first,last,token = group[0],group[-1],group[0].args[0] if group[0].target is with_effects else None
     for called,(tensors,key,*rest) in calls:
@@ -118,7 +120,7 @@ def merge_group(graph, group, merged):
     for node in group: graph.erase_node(node)
 
 def copy_result_metadata(node, new, token):
-    "Copy the metadata of `node` to the call `new` before it. Return the effect token after `new`, None without a token."
+    "Copy the metadata of the result of `node` to the call `new` before it. Return the effect token after `new`, None without a token."
     new.meta = copy_node_metadata(node)
     if token is None: return None
     after = node.graph.call_function(operator.getitem, (new, 0))

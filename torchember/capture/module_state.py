@@ -23,7 +23,7 @@ class PendingCalls:
     def __init__(self): self.waiting,self.done,self.backward = [],[],0
 
     def expect(self, call, phase, step=0):
-        "Add a call to the queue of calls that wait for a gradient. `phase`, `step`: phase and training step of the call."
+        "Expect a gradient for a call: add the call to the queue. `phase`, `step`: phase and training step of the call."
         # all earlier gradients have arrived, so this call belongs to a new pass
         if self.done and not self.waiting: self.done,self.backward = [],0
         self.waiting.append((call, phase, step))
@@ -49,7 +49,7 @@ class PendingGradients:
         self.counts = {}
 
     def expect(self, ttype, names, call, listener):
-        "Add a call that waits for gradients of the tensors `names`. `call`: number and phase of the call."
+        "Expect gradients of the tensors `names` for a call: add the call to their queues. `call`: number and phase of the call."
         now = listener.step
         if self.step!=now: self.step,self.calls = now,{k: c for k,c in self.calls.items() if c.keep_steps(now-listener.lasting, now)}
         for n in names: self.calls.setdefault((ttype, n), PendingCalls()).expect(*call, now)
@@ -92,7 +92,7 @@ def remove_thread(threads):
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #3f64cbbc
 class ModuleState:
-    """State that one listener has at one module: its taps (recorders), numbers of calls, pending gradients and hooks.
+    """State of one module for one listener: its taps (recorders), numbers of calls, pending gradients and hooks.
 
     `watched`: True to report calls, not only passes. `attributes`: attributes added to the module for this listener."""
     def __init__(self, track, listener, watched=True, attributes=None):
@@ -116,7 +116,7 @@ class ModuleState:
         return self.calls-1
 
     def detach(self):
-        "Remove the listener from this module. After removal of the last listener, the module is in its original state."
+        "Detach the listener from this module. After removal of the last listener, the module is in its original state."
         m,patch = self.track.module,self.patch
         if patch is None or self not in patch.states: return
         while self.hooks: self.hooks.popitem()[1].remove()
@@ -125,7 +125,7 @@ class ModuleState:
         if not patch.states: uninstall(m, patch.attributes)
 
     def move(self, track, watched):
-        "Use the new `moduleTrack` of a module after its path in the model has changed, so that later rows get the new name."
+        "Move this state to a new `moduleTrack`, after the path of the module has changed, so that later rows get the new name."
         if track.name!=self.track.name: self.taps = {}
         changed,self.track,self.watched = watched!=self.watched,track,watched
         if changed and self.patch is not None: self.patch.set_states(self.patch.states)
@@ -142,18 +142,18 @@ class ModuleState:
         except Exception as e: return self.note_failure(what, e)
 
     def note_failure(self, what, error):
-        "Report to the listener that the tensors of a call could not be found. Return an empty list of tensors."
+        "Note a failure: report to the listener that the tensors of a call could not be found. Return an empty list of tensors."
         self.listener.failed(self, what, what, error)
         return []
 
     # ---- methods that compiled code calls
 
     def memory_reused(self):
-        "Make the listener drop cached summaries, because compiled code changes memory without changing version counters."
+        "Handle reused memory: make the listener drop cached summaries, because compiled code changes memory without new version numbers."
         self.listener.memory_reused()
 
     def began(self, grad=False): # grad: True if the pass will have gradients
-        "Report that compiled code has begun a pass."
+        "Report that compiled code began a pass."
         # a pass that raised an exception has not reported its end, so report the failure at the start of the next pass
         if get_ident() in self.passes.begun:
             self.listener.pass_fails(self)
@@ -163,7 +163,7 @@ class ModuleState:
         if self.listener.pass_begins(self, grad): self.passes.begun.add(get_ident())
 
     def ended(self):
-        "Report that compiled code has ended a pass."
+        "Report that compiled code ended a pass."
         if remove_thread(self.passes.begun): self.listener.pass_ends(self, True)
 
     def is_recorded(self):
@@ -176,7 +176,7 @@ class ModuleState:
         if self.watched and self.wants.compiled and self.listener.inside() and self.is_recorded(): self.listener.compiled_graph_begins(self, last)
 
     def entered(self, named, hooked):
-        "Report that compiled code has called the module. `named`: (name, tensor) pairs of the inputs."
+        "Report that compiled code entered the module. `named`: (name, tensor) pairs of the inputs."
         # if this listener wants no inputs, the operator is in the graph only because of another listener
         if not (self.wants.inputs and self.watched and self.wants.compiled): return
         self.passes.calls[get_ident()] += 1
@@ -188,7 +188,7 @@ class ModuleState:
         if self.is_recorded(): self.expect('input_grad', hooked, self.listener.call_begins(self, named, True))
 
     def exited(self, named, hooked):
-        "Report that a call of the module in compiled code has ended. `named`: (name, tensor) pairs of the outputs."
+        "Report that compiled code exited from the module. `named`: (name, tensor) pairs of the outputs."
         has_inputs = self.wants.inputs
         # report nothing if the listener wants no outputs, or was installed after this call began
         if not (self.wants.outputs and self.watched and (self.passes.calls[get_ident()] if has_inputs else self.wants.compiled)): return
@@ -197,17 +197,17 @@ class ModuleState:
         if remove_thread(self.passes.by_call): self.ended()
 
     def missed(self, ttype, names):
-        "Report the names of `DTensor` objects that are not measured, because compiled code cannot pass them to an operator."
+        "Report missed tensors: the names of `DTensor` objects that are not measured, because compiled code cannot pass them to an operator."
         if (self.watched or ttype=='probe') and self.wants.compiled and self.is_recorded(): self.listener.missed(self, ttype, names)
 
     def expect(self, ttype, names, call):
-        "Add a call that waits for gradients of the tensors `names`. `call`: number and phase of the call, None if no gradient is expected."
+        "Expect gradients of the tensors `names` for a call. `call`: number and phase of the call, None if no gradient is expected."
         if call is not None and getattr(self.wants, ttype): self.pending.expect(ttype, names, call, self.listener)
 
     def grads_arrived(self, ttype, named):
-        "Report to the listener gradients computed by compiled code or by the recomputation of a checkpoint."
+        "Report to the listener that gradients arrived, from compiled code or from the recomputation of a checkpoint."
         for n,g in named: self.listener.gradient(self, ttype, n, g, *self.pending.next_call(ttype, n, self.calls))
 
     def probed(self, named):
-        "Report tensors that the user records by `te.probe` in compiled code."
+        "Report probed tensors: tensors that the user records by `te.probe` in compiled code."
         for n,x in named: self.listener.probe(self, n, x)

@@ -23,7 +23,7 @@ def trained_parameters(optimizers) -> list:
     return list({id(p): p for o in optimizers for p in parameters_of(o)}.values())
 
 def state_tensors(optimizer, p) -> dict:
-    "Return the optimizer's state tensors of the parameter `p`, such as `exp_avg`, by name. The step counter is left out."
+    "Return the state tensors of the parameter `p` in an optimizer, such as `exp_avg`, by name. The step counter is left out."
     return {k:v for k,v in optimizer.state.get(p, {}).items() if isinstance(v, torch.Tensor) and k!='step'}
 
 def is_optimizer(o) -> bool:
@@ -32,16 +32,16 @@ def is_optimizer(o) -> bool:
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #5e1f0a11
 def live_objects(kind):
-    "Return all objects of a class and of its subclasses in this process."
+    "Return all live objects of a class and of its subclasses in this process."
     return [o for o in gc.get_objects() if issubclass(type(o), kind)]
 
 def find_ids_in_optimizers(wanted:set) -> set:
-    "Return the ids in `wanted` that are ids of parameters of any torch optimizer in this process."
+    "Find parameters in torch's optimizers of this process: return the ids of `wanted` that are ids of such parameters."
     return wanted & {id(p) for o in live_objects(torch.optim.Optimizer) for g in getattr(o, 'param_groups', ()) for p in g['params']}
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #afd21f76
 def inner_optimizers(o):
-    "Return the optimizers in attributes of `o` that share parameters with `o`. If the list is not empty, `o` is a wrapper around optimizers."
+    "Return the inner optimizers: attributes of `o` that share parameters with `o`. If there are any, `o` is a wrapper around optimizers."
     mine = {id(p) for p in parameters_of(o)}
     values = [v for v in vars(o).values() if v is not o] if hasattr(o, '__dict__') else []
     values += [w for v in values if isinstance(v, list|tuple) and len(v)<100 for w in v]
@@ -61,11 +61,11 @@ def innermost_optimizers(optimizer) -> list:
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #0cab1003
 def reporting_closure(closure, report):
-    "Wrap the closure passed to `optimizer.step`, to call `report` after the closure has computed the gradients. Without a closure, return None."
+    "Return a reporting closure for `optimizer.step`: it calls `report` after the gradients are computed. Without a closure, return None."
     if closure is None or hasattr(closure, '_torchember'): return closure
     @functools.wraps(closure)
     def run(*args, **kwargs):
-        "Call the closure, and report that the closure has computed the gradients."
+        "Run the closure, and report that it has computed the gradients."
         loss = closure(*args, **kwargs)
         report()
         return loss
@@ -73,7 +73,7 @@ def reporting_closure(closure, report):
     return run
 
 def wrap_closure(args, kwargs, report):
-    "Return the arguments of `step` with the closure wrapped by `reporting_closure`. Return None if the arguments have no closure."
+    "Wrap the closure in the arguments of `step` by `reporting_closure`, and return the new arguments. Return None without a closure."
     if len(args)<2 and not kwargs: return None
     if callable(kwargs.get('closure')): return args, kwargs | {'closure': reporting_closure(kwargs['closure'], report)}
     at = next((i for i,a in enumerate(args) if i and callable(a)), None)
@@ -111,7 +111,7 @@ def replace_step(o, run) -> ReplacedStep:
     def step(self, *args, **kwargs):
         "Call `run` with the original `step` of the object."
         def go(*args, **kwargs):
-            "Call the original method `step` of the optimizer or scaler."
+            "Go on with the step: call the original method `step` of the optimizer or scaler."
             return type(self).step(self, *args, **kwargs) if former is None else former(*args, **kwargs)
         return run(self, go, args, kwargs) if self is o else go(*args, **kwargs)
     # copy attributes of the former `step`, because learning-rate schedulers set attributes of the `step` that they wrap
@@ -120,7 +120,7 @@ def replace_step(o, run) -> ReplacedStep:
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #fd77bd10
 def gradient_scale(scaler, o):
-    "Return the loss scale contained in the gradients of the optimizer `o`, as a tensor, or None. `scaler`: a `GradScaler`, or None."
+    "Return the scale of the gradients of the optimizer `o`: the loss scale in them, as a tensor, or None. `scaler`: a `GradScaler`, or None."
     if scaler is None or not scaler.is_enabled(): return None
     # a fused optimizer divides by `grad_scale` in its kernel, so `p.grad` still contains this scale
     if getattr(o, 'grad_scale', None) is not None: return o.grad_scale
@@ -151,7 +151,7 @@ class OpenSteps:
     def __init__(self): self.depth = {} # id of an optimizer -> number of its steps that are running
 
     def begin(self, o):
-        "Count a step of optimizer `o` that begins. Return True if no other step of `o` is running."
+        "Note that a step of optimizer `o` begins. Return True if no other step of `o` is running."
         n = self.depth.get(id(o), 0)
         # an earlier step has raised an exception, so torch did not call the hook at the end of that step
         if n and not is_stepping(o): n = 0
@@ -159,27 +159,27 @@ class OpenSteps:
         return not n
 
     def end(self, o):
-        "Count a step of optimizer `o` that has ended. Return True if no other step of `o` is running."
+        "Note that a step of optimizer `o` ends. Return True if no other step of `o` is running."
         n = self.depth[id(o)] = max(self.depth.get(id(o), 1)-1, 0)
         return not n
 
     def fail(self, o):
-        "Set the number of running steps of `o` to 0, because a step of this optimizer has raised an exception."
+        "Note that a step of `o` failed by an exception: set its number of running steps to 0."
         self.depth[id(o)] = 0
 
     def any(self):
-        "Return True if a step of any optimizer is running."
+        "Return True if any step of any optimizer is running."
         return any(self.depth.values())
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #33637749
 def add_hooks(o, begin, end):
-    "Register hooks on an optimizer to call `begin(optimizer, args, kwargs)` before each step, and `end(optimizer)` after it. Return their handles."
+    "Add hooks to an optimizer: `begin(optimizer, args, kwargs)` before each step, `end(optimizer)` after it. Return their handles."
     return [o.register_step_pre_hook(never_compile(lambda o, args, kwargs: begin(o, args, kwargs))),
         o.register_step_post_hook(never_compile(lambda o, args, kwargs: end(o)))]
 
 # %% ../../nbs/10_capture/40_optimizer.ipynb #abf984a9
 class OptimizerWatch:
-    "Notifies a listener when optimizers step, and when a scaler skips a step."
+    "Watches optimizers: notifies a listener when optimizers step, and when a scaler skips a step."
     def __init__(self, optimizers, scaler, listener):
         self.given,self.scaler,self.listener,self.attached = optimizers,scaler,listener,False
         self.innermost_of = {id(o): innermost_optimizers(o) for o in optimizers}
@@ -195,7 +195,7 @@ class OptimizerWatch:
         self.ready,self.stepped = set(),set()
 
     def attach(self):
-        "Register step hooks on the optimizers. Replace the method `step` of objects without step hooks: wrappers, scalers and some optimizers."
+        "Attach this watch: register step hooks on optimizers. Replace the `step` of objects without step hooks: wrappers, scalers and others."
         self.attached = True
         for o in self.optimizers:
             self.handles += add_hooks(o, self.begin, self.end) if has_step_hooks(o) else [replace_step(o, self.run_plain)]
@@ -203,13 +203,13 @@ class OptimizerWatch:
         self.use_scaler(self.scaler)
 
     def use_scaler(self, scaler):
-        "Report the steps of the `GradScaler` `scaler` from now on. With None, watch no scaler."
+        "Use a `GradScaler` from now on, to report its steps. With None, watch no scaler."
         if self.scaler_step is not None: self.scaler_step.remove()
         self.scaler = scaler
         self.scaler_step = replace_step(scaler, self.run_scaler_step) if self.attached and scaler is not None else None
 
     def detach(self):
-        "Remove all hooks, and restore the original `step` of wrappers and scaler."
+        "Detach this watch: remove all hooks, and restore the original `step` of wrappers and scaler."
         self.attached = False
         self.use_scaler(self.scaler)
         while self.handles: self.handles.pop().remove()
@@ -218,7 +218,7 @@ class OptimizerWatch:
     busy = property(lambda self: bool(self.wrappers) or self.open.any(), doc="True if a step of an optimizer is running.")
 
     def begin(self, o, args, kwargs):
-        "Report the beginning of the step of `o`. Return new arguments for `step`, with a wrapped closure, or None to keep the arguments."
+        "Report that a step of `o` begins. Return new arguments for `step`, with a wrapped closure, or None to keep the arguments."
         if not self.open.begin(o): return None
         new = wrap_closure(args, kwargs, lambda: self.gradients_ready(o, False))
         if new is None: self.gradients_ready(o)
@@ -226,7 +226,7 @@ class OptimizerWatch:
         return new
 
     def end(self, o):
-        "Report the end of the step of `o`, unless another step of `o` is still running."
+        "Report that a step of `o` ends, unless another step of `o` is still running."
         if self.open.end(o): self.note_end(o)
 
     # unchanged: True if the weights have not changed since the step began
@@ -236,17 +236,17 @@ class OptimizerWatch:
         self.listener.gradients_ready(o, gradient_scale(self.scaler, o), unchanged)
 
     def note_end(self, o):
-        "Report that the optimizer `o` has made or skipped a step. During the step of a wrapper, postpone the report until the wrapper's step ends."
+        "Note the end of a step of `o`: report that it was made or skipped. In the step of a wrapper, wait for the end of the wrapper's step."
         if self.wrappers: self.in_wrapper[id(o)] = o; return
         self.stepped.add(id(o))
         self.listener.step_skipped(o) if has_skipped(o) else self.listener.step_ends(o)
 
     def begin_step(self, o):
-        "Report the beginning of a step by a trainer that does not call `o.step`. Call this method before the weights change."
+        "Begin a step for a trainer that does not call `o.step`: report its beginning. Call this method before the weights change."
         if self.attached: self.listener.step_begins(o)
 
     def note_step(self, o):
-        "Report the end of a step by a trainer that does not call `o.step`. Call this method after the weights have changed."
+        "Note a step of a trainer that does not call `o.step`: report its end. Call this method after the weights have changed."
         if not self.attached: return
         self.gradients_ready(o, False)
         self.note_end(o)
@@ -254,7 +254,7 @@ class OptimizerWatch:
     # ---- methods that replace `step` of an object; `go` is the original `step`
 
     def run_plain(self, o, go, args, kwargs):
-        "Run the original step of an optimizer without step hooks, and report the start and the end of the step."
+        "Run the original step of a plain optimizer, without step hooks, and report the start and the end of the step."
         if not self.attached: return go(*args, **kwargs)
         new = self.begin(o, (o, *args), kwargs)
         if new is not None: args,kwargs = new[0][1:],new[1]

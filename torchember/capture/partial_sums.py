@@ -16,12 +16,12 @@ from .tensors import outputs
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #865cffed
 def partial_sums(named):
-    "Return the `DTensor` objects in (name, tensor) pairs that have a `Partial` placement: each rank has one summand of the tensor."
+    "Return the partial sums in (name, tensor) pairs: `DTensor` objects of which each rank has one summand (placement `Partial`)."
     return [x for _,x in named if type(x) is not torch.Tensor and any(p.is_partial() for p in getattr(x, 'placements', ()))]
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #7e1d0a02
 def report_after_hooks(state, named, variables, again=False) -> bool:
-    """Report outputs that are partial sums, after the module's own hooks have summed them over ranks. Return False if no output is a partial sum.
+    """Report outputs after the module's own hooks, if the outputs are partial sums: the hooks sum them over ranks. Else return False.
 
     `named`: (name, tensor) pairs of the forward's result. `variables`: names of the variables in torchember's forward, to recognize its frames.
     `again`: whether a checkpoint recomputes the forward in a backward."""
@@ -36,7 +36,7 @@ def report_after_hooks(state, named, variables, again=False) -> bool:
     return True
 
 def add_last_hook(state, frames, report):
-    "Register a forward hook that runs once, as the last hook of the module's current call. `frames`: ids of torch's stack frames that call hooks."
+    "Add the last hook of the module's current call: a forward hook that runs once. `frames`: ids of torch's stack frames that call hooks."
     thread = get_ident()
     def hook(module, args, result):
         "Report the outputs in `result` if this is the expected call, and remove the hook."

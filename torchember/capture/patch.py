@@ -25,7 +25,7 @@ from .tensors import lone_output, inputs, outputs, argument_names
 for f in (inputs, outputs): never_compile(f)
 
 def traced_forward(self, patch, args, kwargs):
-    "Run the forward of a module while torch.compile traces the module, and add operators to the graph that report the wanted tensors."
+    "Run the forward of a module while it is traced by torch.compile, and add operators to the graph that report the wanted tensors."
     former,wants,reports_passes = patch.former,patch.wants,patch.passes
     if is_exporting(): wants,reports_passes = no_wants,False
     if reports_passes: compiled.began([patch.key] if torch.is_grad_enabled() else [], patch.key)
@@ -41,7 +41,7 @@ def traced_forward(self, patch, args, kwargs):
 no_wants = union_of_wanted_types(frozenset()) # `WantedTypesUnion` of a module with listeners that want no tensors
 
 def report_compiled(op, ttype, named, key, wants_gradients):
-    "Add the operator `op`, which reports tensors, to the graph being compiled, and register hooks to report their gradients."
+    "Report tensors from compiled code: add the operator `op` to the graph, and register hooks to report gradients."
     named = without_dtensors(ttype, named, key)
     hooked = with_gradient(named, wants_gradients)
     op([x.detach() for _,x in named], key, [n for n,_ in named], [n for n,_ in hooked])
@@ -54,17 +54,17 @@ def without_dtensors(ttype, named, key):
     return [(n,x) for n,x in named if not hasattr(x, 'placements')]
 
 def with_gradient(named, wanted):
-    "Return the (name, tensor) pairs of tensors that will get a gradient. The list is empty if gradients are not `wanted` or cannot be reported."
+    "Return the (name, tensor) pairs of tensors with a gradient in the backward pass. Empty if gradients are not `wanted` or not reportable."
     wanted = wanted and hooks_in_graphs and torch.is_grad_enabled()
     return [(n,x) for n,x in named if wanted and x.requires_grad]
 
 # %% ../../nbs/10_capture/19_patch.ipynb #5d2e8f06
 def hook_compiled(named, key, ttype):
-    "Register hooks on tensors in compiled code, to report the gradients of these tensors."
+    "Hook tensors in compiled code: register hooks that report the gradients of these tensors."
     for n,x in named: x.register_hook(compiled_hook_once(key, ttype, n, x) if x.is_leaf else compiled_hook(key, ttype, n))
 
 def compiled_hook(key, ttype, n):
-    "Return a hook with which compiled code reports the gradient of a tensor that is not a leaf."
+    "Return a hook for compiled code. It reports the gradient of a tensor that is not a leaf."
     # without a test for None (gradient of an unused tensor), because torch.compile traces this hook with a tensor
     def hook(g):
         "Report the gradient of the tensor, and return it unchanged."
@@ -73,7 +73,7 @@ def compiled_hook(key, ttype, n):
     return hook
 
 def compiled_hook_once(key, ttype, n, x):
-    "Return a hook to report the gradient of the leaf `x` once and then remove itself, because a leaf is used in later passes, too."
+    "Return a hook that reports the gradient of the leaf `x` once, and then removes itself: a leaf is used in later passes, too."
     def hook(g):
         "Report the gradient of the leaf, and remove this hook."
         compiled.grads_arrived([g], key, ttype, [n])
@@ -93,7 +93,7 @@ never_compile(remove_our_hooks)
 
 # %% ../../nbs/10_capture/19_patch.ipynb #4f912039
 def patched(former=None, function=None, inner=None):
-    """Return the new `forward` of a recorded module: it notifies the listener, and calls the module's own `forward`.
+    """Return the patched (new) `forward` of a recorded module: it notifies the listener, and calls the module's own `forward`.
 
     `former`: the replaced callable, if it does not take the module as an argument. `function`: the replaced function, if it takes the module and is set
     on the instance. `inner`: for each listener after the first, its `ModuleState`, the callable that it replaces, and the `Patch`."""
@@ -161,7 +161,7 @@ variables = patched().__code__.co_varnames
 shared_forwards = weakref.WeakValueDictionary()
 
 def patched_like(forward, former, function):
-    "Return a patched forward with the name, docstring and signature of `forward`. `former`, `function`: as in `patched`."
+    "Return a patched forward that looks like `forward`: same name, docstring and signature. `former`, `function`: as in `patched`."
     if former is not None: return imitate_function(patched(former), forward, True, True)
     key = forward,function is None
     f = shared_forwards.get(key)
@@ -176,7 +176,7 @@ def inner_forward(*inner):
 
 # %% ../../nbs/10_capture/19_patch.ipynb #5d2e8f03
 class Patch:
-    "The replacement of one module's `forward`, with the `ModuleState` of each listener of the module."
+    "Patch of one module: replacement of its `forward`, with the `ModuleState` of each listener of the module."
     # known: cache from a forward function to the result of `argument_names`
     def __init__(self, module, known):
         d,of_class = module.__dict__,inspect.getattr_static(type(module), 'forward', None)
@@ -200,7 +200,7 @@ class Patch:
         self.set_states([])
 
     def set_states(self, states):
-        "Replace the `ModuleState`s of the listeners. The forward for each listener calls the forward for the next listener."
+        "Set the `ModuleState`s of the listeners. The forward for each listener calls the forward for the next listener."
         self.states,call = tuple(states),self.covered
         for st in reversed(self.states[1:]): call = types.MethodType(inner_forward(st, call, self), st.track.module)
         # state of the first listener, and the callable that the patched forward calls; None means `type(module).forward`
@@ -213,23 +213,23 @@ class Patch:
         self.renew_plan()
 
     def renew_plan(self):
-        "Get a plan (fast recording of calls) from the module's only listener. With several listeners, use no plan."
+        "Renew the plan (fast recording of calls): get a plan from the module's only listener. With several listeners, use no plan."
         state = self.states[0] if len(self.states)==1 and self.states[0].watched else None
         self.plan = None if state is None else state.listener.plan_of(state, (self.names, self.rest))
 
     # ---- methods that operators in compiled code call; an output that is a single tensor has an empty name
 
     def memory_reused(self):
-        "Make the listeners drop cached summaries, because compiled code changes memory without changing version counters."
+        "Handle reused memory: make the listeners drop cached summaries, because compiled code changes memory without new version numbers."
         for st in self.states: st.memory_reused()
 
     def began(self, grad=False):
-        "Report to the listeners that compiled code has begun a pass."
+        "Report to the listeners that compiled code began a pass."
         for st in self.states:
             if st.passes.outermost: st.began(grad)
 
     def ended(self):
-        "Report to the listeners that compiled code has ended a pass."
+        "Report to the listeners that compiled code ended a pass."
         for st in self.states: st.ended()
 
     def compiled_graph_began(self, last):
@@ -238,28 +238,28 @@ class Patch:
             if (end := next((s for s in last.states if s.listener is st.listener), None)) is not None: st.compiled_graph_began(end)
 
     def entered(self, named, hooked):
-        "Report to the listeners that compiled code has called the module. `named`: (name, tensor) pairs of the inputs."
+        "Report to the listeners that compiled code entered the module. `named`: (name, tensor) pairs of the inputs."
         for st in self.states: st.entered(named, hooked)
         # setting `passes` invalidates the compiled graph, so that torch.compile makes a graph that reports passes
         if not self.passes and any(st.passes.outermost for st in self.states): self.passes = True
 
     def exited(self, named, hooked):
-        "Report to the listeners that a call in compiled code has ended. `named`: (name, tensor) pairs of the outputs."
+        "Report to the listeners that compiled code exited from the module. `named`: (name, tensor) pairs of the outputs."
         named,hooked = [(n or lone_output, x) for n,x in named],[n or lone_output for n in hooked]
         for st in self.states: st.exited(named, hooked)
 
     def missed(self, ttype, names):
-        "Report to the listeners the names of tensors that compiled code cannot pass to an operator."
+        "Report missed tensors to the listeners: names of tensors that compiled code cannot pass to an operator."
         for st in self.states: st.missed(ttype, [n or lone_output for n in names])
 
     def grads_arrived(self, ttype, named):
-        "Report gradients computed by compiled code to the listeners."
+        "Report to the listeners that gradients arrived, computed by compiled code."
         named = [(n or lone_output, g) for n,g in named]
         for st in self.states:
             if st.listener.on and getattr(st.wants, ttype): st.grads_arrived(ttype, named)
 
 # `torch.jit.script` calls this method before it compiles the module
 def refuse_scripting(module):
-    "Raise TypeError with instructions, because `torch.jit.script` cannot compile a module with torchember's hooks."
+    "Refuse `torch.jit.script`: raise TypeError with instructions, because it cannot compile a module with torchember's hooks."
     raise TypeError(f"torch.jit.script compiles the source of `forward`, but torchember replaces the `forward` of this {type(module).__name__} "
         "while the model is recorded. Stop the recording (model.disarm(), Monitor.close(), Activations.remove()), script the model, and arm the model again.")

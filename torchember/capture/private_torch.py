@@ -44,7 +44,7 @@ def private(path, without, then):
 
 @contextmanager
 def noting_failure(path, then):
-    "Return a context manager that catches exceptions, and then adds the private name `path` with the consequence `then` to `missing`."
+    "Return a context manager that catches exceptions and notes the failure: the name `path` and consequence `then` go to `missing`."
     try: yield
     except Exception: missing[path] = then
 
@@ -99,7 +99,7 @@ saving_hooks = private('torch._C._autograd._top_saved_tensors_default_hooks', la
 recomputing_words = 'checkpoint', 'compiled', 'recompute', 'revers', 'invert'
 
 def recomputes(function):
-    "Return True if the name of the autograd Function class `function` shows that its backward recomputes its forward."
+    "Return True if the backward of an autograd Function recomputes its forward, judging by the name of the class `function`."
     return any(w in function.__name__.lower() for w in recomputing_words)
 
 def recomputing():
@@ -116,8 +116,9 @@ def recomputing():
 apply_code = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None)
 
 def function_call_in(frame):
-    """Return weak references that identify the call of an autograd Function in a stack frame. None if there is no such call, or if the
-    Function only repeats a forward pass for a checkpoint."""
+    """Return the Function call in a stack frame: weak references that identify it. None without an autograd Function.
+
+    Return None, too, if the Function only repeats a forward pass for a checkpoint."""
     if apply_code is not None:
         # compiled code also runs in an autograd Function: `recomputes` excludes that Function by its name
         if frame.f_code is not apply_code or recomputes(frame.f_locals['cls']): return None
@@ -127,7 +128,7 @@ def function_call_in(frame):
     return None if function is None or recomputes(function) else (weakref.ref(ctx),)
 
 def function_context_in(frame):
-    "Return the first argument of a function named `forward` running in `frame`, else None. For an autograd Function this is its context `ctx`."
+    "Return the context `ctx` of the autograd Function in a frame: the first argument of a running `forward`. Else return None."
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_name=='forward' and code.co_argcount else None
 
@@ -139,13 +140,15 @@ def running_frames():
         frame = frame.f_back
 
 def enclosing_call():
-    "Return an identifier of the autograd Function with a running forward in this thread, True in a backward pass, None without such a Function."
+    "Return the enclosing call of an autograd Function as an id: its forward runs in this thread. True in a backward pass, else None."
     if running_backward()!=-1: return True
     if torch.is_grad_enabled(): return None
     return next((found for frame in running_frames() if (found := function_call_in(frame)) is not None), None)
 
 def in_training_function():
-    "Return True if an autograd Function that needs gradients is running in this thread, although `torch.is_grad_enabled` is False in its forward."
+    """Return True inside the forward of a training Function: an autograd Function that needs gradients.
+
+    `torch.is_grad_enabled` is False in its forward."""
     if running_backward()!=-1: return True
     for frame in running_frames():
         ctx = function_context_in(frame)
@@ -156,7 +159,7 @@ def in_training_function():
     return False
 
 def is_same_call(now, before):
-    "Return True if two results of `enclosing_call` identify the same call of an autograd Function, or if `now` is from a backward pass."
+    "Return True if two results of `enclosing_call` are from the same call of an autograd Function, or if `now` is from a backward pass."
     if now is None or now is True or before is None or before is True: return now is True
     return len(now)==len(before) and all(a() is not None and a() is b() for a,b in zip(now, before, strict=True))
 
@@ -165,7 +168,7 @@ def is_same_call(now, before):
 metadata_passes = '_forward_metadata_inference', '_shape_inference'
 
 def is_metadata_pass():
-    "Return True if a pipeline stage is running the model only to determine the shapes of its outputs."
+    "Return True in a pass for metadata: a pipeline stage runs the model only to determine the shapes of its outputs."
     stage = sys.modules.get('torch.distributed.pipelining.stage')
     return stage is not None and any(f.f_globals is stage.__dict__ and f.f_code.co_name in metadata_passes for f in running_frames())
 
@@ -173,7 +176,7 @@ check_trace = private('torch.jit._trace._check_trace', None, 'the run by which t
 check_trace_code = getattr(inspect.unwrap(check_trace), '__code__', None) if check_trace is not None else None
 
 def is_trace_check():
-    "Return True if `torch.jit.trace` runs the model in this thread only to check the trace. `SummaryWriter.add_graph` calls `torch.jit.trace`, too."
+    "Return True if `torch.jit.trace` (also called by `SummaryWriter.add_graph`) runs the model only to check the trace."
     return any(f.f_code is check_trace_code for f in running_frames())
 
 module_call = torch.nn.Module.__call__.__code__
@@ -201,7 +204,7 @@ def call_after_backward(f) -> bool:
 will_execute = private('torch._C._will_engine_execute_node', None, 'a pass that only torch.autograd.grad uses is merged with the other passes of its step')
 
 def leaves_below(node, most=16):
-    "Yield up to `most` `AccumulateGrad` nodes (nodes of leaf tensors) that `node` leads to in the autograd graph."
+    "Yield the leaves below `node` in the autograd graph: up to `most` `AccumulateGrad` nodes (nodes of leaf tensors)."
     found,todo,seen = 0,[node],set()
     while todo and found<most and len(seen)<1000:
         if (n := todo.pop()) is None or n in seen: continue
@@ -212,7 +215,7 @@ def leaves_below(node, most=16):
         else: todo += [below for below,_ in n.next_functions]
 
 def writes_gradients() -> bool:
-    "Return False if the running backward pass belongs to `torch.autograd.grad`, which writes no `.grad`. Call this function in a hook."
+    "Return True if the running backward pass writes gradients to `.grad`. Return False in `torch.autograd.grad`. Call this in a hook."
     any_leaf = False
     for n in leaves_below(running_node()) if will_execute is not None else ():
         any_leaf = True
@@ -242,7 +245,7 @@ def node_operation_name(node) -> str:
     return type(node).__name__.partition('Backward')[0]
 
 def saved(node, name):
-    """Return a value that an autograd node has saved under a name, such as 'target', detached from the graph. None if the value is missing or freed.
+    """Return a saved value of an autograd node, under a name such as 'target', detached. None if the value is missing or freed.
 
     A tensor is not unpacked if it was packed by hooks, because then unpacking may compute a forward again, as in checkpoints."""
     # `_raw_saved_*` attributes exist in torch 1.9 and later, and have `unpack_hook` in torch 2.8 and later
@@ -273,7 +276,7 @@ def node_shape(node) -> tuple|None:
 norm_base = private('torch.nn.modules.batchnorm._NormBase', torch.nn.modules.batchnorm.BatchNorm2d, 'only BatchNorm2d has running statistics')
 
 def has_spectral_norm(module):
-    "Return True if a module is a parametrization by the spectral norm, or has a hook of the older `spectral_norm`."
+    "Return True if a module has a spectral norm: it is such a parametrization, or has a hook of the older `spectral_norm`."
     hooks = getattr(module, '_forward_pre_hooks', {})
     return type(module).__name__=='_SpectralNorm' or any(type(h).__name__=='SpectralNorm' for h in hooks.values())
 
@@ -361,7 +364,9 @@ def never_merge(op):
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch32
 def keep_in_order(op, token:bool):
-    "Make Inductor, if it is loaded, run the operator `op` after the last earlier effect. `token`: True if `op` is registered as an effect of torch."
+    """Keep the operator `op` in order in Inductor, if it is loaded: run it after the last earlier effect.
+
+    `token`: True if `op` is registered as an effect of torch."""
     lowering = sys.modules.get('torch._inductor.lowering')
     if lowering is None: return
     utils = sys.modules.get('torch._inductor.utils')
@@ -383,14 +388,15 @@ def keep_in_order(op, token:bool):
 unordered = 'rows of compiled code may come in another order'
 
 def lowering_state(lowering):
-    "Return the graph that Inductor is lowering, its number of operations, and its last operation with a side effect; None if these are unknown."
+    "Return the state of lowering in Inductor: graph, number of operations, last operation with a side effect. None if unknown."
     with noting_failure('torch._inductor.graph.GraphLowering.effectful_ops', unordered):
         graph = lowering.V.graph
         return graph, len(graph.operations), graph.effectful_ops.get(torch.library.EffectType.ORDERED)
 
 def order_graph_operations(graph, n, last, token):
-    """Make Inductor run the operations of `graph`, from number `n` on, after the side effect `last`. Without `token`, they become the last
-    side effect."""
+    """Order the operations of an Inductor `graph`: from number `n` on, they run after the side effect `last`.
+
+    Without `token`, they become the last side effect."""
     with noting_failure('torch._inductor.graph.GraphLowering.additional_buffer_deps', unordered):
         for o in graph.operations[n:]:
             if last: graph.additional_buffer_deps[o.get_operation_name()].add(last.get_name())
@@ -404,7 +410,7 @@ slower = 'compiled code reports each call of a module by itself, which takes lon
 with_effects = private('torch._higher_order_ops.effects.with_effects', None, slower)
 
 def operator_call(node):
-    "Return the operator that a node of an FX graph calls, and its arguments, without an effect token."
+    "Return the operator call of an FX node: the operator and its arguments, without an effect token."
     return (node.args[1], node.args[2:]) if with_effects is not None and node.target is with_effects else (node.target, node.args)
 
 def is_operation(node):
@@ -412,7 +418,7 @@ def is_operation(node):
     return isinstance(node.target, torch._ops.OpOverload)
 
 def is_barrier(node):
-    "Return True if calls of torchember's operators must stay before this node of an FX graph, because it may write in place or call a graph."
+    "Return True if an FX node is a barrier, because it may write in place or call a graph: torchember's calls must stay before it."
     if isinstance(node.target, torch._ops.HigherOrderOperator): return True
     return is_operation(node) and (node.target.namespace=='torchember' or bool(operation_arguments(node.target).written))
 
@@ -420,7 +426,7 @@ def is_barrier(node):
 watched_operators = set() # operators for which `on_inductor_graphs` has registered a function
 
 def on_inductor_graphs(ops, f):
-    """Make Inductor, if loaded, call `f(graph)` for each functionalized FX graph that calls one of the operators `ops`.
+    """Call `f(graph)` on Inductor's functionalized FX graphs that call one of the operators `ops`, if Inductor is loaded.
 
     Uses the pattern matcher of Inductor (torch 2.1 and later)."""
     post = sys.modules.get('torch._inductor.fx_passes.post_grad')
@@ -458,7 +464,7 @@ norm_clipper = getattr(private('torch.nn.utils.clip_grad._clip_grads_with_norm_'
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch38
 def shared_store():
-    "Return the key-value store of the default process group, or None. Works in all versions of torch."
+    "Return the shared key-value store of the default process group, or None. Works in all versions of torch."
     get = private('torch.distributed.distributed_c10d._get_default_store', None, 'each process names its run by its own clock: give a name')
     return None if get is None else get()
 
@@ -482,7 +488,9 @@ def group_between_shards(module):
     return getattr(module, '_inter_node_pg', None)
 
 def may_free_parameters():
-    "Return True if FSDP may be in use. Then parameters must be read at once, because FSDP frees gathered parameters after a forward pass."
+    """Return True if FSDP may free parameters, because FSDP may be in use. Then parameters must be read at once.
+
+    FSDP frees gathered parameters after a forward pass."""
     return 'torch.distributed.fsdp' in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
 
 # `fully_shard` adds the attribute `_get_fsdp_state` to a module
@@ -491,7 +499,7 @@ def is_fsdp(module):
     return hasattr(module, '_get_fsdp_state')
 
 def running_ddp():
-    "Return the `DistributedDataParallel` with a running forward, or None. Works in all versions of torch."
+    "Return the running DDP: the `DistributedDataParallel` with a running forward, or None. Works in all versions of torch."
     return getattr(torch.nn.parallel.DistributedDataParallel, '_active_ddp_module', None)
 
 def pipeline_stages(model):
@@ -513,13 +521,16 @@ def pipeline_stages(model):
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #2c6a15f4
 def lists_parameters_as_torch(module):
-    "Return True if a module does not override the methods of `nn.Module` for listing parameters. `_named_members` exists in all versions of torch."
+    """Return True if a module lists its parameters as torch does: it does not override these methods of `nn.Module`.
+
+    `_named_members` exists in all versions of torch."""
     methods = 'parameters', 'named_parameters', 'named_modules', '_named_members'
     return not any(n in module.__dict__ or getattr(type(module), n, None) is not getattr(torch.nn.Module, n, None) for n in methods)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c04
 def hook_callers(module, ours):
-    """Return the ids of the frames in torch that will call the forward hooks of a module after its running forward.
+    """Return the ids of the hook callers: frames in torch that will call the forward hooks of a module after its running forward.
+
     Return () if there are no hooks, or if `forward` was called directly. `ours`: names of the variables in torchember's forwards."""
     if not (module._forward_hooks or getattr(torch.nn.modules.module, '_global_forward_hooks', None)): return ()
     frame,inside = sys._getframe(1),False
@@ -549,7 +560,7 @@ def copy_for_dynamo(function):
     return functools.wraps(function)(copy)
 
 def report_softmax(report):
-    "Make torch.compile trace a call `report(x, *args, **kwargs)` before each `Tensor.softmax`. `report`: function, or None to stop."
+    "Report each `Tensor.softmax` in code of torch.compile: trace a call `report(x, *args, **kwargs)` before it. `report`: None to stop."
     with noting_failure('torch._dynamo.variables.tensor.TensorVariable', 'attention with Tensor.softmax is not recorded in compiled code'):
         cls,function = import_module('torch._dynamo.variables.tensor').TensorVariable,import_module('torch._dynamo.variables').UserFunctionVariable
         if report is None:

@@ -27,7 +27,7 @@ def role_of(placement):
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #047dc1b4
 class Axes(dict):
-    "Axes along which ranks work in parallel: a dict from the name of an axis, such as 'dp', to the ranks in this rank's group."
+    "Axes of parallel work: a dict from the name of an axis, such as 'dp', to the ranks in this rank's group."
     def add(self, name, ranks):
         "Add the axis of a group of ranks. Return the name of the axis: the earlier name if the group is known, None for a single rank."
         if len(ranks)==1: return None
@@ -46,14 +46,14 @@ def ranks_of(group):
     return tuple(torch.distributed.get_process_group_ranks(group))
 
 def axes_of_mesh(mesh):
-    "Return a (name, ranks) pair for each dimension of a device mesh. Return None if this rank is not in the mesh."
+    "Return the axes of a device mesh: a (name, ranks) pair for each dimension. Return None if this rank is not in the mesh."
     if mesh.get_coordinate() is None: return None
     names = mesh.mesh_dim_names or [None]*mesh.ndim
     return [(n, ranks_of(mesh.get_group(i))) for i,n in enumerate(names)]
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #b73b159f
 class DataParallel(NamedTuple):
-    "Describes how a data-parallel wrapper distributes the batch of a module over ranks."
+    "Description of data parallelism: how a wrapper distributes the batch of a module over ranks."
     axes:tuple # Names of the axes (groups of ranks) over which the batch is distributed
     # Factor that converts an activation's gradient on this rank to the gradient of the whole batch's loss
     scale:float
@@ -61,13 +61,13 @@ class DataParallel(NamedTuple):
     unequal:frozenset=frozenset()
 
 def describe_ddp_batch(ddp, axes):
-    "Return a `DataParallel` that describes how DDP distributes the batch over ranks. Add the axis of these ranks to `axes`, an `Axes`."
+    "Describe how DDP distributes the batch over ranks: return a `DataParallel`. Add the axis of these ranks to `axes`, an `Axes`."
     ranks,named = ranks_of(ddp.process_group),dict(ddp.module.named_parameters())
     ignored = frozenset(id(named[n]) for n in getattr(ddp, 'parameters_to_ignore', ()) if n in named)
     return DataParallel(axes.add_all([('dp', ranks)], 'dp'), 1/len(ranks), ignored)
 
 def describe_fsdp_batch(module, axes):
-    """Return a `DataParallel` that describes how `fully_shard` distributes the batch of a module over ranks, or None.
+    """Describe how `fully_shard` distributes the batch of a module over ranks: return a `DataParallel`, or None.
 
     For a module without own parameters, its first sharded child decides.
     """
@@ -80,7 +80,9 @@ def describe_fsdp_batch(module, axes):
     return DataParallel(axes.add_all(named, 'fsdp'), 1/(divisor or prod(len(ranks) for _,ranks in named)))
 
 def describe_fsdp1_batch(module, axes):
-    "Return a `DataParallel` for a `FullyShardedDataParallel`, with all parameters as unequal between ranks. None for other modules."
+    """Describe how a `FullyShardedDataParallel` distributes the batch: return a `DataParallel`. None for other modules.
+
+    All parameters count as unequal between ranks."""
     kind = getattr(sys.modules.get('torch.distributed.fsdp'), 'FullyShardedDataParallel', None)
     if kind is None or not isinstance(module, kind): return None
     named = [('fsdp', ranks_of(module.process_group))]
@@ -92,13 +94,13 @@ def describe_fsdp1_batch(module, axes):
 
 # %% ../../nbs/10_capture/45_ranks.ipynb #84386959
 class Pipeline(NamedTuple):
-    "Pipeline stages of a model on this rank."
+    "Pipeline of a model: the stages on this rank."
     stages:dict # Path of a module -> number of the pipeline stage that runs the module
     axis:str|None=None # Name of the axis (group of ranks) of the pipeline stages
     scale:float=1. # 1 / number of micro-batches if the schedule divides gradients by this number, else 1
 
 def find_pipeline(model, axes):
-    "Search the modules of a model for stages of a pipeline. Return the stages as a `Pipeline`."
+    "Find the pipeline of a model: search its modules for stages, and return the stages as a `Pipeline`."
     paths,stages,axis,scale = {id(m): path for path,m in model.named_modules()},{},None,1.
     for stage,module,divisor in pipeline_stages(model):
         stages[paths[id(module)]],scale = stage.stage_index,1/divisor
@@ -131,19 +133,21 @@ class Ranks:
 
     @property
     def inner(self):
-        "The model, without the wrapper `DistributedDataParallel`."
+        "The inner model, without the wrapper `DistributedDataParallel`."
         return self.model.module if isinstance(self.model, nn.parallel.DistributedDataParallel) else self.model
 
     def unwrap_ddp(self, ddp):
-        "Return the module wrapped by a `DistributedDataParallel`. For torch's `replicate`, which wraps only a list of parameters, return the model."
+        "Unwrap a `DistributedDataParallel`: return its module. For torch's `replicate`, which wraps only a list of parameters, return the model."
         return self.inner if isinstance(ddp.module, nn.ParameterList) else ddp.module
 
     def set_batch(self, module, batch):
-        "Store `batch`, a `DataParallel`, for a module and all modules inside. Call this method for outer wrappers before inner wrappers."
+        "Set the `DataParallel` (argument `batch`) of a module and all modules inside. Call this for outer wrappers before inner wrappers."
         for m in module.modules(): self.batches[m] = batch
 
     def find_axes(self):
-        "Search the model for wrappers, sharded parameters and pipeline stages. Keep wrappers from earlier searches, also if they were removed since."
+        """Find the axes of parallel work: search the model for wrappers, sharded parameters and pipeline stages.
+
+        Keep wrappers from earlier searches, also if they were removed since."""
         self.searched += 1
         self.cached.clear()
         for ddp in (running_ddp(), *(m for m in self.model.modules() if isinstance(m, nn.parallel.DistributedDataParallel))):
@@ -156,13 +160,13 @@ class Ranks:
         self.pipeline = find_pipeline(self.inner, self.axes)
 
     def pass_begins(self):
-        "Search for wrappers in one of the first passes, or in a pass of an unknown `DistributedDataParallel`."
+        "Handle the begin of a pass: search for wrappers, in one of the first passes or if a `DistributedDataParallel` is new."
         if self.searched<self.searches or (ddp := running_ddp()) is not None and self.unwrap_ddp(ddp) not in self.batches:
             self.find_axes()
             if (meta := self.meta())!=self.reported: self.reported = meta; self.report(meta)
 
     def roles(self, module, ttype, x, pname=None) -> dict:
-        """Return a dict with the role (such as 'R' or 'S0') of the tensor `x` of a module along each axis.
+        """Return the roles of a tensor `x` of a module as a dict: axis -> role, such as 'R' or 'S0'.
 
         `pname`: name of the parameter to which `x` belongs, as weight, gradient or state; None for activations."""
         out = {}

@@ -21,7 +21,9 @@ def is_list_of_experts(module, n:int) -> bool:
     return isinstance(module, nn.ModuleList|nn.ModuleDict) and len(module)==n and len({type(m) for m in module.children()})==1
 
 def experts_in(modules, n:int) -> list:
-    "Return the `n` experts if `modules` or their children contain a list of experts, else an empty list (experts may be slices of one weight)."
+    """Return the `n` experts in `modules` or their children, if a list of experts is found. Else return an empty list.
+
+    Without a list, the experts may be slices of one weight."""
     near = [c for m in modules for c in (m, *m.children())]
     return next(([*c.children()] for c in near if is_list_of_experts(c, n)), [])
 
@@ -42,21 +44,25 @@ def running_calls():
 
 # %% ../../nbs/10_capture/52_routers.ipynb #0d43a931
 def router_listeners() -> list:
-    "Return the listeners that record routers now. The list is empty in traced code, and inside `vmap` and `torch.func.grad`."
+    """Return the listeners of routers: listeners that record routers now.
+
+    The list is empty in traced code, and inside `vmap` and `torch.func.grad`."""
     if getattr(inner, 'runs', False) or is_exporting() or is_tracing() or inside_transform() is not None: return []
     return [w.listener for w in list(RouterWatch.attached) if w.listener.records_routers()]
 
 def is_choice(x, dim) -> bool:
-    "Return True if `topk` or `argmax` of `x` over the dimension `dim` can be the choice of a router."
+    "Return True if `topk` or `argmax` of `x` over the dimension `dim` can be a router's choice of experts."
     return isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim()>1 and dim in (-1, x.dim()-1) and x.numel()>0
 
 def report_choice(listeners, result, input=None, k=None, dim=-1, *args, **kwargs):
-    "Report the result of `topk` to listeners, if it can be a choice of experts. Arguments after `result`: as in `torch.topk`."
+    "Report a choice of experts to listeners: the result of `topk`, if it can be one. Arguments after `result`: as in `torch.topk`."
     if is_choice(input, dim) and 0<result[1].shape[-1]<input.shape[-1]:
         for listener in listeners: listener.expert_choice(input, result[1], True)
 
 def report_largest(listeners, result, input=None, dim=None, *args, **kwargs):
-    "Report the result of `argmax` to listeners, if it can be a choice of experts. Arguments after `result`: as in `torch.argmax`."
+    """Report the largest scores to listeners: the result of `argmax`, if it can be a choice of experts.
+
+    Arguments after `result`: as in `torch.argmax`."""
     if is_choice(input, dim) and input.shape[-1]>1:
         for listener in listeners: listener.expert_choice(input, result, False)
 
@@ -64,10 +70,12 @@ def report_largest(listeners, result, input=None, dim=None, *args, **kwargs):
 reports = dict(topk=report_choice, argmax=report_largest)
 
 def with_result_reported(function, report):
-    "Wrap a function of torch: call the function, then `report(listeners, result, *args, **kwargs)` if any listener records routers now."
+    """Return a function of torch with its result reported: calls the function, then `report(listeners, result, *args, **kwargs)`.
+
+    Nothing is reported if no listener records routers now."""
     @functools.wraps(function)
     def run(*args, **kwargs):
-        "Call torch's function, and report the result to listeners that record routers."
+        "Run torch's function, and report the result to listeners that record routers."
         if torch.compiler.is_compiling() or not (found := router_listeners()): return function(*args, **kwargs)
         inner.runs = True
         try:
@@ -79,7 +87,7 @@ def with_result_reported(function, report):
 
 # %% ../../nbs/10_capture/52_routers.ipynb #e52df96a
 class RouterWatch:
-    "Reports each choice of experts in this process to a listener, except choices in compiled code."
+    "Watches routers: reports each choice of experts in this process to a listener, except choices in compiled code."
     attached = weakref.WeakSet() # instances that report now: `attach` adds an instance, and `detach` removes it
     # replaced functions of torch, restored when no instance is attached any more
     replacements = Replacements()
@@ -93,14 +101,14 @@ class RouterWatch:
         self.listener = listener
 
     def attach(self):
-        "Start reporting choices of experts. If no watch is attached yet, replace the functions of torch."
+        "Attach this watch: start reporting choices of experts. If no watch is attached yet, replace the functions of torch."
         if not self.attached:
             self.replacements.make({getattr(torch, n): with_result_reported(getattr(torch, n), report) for n,report in reports.items()},
                 {n: with_result_reported(getattr(torch.Tensor, n), report) for n,report in reports.items()})
         self.attached.add(self)
 
     def detach(self):
-        "Stop reporting choices of experts. If no watch is left, restore torch's functions."
+        "Detach this watch: stop reporting choices of experts. If no watch is left, restore torch's functions."
         if self not in self.attached: return
         self.attached.discard(self)
         if not self.attached: self.replacements.undo()

@@ -16,7 +16,7 @@ import torch
 scalars = (int, float, bool, str, type(None))
 
 def keyed_items(value):
-    "Return the (key, item) or (index, item) pairs of a container. Return None if `value` is no container."
+    "Return the keyed items of a container: (key, item) or (index, item) pairs. Return None if `value` is no container."
     if isinstance(value, Mapping): return value.items()
     if isinstance(value, tuple) and hasattr(value, '_fields'): return zip(value._fields, value, strict=True)
     # a tuple of types, because Dynamo before torch 2.10 does not support `tuple|list`
@@ -25,7 +25,7 @@ def keyed_items(value):
         return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
 
 def find_tensors(value, name, joint='.', inside=()):
-    """Return (name, tensor) pairs of all tensors in `value`, in order. `name`: name of `value`, used as prefix of the tensor names.
+    """Find all tensors in `value`: return (name, tensor) pairs in order. `name`: name of `value`, used as prefix of the tensor names.
 
     `joint`: text between the name and a key, at the first level. `inside`: ids of the containers around `value`, to search a list that contains
     itself only once."""
@@ -45,7 +45,7 @@ def argument_names(forward) -> tuple:
     return names, next((p.name for p in ps if p.kind is p.VAR_POSITIONAL), 'args')
 
 def inputs(args, kwargs, names, rest) -> list:
-    "Return (tname, tensor) pairs of all tensors in the arguments of a module's call. `names`, `rest`: result of `argument_names`."
+    "Return the inputs of a module call: (tname, tensor) pairs of all tensors in its arguments. `names`, `rest`: from `argument_names`."
     if len(args)==1 and not kwargs and names and isinstance(args[0], torch.Tensor): return [(names[0], args[0])]
     n = len(names)
     out = [o for k,v in zip(names, args, strict=False) for o in find_tensors(v, k)]
@@ -57,6 +57,6 @@ def inputs(args, kwargs, names, rest) -> list:
 lone_output = 'output_0'
 
 def outputs(result) -> list:
-    "Return (tname, tensor) pairs of all tensors in the result of a module's call."
+    "Return the outputs of a module call: (tname, tensor) pairs of all tensors in its result."
     if isinstance(result, torch.Tensor): return [(lone_output, result)]
     return find_tensors(result, 'output', '_')

@@ -21,7 +21,9 @@ ACTIVATION = '_torchember_activation'
 
 # %% ../../nbs/10_capture/10_tree.ipynb #d5fdf751
 def unwrap(module):
-    "Return the model inside wrappers such as torch.compile and DDP. Raise TypeError for `nn.DataParallel`: its copies cannot be recorded."
+    """Unwrap a model: return it without wrappers such as torch.compile and DDP.
+
+    Raise TypeError for `nn.DataParallel`: its copies cannot be recorded."""
     while True:
         kind = type(module).__name__
         if isinstance(module, nn.DataParallel): raise TypeError(data_parallel_error)
@@ -31,7 +33,7 @@ def unwrap(module):
 
 # %% ../../nbs/10_capture/10_tree.ipynb #a6a5d9ed
 class moduleTrack:
-    """Describes one module: its names, position in the tree, own tensors, and shapes in the last call.
+    """Track (description) of one module: its names, position in the tree, own tensors, and shapes in the last call.
 
     Args:
         module: The module that this object describes
@@ -57,7 +59,7 @@ class moduleTrack:
 
     @property
     def base_module(self):
-        "True if the module has no children."
+        "True if the module is a base module: it has no children."
         return not self.children
 
     def __repr__(self):

@@ -14,7 +14,7 @@ from ..ground.needs import needs
 
 # %% ../../nbs/95_cli/60_blocks.ipynb #d74d4d96
 def scale_image(png, width, height=None):
-    "Return the image in a PNG file, on a white background and scaled to a width of `width` pixels."
+    "Scale the image in a PNG file to a width of `width` pixels. Return it on a white background."
     Image = needs('PIL.Image', for_='A picture in the terminal', package='pillow')
     image = Image.open(io.BytesIO(png)).convert('RGBA')
     image = Image.alpha_composite(Image.new('RGBA', image.size, 'white'), image).convert('RGB')
@@ -28,7 +28,7 @@ def color_code(rgb, is_24_bit):
     return f'5;{16+36*r+6*g+b}'
 
 def draw_blocks(png, columns, env=None):
-    "Return a picture as text with `columns` block characters per line. `png`: bytes of a PNG file"
+    "Draw a picture as text: return lines with `columns` block characters each. `png`: bytes of a PNG file"
     env = os.environ if env is None else env
     image = scale_image(png, columns)
     # make the number of pixel rows even, because each character shows two pixel rows

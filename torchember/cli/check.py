@@ -22,7 +22,7 @@ flags = '--keep', '--json' # options of `torchember check` that take no value
 fails = dict(error=('error',), warning=('error', 'warning'), never=())
 
 def at_least_one(text):
-    "Convert the text of an option to an int of at least 1."
+    "Convert the text of an option to an int of at least one."
     if (n := int(text))<1: raise argparse.ArgumentTypeError(f'the number of steps must be at least 1, got {n}')
     return n
 
@@ -68,7 +68,7 @@ class BackwardPatch:
         torch.autograd.backward = self.patched = patched
 
     def note(self, tensors):
-        "Report each backward tensor with one element as a loss, by calling `notify`."
+        "Note the losses in a backward pass: report each backward tensor with one element, by calling `notify`."
         import torch
         found = [x for x in (tensors if isinstance(tensors, list|tuple) else [tensors])
             if isinstance(x, torch.Tensor) and x.numel()==1]
@@ -84,7 +84,7 @@ class BackwardPatch:
 
 # %% ../../nbs/95_cli/77_check.ipynb #9e294620
 class StepsDone(BaseException):
-    "Exception raised in the user's program to end the program after the last step of the check."
+    "Exception raised when the steps of the check are done, to end the user's program."
 
 def call_after_step(te, notify):
     "Call `notify()` after each optimizer step of a model. `te`: the `torchEmber` of the model."
@@ -137,7 +137,7 @@ class Checking(Recording):
         super().__init__(options)
         self.steps,self.rules,self.tables,self.reasons,self.raised,self.patch = steps,rules,[],[],0,None
 
-    def say(self, text): "Ignore the message that a model was found, because the tables show all models."
+    def say(self, text): "Say nothing when a model was found, because the tables show all models."
 
     def start(self):
         "Install the patches, and start to record the models."
@@ -147,7 +147,7 @@ class Checking(Recording):
         self.trainings = Trainings(self.say, on_armed=lambda t: call_after_step(t.te(), self.note_step), **self.options).start()
 
     def note_loss(self, loss):
-        "Log the loss in the run of each model that gets gradients from this loss."
+        "Note a loss: log it in the run of each model that gets gradients from it."
         from torchember.trained import backward_reaches, parameters_in
         found = [(t, te) for t in self.trainings.trainings if (te := t.te()) is not None]
         for t,te in found:
@@ -156,29 +156,29 @@ class Checking(Recording):
             te.log(loss=loss if scale==1 else loss/scale)
 
     def note_step(self):
-        "Create the tables and end the program, if each model has finished its steps. Called after each optimizer step."
+        "Note a step: create the tables and end the program if each model has finished its steps. Called after each optimizer step."
         if self.raised or self.is_over(): self.finish(); self.raised += 1; raise StepsDone()
 
     def is_over(self):
-        "Return True if each model has finished its steps, or if one model has run many more steps than requested (`patience` times as many)."
+        "Return True if the check is over: each model has finished its steps, or one has run `patience` times the requested steps."
         done = [count_finished_steps(te) for t in self.trainings.trainings if (te := t.te()) is not None]
         waits = bool(self.trainings.pending.live()) or min(done)<self.steps
         return not waits or max(done)>=self.patience*self.steps
 
     def finish(self):
-        "Create the result tables now, because the models still exist."
+        "Finish the check: create the result tables now, because the models still exist."
         if self.tables or self.trainings is None: return
         self.tables = [self.table_of(t, te) for t in self.trainings.trainings if (te := t.te()) is not None]
 
     def table_of(self, t, te):
-        "Return the `ModelTable` (check result) of a training. If the check fails, the table contains the error, so that other tables can be shown."
+        "Return the table (`ModelTable`) of a training. If the check fails, it contains the error, so that other tables can be shown."
         make = functools.partial(ModelTable, te, t.live_optimizers())
         if not count_finished_steps(te): return make(why=no_step(te))
         try: return make(table=te.check_step(self.rules, steps=max(te.recorder.tally.steps, 1)))
         except Exception as e: return make(why=f'could not be checked: {type(e).__name__}: {printable(e, 300)}')
 
     def end(self, error=None):
-        "Create the result tables, uninstall the patches and end the runs."
+        "End the check: create the result tables, uninstall the patches and end the runs."
         if os.getpid()!=self.pid or self.trainings is None or not self.trainings.is_on: return
         self.finish()
         self.patch.uninstall()
@@ -241,7 +241,7 @@ def run_program(program, checking, is_module):
     return error
 
 def leave(code, seconds=2.):
-    """Return the exit code `code`. If a thread of the program still runs, end the whole process with this exit code.
+    """Leave the program with the exit code `code`: return it, or end the whole process if a thread of the program still runs.
 
     Such a thread may wait forever for a training that has ended. `seconds`: time to wait for the threads."""
     others = [t for t in threading.enumerate() if not t.daemon and t is not threading.main_thread()]

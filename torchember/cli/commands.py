@@ -65,7 +65,7 @@ def command(
     return register
 
 def command_names():
-    "Return a dict of all commands, including commands of plugin packages: name -> one line of help (None for a hidden command)."
+    "Return the names of all commands, also of plugin packages, as a dict: name -> one line of help (None for a hidden command)."
     external = {name: f'a command of the package {plugin.dist.name}'
         for name,plugin in find_plugins('commands').items()}
     return external | {name: text for name,(_,text) in module_of_command.items()}
@@ -108,7 +108,7 @@ def wrap_text(text):
     return textwrap.fill(' '.join(text.split()), max((line_width() or 100)-2, 20))
 
 def argument_adder(name):
-    "Return a function that imports the command `name`, and adds the arguments of this command to a parser."
+    "Return an adder of arguments: a function that imports the command `name`, and adds its arguments to a parser."
     def add_arguments(p):
         "Import the command, and add its arguments to the parser `p`."
         c = find_command(name)
@@ -141,7 +141,7 @@ def make_parser(words=()):
 # %% ../../nbs/95_cli/10_commands.ipynb #5152847e
 @contextmanager
 def print_warnings_as_lines():
-    "Return a context manager that prints each warning as one line, without file and line number, because command line users do not know the code."
+    "Print warnings as single lines in a `with` block, without file and line number, because command line users do not know the code."
     with warnings.catch_warnings():
         warnings.showwarning = lambda message, *_, **__: print_lines(f'torchember: {printable(message)}',
             file=sys.stderr)

@@ -13,7 +13,7 @@ from .terminal import print_lines
 
 # %% ../../nbs/95_cli/70_completion.ipynb #e333b37a
 def list_run_names(home):
-    "Return the names of all runs. A run recorded by several processes appears once, without the ranks."
+    "List the names of all runs. A run recorded by several processes appears once, without the ranks."
     from torchember.store.anywhere import list_folder
     from torchember.store.base import folder
     names = [f.name for f in list_folder(folder('torchember', home)/'log')
@@ -21,14 +21,14 @@ def list_run_names(home):
     return sorted({re.sub(r'\.rank\d{1,6}$', '', n) for n in names if n.isprintable()})
 
 def find_positional(p, words):
-    "Return the positional argument of parser `p` for the next word after `words`. Return None if no positional argument is left."
+    "Find the positional argument of parser `p` for the next word after `words`. Return None if no positional argument is left."
     with_value = [w for w in words if w.startswith('-') and w in p.options and p.options[w].nargs!=0]
     n = len([w for w in words if not w.startswith('-')])-len(with_value)
     positionals = p.positionals
     return positionals[min(n, len(positionals)-1)] if positionals and (n<len(positionals) or positionals[-1].nargs in ('*', '+')) else None
 
 def complete_words(words):
-    "Return the possible completions of the last word in `words`, the words of the command line after 'torchember'."
+    "Complete the last word in `words`, the command line after 'torchember': return its possible completions."
     *before,current = words or ['']
     names = command_names()
     name = next((w for w in before if w in names), None)
@@ -74,7 +74,7 @@ def split_line(line):
     return line.split(), ''
 
 def complete_for_bash(line):
-    "Return the completions of a command line in the form required by bash: escaped, and without the part before the last '=' or ':'."
+    "Complete a command line for bash: return completions, escaped, and without the part before the last '=' or ':'."
     words,quote = split_line(line)
     found = complete_words(words[1:])
     if quote: return found

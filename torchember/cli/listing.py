@@ -17,13 +17,13 @@ from .terminal import to_json, colorize, print_lines, format_size, format_table
 
 # %% ../../nbs/95_cli/20_listing.ipynb #5d86dffc
 def format_start(row):
-    "Return the time at which a run began, as text. Return '' if the metadata contain no valid time."
+    "Format the start time of a run as text. Return '' if the metadata contain no valid time."
     start = row.get('start')
     try: return datetime.strptime(start, '%Y-%m-%d %H:%M:%S').strftime('%Y-%m-%d %H:%M:%S')
     except (ValueError, TypeError): return ''
 
 def select_runs(patterns, home):
-    "Return a dict of metadata for each matching run, the newest run first. Raise FileNotFoundError for a pattern without a match."
+    "Select runs: return a dict of metadata for each matching run, the newest first. Raise FileNotFoundError for a pattern without match."
     from torchember.frames.listing import list_runs
     every = sorted(list_runs(home), key=format_start, reverse=True)
     for p in patterns:
@@ -32,14 +32,14 @@ def select_runs(patterns, home):
     return [r for r in every if not patterns or any(r['name']==p or fnmatchcase(r['name'], p) for p in patterns)]
 
 def has_died(name, place):
-    "Return True if the process that writes a log has ended without recording the end of the run."
+    "Return True if the run has died: the process that writes its log has ended without recording the end of the run."
     from torchember.frames.handle import read_base_metadata
     from torchember.frames.listing import may_continue
     base = read_base_metadata(name, place/'data')[0]
     return 'pid' in base and 'end' not in base and not may_continue(base)
 
 def describe_state(row, home):
-    "Return the state of a run as text: 'running', 'ended', 'died', or why the run cannot be read."
+    "Describe the state of a run as text: 'running', 'ended', 'died', or why the run cannot be read."
     from torchember.store.base import folder
     if row['problem'] or row['running']: return row['problem'] or 'running'
     place,n = folder('torchember', home),row['ranks']
@@ -47,7 +47,7 @@ def describe_state(row, home):
     return 'ended'
 
 def report_no_runs(home):
-    "Print a message that the folder of logs has no runs yet."
+    "Report that there are no runs: print a message that the folder of logs has none yet."
     from torchember.store.base import folder
     print_lines(f"There are no runs in {printable(folder('torchember', home))} yet.", file=sys.stderr)
 
@@ -79,14 +79,14 @@ def du_arguments(p):
     p.add_argument('--json', action='store_true', help='a list of objects, sizes in bytes')
 
 def measure_sizes(asked, home):
-    "Return the sizes of the files of each run in bytes, as dicts, the largest run first."
+    "Measure the sizes of the files of each run in bytes. Return dicts, the largest run first."
     from torchember.frames.belongings import Home, run_sizes
     h = Home(home)
     names = h.chosen(list(asked) or '*') if asked or h.names else []
     return sorted((run_sizes(h, n) for n in names), key=lambda r: -r['size'])
 
 def format_sizes(rows):
-    "Return the lines of a table with the sizes of runs and their total."
+    "Format the sizes of runs and their total as lines of a table."
     parts = ['log', 'parts', 'latest', 'metadata', 'size']
     total = dict(name=f'{len(rows)} runs', files=sum(r['files'] for r in rows),
         **{c: sum(r[c] for r in rows) for c in parts})
@@ -105,7 +105,7 @@ def du_command(args):
 
 # %% ../../nbs/95_cli/20_listing.ipynb #92c59983
 def collect_metadata(name, home):
-    "Return the metadata of a run (model, steps, size, state, host, ...) without reading its rows."
+    "Collect the metadata of a run (model, steps, size, state, host, ...) without reading its rows. Return a dict."
     from torchember.frames.handle import read_base_metadata
     from torchember.frames.listing import list_runs
     from torchember.store.base import folder
@@ -117,7 +117,7 @@ def collect_metadata(name, home):
         | {'log': str(place/'log'/name)})
 
 def format_metadata(f):
-    "Return a line of text for each known value in a run's metadata."
+    "Format the metadata of a run: return a line of text for each known value."
     known = {'model': f.get('model'), 'ranks': f['ranks'] if f.get('ranks', 1)>1 else None, 'steps': f.get('steps'),
         'rows': f.get('rows'), 'size': format_size(f['size']) if 'size' in f else None, 'began': f.get('start'),
         'died' if f.get('state')=='died' else 'ended': 'running' if f.get('running') else f.get('end'),

@@ -12,7 +12,7 @@ from ..ground.messages import printable
 
 # %% ../../nbs/95_cli/15_named.ipynb #867685f3
 def find_home(args):
-    "Return the folder of logs given by the option `--home`, or None. Raise FileNotFoundError if the folder does not exist."
+    "Find the home folder of logs from the option `--home`, or None. Raise FileNotFoundError if the folder does not exist."
     if args.home is None: return None
     from torchember.store.anywhere import folder_exists
     from torchember.store.base import folder
@@ -31,13 +31,13 @@ def is_file_or_url(name):
     return os.sep in name or is_url(name)
 
 def expand_names(asked, home):
-    "Return the names of the runs for several arguments. Replace each pattern by the names of the matching runs."
+    "Expand several arguments to names of runs: replace each pattern by the names of the matching runs."
     from torchember.frames.handle import open_runs
     found = [[n] if is_file_or_url(n) or not is_pattern(n) else [s.name for s in open_runs(n, home)[0]] for n in asked]
     return list(dict.fromkeys(n for names in found for n in names))
 
 def expand_one_name(asked, home, command):
-    "Return the name of the run that matches a name or pattern. Raise ValueError if several runs match."
+    "Expand a name or pattern to the name of one run. Raise ValueError if several runs match."
     names = expand_names([asked], home)
     if len(names)==1: return names[0]
     raise ValueError(f"{command} takes one run, but {asked!r:.80} matches {len(names)} runs: {printable(', '.join(names[:5]))}. Choose one.")

@@ -27,7 +27,7 @@ def draw_figure(picture, runs, args):
     return getattr(torchember, picture)(runs if picture=='compare' else runs[0], **asked).figure
 
 def render(fig, form='png', dpi=120):
-    "Return a matplotlib figure as the content of an image file, in bytes, and close the figure."
+    "Render a matplotlib figure: return the bytes of an image file, and close the figure."
     import matplotlib.pyplot as plt
     out = io.BytesIO()
     try: fig.savefig(out, format=form, dpi=dpi)
@@ -35,7 +35,7 @@ def render(fig, form='png', dpi=120):
     return out.getvalue()
 
 def choose_file(args, names):
-    "Return the name of the image file to write. None if the picture is drawn in the terminal."
+    "Choose the image file to write, by name. Return None if the picture is drawn in the terminal."
     if args.output is not None: return args.output
     if args.inline or is_terminal() and not args.json: return None
     return f"{printable(os.path.basename(names[0]))}.png"
@@ -66,6 +66,6 @@ def plot_command(args):
     print_lines(to_json({'runs': names, 'picture': args.picture, 'file': file}) if args.json else printable(file))
 
 def draw_in_terminal(png):
-    "Print a picture as block characters. png: bytes of a PNG file"
+    "Draw a picture in the terminal, as block characters. png: bytes of a PNG file"
     from torchember.cli.blocks import draw_blocks
     print_lines(draw_blocks(png, (line_width() or 100)-1).removesuffix('\n'))

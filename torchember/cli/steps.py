@@ -40,7 +40,7 @@ class StepReport:
 
     @property
     def trouble(self):
-        "Text about the non-finite values of the step. '' if all values are finite."
+        "Text about the trouble of the step: its non-finite values. '' if all values are finite."
         # leave out a non-finite gradient norm, because the row of the gradient itself shows the cause
         parts = [f'{k} is {v}' for k,v in self.numbers.items() if not math.isfinite(v) and builtin_scalar_name(k)!='grad_norm']
         if self.first_nonfinite is not None:
@@ -61,14 +61,14 @@ class StepReport:
             printable(self.trouble), 'error')
 
 def tensor_line(r):
-    "Return a text with the name of a row's tensor, and the kinds of its non-finite values (NaN or infinities)."
+    "Return a line of text about a row's tensor: its name, and the kinds of its non-finite values (NaN or infinities)."
     from torchember.store.reading import path_of
     what = ' and '.join(w for k,w in zip(counts, ('NaN', 'inf', '-inf'), strict=True) if r.get(k))
     path = path_of(r['module']) if isinstance(r.get('module'), str) else ''
     return f"{what} in {r.get('ttype')} of {'.'.join(str(p) for p in (path, r.get('pname')) if p) or 'the model'}"
 
 def fit_line(parts, problem, color):
-    "Join `parts` and the colored text `problem` to a line that fits the terminal. If the line is too long, omit the last parts first."
+    "Fit a line to the terminal: join `parts` and the colored text `problem`. If the line is too long, omit the last parts first."
     space,text = line_width(),''.join(parts)
     while space is not None and problem and len(parts)>1 and text_width(text)+2+min(text_width(problem), 30)>space:
         text = ''.join(parts := parts[:-1])
@@ -78,7 +78,7 @@ def fit_line(parts, problem, color):
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d426294
 class OpenSteps:
-    "Collects the rows of steps that are not printed yet, from one log per process, until each step is complete."
+    "Open steps, which are not printed yet: collects their rows, from one log per process, until each step is complete."
     def __init__(self): self.open,self.last = {},{} # open: a `StepReport` for each step that is not complete; last: the last step of each log
 
     def add(self, log, r):
@@ -89,13 +89,13 @@ class OpenSteps:
         self.last[log] = max(step, self.last.get(log, step))
 
     def pop_complete(self, logs):
-        "Remove and return the complete steps. A step is complete if every running log has a later step. `logs`: names of the running logs"
+        "Pop the complete steps (remove and return them): every running log has a later step. `logs`: names of the running logs"
         least = min((self.last.get(n, -math.inf) for n in logs), default=math.inf)
         return [self.open.pop(s) for s in sorted(self.open) if s<least]
 
 # %% ../../nbs/95_cli/40_steps.ipynb #c5c569b0
 class RunLog:
-    "Reader for the log of one process of a run, possibly while the process still writes the log."
+    "Log of one process of a run, to read possibly while the process still writes the log."
     def __init__(self, name, path, data): self.name,self.path,self.data,self.tail = name,path,data,None
 
     def metadata(self):
@@ -109,7 +109,7 @@ class RunLog:
         return may_continue(self.metadata())
 
     def has_died(self):
-        "Return True if the process that writes the log has ended without recording the end of the run."
+        "Return True if the process that writes the log has died: it ended without recording the end of the run."
         return 'pid' in (base := self.metadata()) and 'end' not in base and not self.is_running()
 
     def open_at(self, most=None):
@@ -119,13 +119,13 @@ class RunLog:
         return most is None or self.tail.skip_to_end(most)
 
     def read_new(self):
-        "Yield lists of the rows written since the last call. Raise FileNotFoundError if the log was removed."
+        "Read new rows: yield lists of the rows written since the last call. Raise FileNotFoundError if the log was removed."
         from torchember.store.lines import parse
         while block := self.tail.more(1<<22): yield parse(block)[0]
 
 # %% ../../nbs/95_cli/40_steps.ipynb #69a40d17
 def find_logs(name, home):
-    "Return a `RunLog` for each process of a run. Raise FileNotFoundError if the run does not exist."
+    "Find the logs of a run: return a `RunLog` for each process. Raise FileNotFoundError if the run does not exist."
     from torchember.frames.handle import open_run
     run = open_run(name, home)
     found = [RunLog(s.name, s.path, s.path.parent.parent/'data') for s in run.logs.values()]
@@ -134,7 +134,7 @@ def find_logs(name, home):
     return found
 
 def format_finding(r, json_=False):
-    "Return a finding as a line to print. `json_`: True for a JSON object"
+    "Format a finding as a line to print. `json_`: True for a JSON object"
     if json_:
         return to_json({'finding': {k: r.get(k) for k in ('severity', 'rule', 'text', 'advice', 'first_step', 'last_step', 'over')}}, None)
     label = str(r.get('severity', '')) if not r.get('over') else 'no longer so'
@@ -142,7 +142,7 @@ def format_finding(r, json_=False):
         label if label in ('error', 'warning') else None)
 
 class LinePrinter:
-    "Prints a line for each step of a run: first the last `n` existing lines, then each new line immediately."
+    "Printer of lines, one for each step of a run: first the last `n` existing lines, then each new line immediately."
     def __init__(self, logs, n, json_):
         self.logs,self.json,self.steps,self.last,self.n = logs,json_,OpenSteps(),deque(maxlen=n),n
 
@@ -176,12 +176,12 @@ class LinePrinter:
             self.print_line(to_json(s.as_dict(), None) if self.json else s.line())
 
     def print_last(self):
-        "Print the stored lines, the last lines that existed at the start. After this call, `print_line` prints immediately."
+        "Print the last lines that existed at the start, which were stored. After this call, `print_line` prints immediately."
         lines,self.last = list(self.last),None
         print_lines(*lines)
 
     def read_end(self, running):
-        "Read enough rows at the end of each log for the last `n` printed lines. `running`: names of the running logs"
+        "Read the end of each log: enough rows for the last `n` printed lines. `running`: names of the running logs"
         for most in (1<<22, 1<<25, None):
             self.steps,self.last = OpenSteps(),deque(maxlen=self.n)
             whole = all([log.open_at(most) for log in self.logs])
@@ -191,7 +191,7 @@ class LinePrinter:
 
 # %% ../../nbs/95_cli/40_steps.ipynb #9d60052d
 def follow_run(p, wait):
-    "Print new lines until the run has ended. `wait`: seconds between two reads of the logs"
+    "Follow a run: print new lines until it has ended. `wait`: seconds between two reads of the logs"
     quiet = 0
     while running := [log.name for log in p.logs if log.is_running()]:
         quiet = 0 if p.read_rows(running, quiet*wait>=2) else quiet+1

@@ -29,7 +29,7 @@ def has_colors(stream=None):
     return is_terminal(stream) and not os.environ.get('NO_COLOR') and os.environ.get('TERM')!='dumb'
 
 def colorize(text, color, stream=None):
-    "Return a text with escape sequences for a color. If the stream has no colors, return the text unchanged."
+    "Colorize a text by escape sequences. If the stream has no colors, return the text unchanged."
     return f'\x1b[{colors[color]}m{text}\x1b[0m' if color and has_colors(stream) else text
 
 def print_lines(*lines, file=None):
@@ -41,12 +41,12 @@ def print_lines(*lines, file=None):
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #948183ee
 def text_width(text):
-    "Return the number of terminal columns that a text needs."
+    "Return the width of a text in terminal columns."
     columns_of = lambda c: 0 if unicodedata.category(c) in ('Mn', 'Me', 'Cf') else 2 if unicodedata.east_asian_width(c) in 'WF' else 1
     return len(text) if text.isascii() else sum(map(columns_of, text))
 
 def cut_text(text, space):
-    "Return the longest beginning of a text that fits into `space` columns of a terminal."
+    "Cut a text to `space` columns of a terminal: return its longest beginning that fits."
     at = 0
     while at<len(text) and text_width(text[:at+1])<=space: at += 1
     return text[:at]
@@ -59,13 +59,13 @@ def shorten_text(text, space):
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #0159d5b2
 def format_cell(v):
-    "Return a value as text for a cell of a printed table."
+    "Format a value as text for a cell of a printed table."
     if v is None or v!=v: return ''
     if isinstance(v, bool): return 'yes' if v else ''
     return f'{v:,}' if isinstance(v, int) else f'{v:.4g}' if isinstance(v, float) else printable(v)
 
 def format_size(n):
-    "Return a number of bytes as text with a unit: '12.3 MB'."
+    "Format a number of bytes as a size with a unit: '12.3 MB'."
     for unit in 'B','kB','MB','GB':
         if n<999.5: return f'{n:.3g} {unit}'
         n /= 1000
@@ -77,7 +77,7 @@ is_amount = re.compile(r'(-?[\d,.]+(e[+-]\d+)?|-?inf)?( [kMGT]?B)?')
 min_width = 16 # shrink columns of names to this width before leaving out other columns
 
 def fit_widths(widths, elastic, space):
-    """Shrink table columns, the widest first, until a line fits into `space`. Return the width of each column, or None if no line can fit.
+    """Fit the widths of table columns into `space`: shrink the widest first. Return the width of each column, or None if no line can fit.
 
     `elastic`: columns to shrink"""
     widths,gaps = dict(widths),2*(len(widths)-1)
@@ -89,7 +89,7 @@ def fit_widths(widths, elastic, space):
     return widths
 
 def format_table(rows, columns, elastic=(), drop=(), color=None):
-    "Return the lines of a table of dicts. If the lines are too long, shrink the columns `elastic`, then leave out the columns `drop`, in order."
+    "Format dicts as lines of a table. If the lines are too long, shrink the columns `elastic`, then leave out the columns `drop`, in order."
     cells = [{c: format_cell(r.get(c)) for c in columns} for r in rows]
     space,drop = line_width(),[c for c in drop if c in columns]
     full = {c: max([text_width(c), *(text_width(r[c]) for r in cells)]) for c in columns}
@@ -109,12 +109,12 @@ def format_table(rows, columns, elastic=(), drop=(), color=None):
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #da096e9e
 def to_json(value, indent=2):
-    "Return a value as strict JSON, with null for NaN and infinities."
+    "Convert a value to strict JSON, with null for NaN and infinities."
     from torchember.ground.record import plain
     return json.dumps(plain(value), indent=indent, allow_nan=False)
 
 # %% ../../nbs/95_cli/00_terminal.ipynb #459ec69a
 def confirm(question):
-    "Ask the user a question. Return True if the answer is y or yes."
+    "Ask the user to confirm: print a question, and return True if the answer is y or yes."
     print_lines(f'{question} [y/N] ', file=sys.stderr)
     return (sys.stdin.readline() if sys.stdin is not None else '').strip().lower() in ('y', 'yes')

@@ -18,7 +18,7 @@ from .terminal import to_json, colorize, print_lines
 fails = dict(error=('error',), warning=('error', 'warning'), info=('error', 'warning', 'info'), never=())
 
 def colorize_line(line):
-    "Color a line of a report if it begins with a severity, such as ERROR. Return the line."
+    "Colorize a line of a report if it begins with a severity, such as ERROR. Return the line."
     return colorize(line, {'ERROR': 'error', 'WARNING': 'warning'}.get(line.partition(' ')[0]))
 
 def diagnose_arguments(p):

@@ -72,7 +72,7 @@ gone = {name: (tool, what) for tool,names in replacements.items() for name,what 
 
 # %% ../../nbs/80_compat/00_gone.ipynb #1ba4456a
 def sentence(name) -> str|None:
-    "Return the error message for a name of an older tool that torchember does not have. Return None for any other name."
+    "Return a sentence for an error about a name of an older tool that torchember does not have. Return None for any other name."
     if name not in gone: return None
     tool,what = gone[name]
     return f"torchember has no {name!r}, which was {tool}'s: {what}."

@@ -15,14 +15,14 @@ from ..state.tables import as_list
 class NetDict(StateDict):
     "A `StateDict` (dict of named tensors) with the methods and arguments of the older tool nnstat."
     def describe(self, layerwise=None, display=True, group=None, exclude=None, pattern=None, include=None, **kwargs):
-        "Return a table of statistics with one row for all values, or one row for each layer. `include`, `pattern`: select layers by texts in names."
+        "Describe the values in a table of statistics: one row for all, or one for each layer. `include`, `pattern`: select layers by texts in names."
         parts = as_list(include)+as_list(pattern)
         if layerwise is None: layerwise = bool(parts)
         return StateDict.describe(self.with_texts(parts), kwargs.pop('lw', layerwise), None, group, display,
             exclude_keys=exclude, **kwargs)
 
     def describe_layers(self, display=True, include=None, layerwise=True, **kwargs):
-        "Return a table of statistics with a row for each layer. `include`: select layers with one of these texts in their names."
+        "Describe each layer in a table of statistics: one row per layer. `include`: select layers with one of these texts in their names."
         return self.describe(layerwise, display, include=include, **kwargs)
 
     def with_texts(self, parts):
@@ -31,7 +31,7 @@ class NetDict(StateDict):
         return self
 
     def select_and_apply(self, op, pattern):
-        "Apply an operation such as 'abs' to the tensors of layers with `pattern` in their names. Return the results."
+        "Select the layers with `pattern` in their names, and apply an operation such as 'abs' to their tensors. Return the results."
         some = self.with_texts(as_list(pattern))
         return some if op=='identity' else getattr(some, op)().set_name(f'{op}({some._name})')
 
@@ -49,12 +49,12 @@ class NetDict(StateDict):
 
     @property
     def num_params(self):
-        "Number of elements in all tensors."
+        "Number of parameters (num_params): all elements of all tensors."
         return self.numel()
 
 # %% ../../nbs/80_compat/10_nnstat.ipynb #9f04bfa5
 def as_netdict(d):
-    "Convert a `StateDict` to a `NetDict`, the class of the older tool nnstat."
+    "Return a `StateDict` as a `NetDict`, the class of the older tool nnstat."
     return NetDict(d, name=d._name)
 
 # %% ../../nbs/80_compat/10_nnstat.ipynb #c914f6c2
@@ -71,7 +71,7 @@ def get_optimizer_state(model, optimizer, optimizer_key='exp_avg', cpu=True):
     return as_netdict(from_optimizer_state(model, optimizer, optimizer_key, clone=True, device='cpu' if cpu else None))
 
 def compute_stats(model, optimizer=None, optimizer_keys=(), display=True):
-    "Show tables of statistics of weights, gradients and optimizer states. With `display=False`, return the tensors as a dict instead."
+    "Compute statistics of weights, gradients and optimizer states, and show tables. With `display=False`, return the tensors as a dict."
     found = dict(weight=get_weight(model), grad=get_grad(model),
         optimizer_state=[get_optimizer_state(model, optimizer, k) for k in optimizer_keys])
     if not display: return found
@@ -80,14 +80,14 @@ def compute_stats(model, optimizer=None, optimizer_keys=(), display=True):
         d.set_name(title).describe()
 
 class utils:
-    "Namespace with nnstat's functions for the folder in which plots are saved."
+    "Utilities (namespace of nnstat): functions for the folder in which plots are saved."
     @staticmethod
     def set_cache_dir(path):
-        "Save each later plot of a StateDict to the folder `path`. If `path` is None, stop saving plots."
+        "Set the folder (cache_dir) `path` in which each later plot of a StateDict is saved. If `path` is None, stop saving plots."
         if path is None: plots.pictures.clear()
         else: plots.pictures['folder'] = path
 
     @staticmethod
     def get_cache_dir():
-        "Return the folder for saved plots, or None if plots are not saved."
+        "Get the folder (cache_dir) for saved plots, or None if plots are not saved."
         return plots.pictures.get('folder')

@@ -21,12 +21,12 @@ from ..show.surfaces import Surface3d
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #e6960b82
 class DrawingPace:
-    "Limits how often plots are drawn, so that drawing takes about 5% of the training time."
+    "Pace of drawing: limits how often plots are drawn, so that drawing takes about 5% of the training time."
     share = 20 # minimum time between two plots, as a multiple of the time needed for the last plot
     def __init__(self): self.last,self.took = 0.,0. # last: time of the last plot; took: seconds needed for it
 
     def is_due(self):
-        "Return True if enough time has passed since the last plot to draw the next plot."
+        "Return True if a new plot is due: enough time has passed since the last plot."
         return time.perf_counter()-self.last>self.share*self.took
 
     @contextmanager
@@ -39,14 +39,14 @@ class DrawingPace:
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #19366dc8
 class LogSink:
-    "Sink that passes numbers and matplotlib figures to a user's object with a method `log(dict)`."
+    "Sink for a log object of the user: passes numbers and matplotlib figures to its method `log(dict)`."
     def __init__(self, sink): self.sink = sink
     def put(self, numbers, figures, step):
-        "Pass numbers and figures of a step to the user's object."
+        "Put the numbers and figures of a step into the user's log object."
         self.sink.log({**numbers, **figures})
 
     def close(self):
-        "Call the method `finish` of the user's object, if it has one."
+        "Close the user's object: call its method `finish`, if it has one."
         if hasattr(self.sink, 'finish'): self.sink.finish()
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #6d3a32b3
@@ -57,12 +57,12 @@ class WandbSink:
         self.sink = Wandb(None if sink is self.wandb else sink, commit=True)
 
     def put(self, numbers, figures, step):
-        "Send the numbers and figures of a step to W&B."
+        "Put the numbers and figures of a step into the W&B run."
         if not self.is_open: self.sink.open('Visualization', {}); self.is_open = True
         self.sink.put(step, {**numbers, **{k: self.wandb.Image(f) for k,f in figures.items()}})
 
     def close(self):
-        "Finish the W&B run."
+        "Close the sink: finish the W&B run."
         self.sink.close()
         if self.sink.run is not None and not self.sink.owns_run: self.sink.run.finish()
 
@@ -77,7 +77,7 @@ class TensorBoardSink:
     def __init__(self, sink): self.sink = sink
 
     def put(self, numbers, figures, step):
-        "Write the numbers and figures of a step for TensorBoard."
+        "Put the numbers and figures of a step into the files of TensorBoard."
         for k,v in numbers.items():
             if is_single_number(v): self.sink.add_scalar(k, v, step)
             elif isinstance(v, Figure): self.sink.add_figure(k, v, step, close=False)
@@ -100,14 +100,14 @@ def draw_vectors(ax, vectors, name): # vectors: step -> vector of this step
     ax.set(title=name, xlabel='step', ylabel='channel')
 
 class FigureSink:
-    "Sink that draws a matplotlib figure with a panel for each quantity. The figure is redrawn only at intervals, because drawing is slow."
+    "Sink for a matplotlib figure with a panel for each quantity. The figure is redrawn only at intervals, because drawing is slow."
     def __init__(self, figure):
         self.figure,self.pace = figure,DrawingPace()
         # lines: name of a number -> {step: number}; vectors: name of a vector -> {step: vector}
         self.lines,self.vectors = {},{}
 
     def put(self, numbers, figures, step):
-        "Store the numbers of a step, and redraw the figure if enough time has passed."
+        "Put the numbers of a step into the figure: store them, and redraw the figure if enough time has passed."
         for k,v in numbers.items():
             if is_single_number(v): self.lines.setdefault(k, {})[step] = float(v)
         if (numbers or self.vectors) and self.pace.is_due(): self.draw()
@@ -131,11 +131,11 @@ class FigureSink:
         return self.figure
 
     def resize(self, size):
-        "Set the size of the figure in inches."
+        "Resize the figure to a size in inches."
         self.figure.set_size_inches(*size)
 
     def close(self):
-        "Draw the figure for the last time."
+        "Close the sink: draw the figure for the last time."
         self.draw()
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #c5d082c6
@@ -152,7 +152,7 @@ def sink_for(sink):
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #e83c07df
 def split_value(key, v):
-    "Return a pair (name, array) for each number or array in the value of a quantity. The value may be a nested dict or list."
+    "Split the value of a quantity (also a nested dict or list) into pairs (name, array), one for each number or array."
     if isinstance(v, dict): return [o for k,x in v.items() for o in split_value(f'{key}.{k}', x)]
     if isinstance(v, list|tuple) and not all(isinstance(x, int|float) for x in v):
         return [o for i,x in enumerate(v) for o in split_value(f'{key}.{i}', x)]
@@ -160,7 +160,7 @@ def split_value(key, v):
 
 # %% ../../nbs/80_compat/40_taiyi.ipynb #c5a1vis0
 class Visualization:
-    """Shows the values that a `Monitor` measures. Call `Visualization.show` after each call of `Monitor.track`.
+    """Visualization of the values that a `Monitor` measures. Call `Visualization.show` after each call of `Monitor.track`.
 
     Args:
         monitor: `Monitor` that measures the values to show
@@ -184,7 +184,7 @@ class Visualization:
         step:int, # Number of the step that the monitor has tracked
         ext:dict=None # Other numbers to show, such as {'loss': loss.item()}
     ):
-        """Send the values of a step to the sink. At longer intervals, also send plots of vectors.
+        """Show a step: send its values to the sink. At longer intervals, also send plots of vectors.
 
         Args:
             step: Number of the step that the monitor has tracked
@@ -200,7 +200,7 @@ class Visualization:
         else: self.sink.put(numbers | dict(ext or {}), {}, step)
 
     def add_vector(self, key, step, v):
-        "Store the vector of a step for later plots. A `FigureSink` stores its vectors itself."
+        "Add the vector of a step, for later plots. A `FigureSink` stores its vectors itself."
         past = self.history.setdefault(key, {})
         # delete earlier vectors with a different length: the layer was resized, so they cannot be in the same plot
         if past and np.size(next(iter(past.values())))!=np.size(v): past.clear()
@@ -210,7 +210,7 @@ class Visualization:
         else: self.changed.add(key)
 
     def _put_surfaces(self, numbers, step):
-        "Send numbers to the sink, and surface plots of the changed vectors."
+        "Put surface plots of the changed vectors, together with numbers, into the sink."
         with self.pace.measure(): # includes the time for sending images
             self.sink.put(numbers, {k: Surface3d(self.history[k], k) for k in sorted(self.changed)}, step)
         self.changed.clear()
@@ -219,7 +219,7 @@ class Visualization:
         ext:dict, # Dict: name -> number, such as {'loss': loss.item()}
         step:int=None # Number of the step. Default: the last step that the monitor has tracked
     ):
-        """Send other numbers to the sink, such as the loss, which is not a quantity of the `Monitor`.
+        """Log extra numbers (`ext`) in the sink, such as the loss, which is not a quantity of the `Monitor`.
 
         Args:
             ext: Dict: name -> number, such as {'loss': loss.item()}
@@ -228,6 +228,6 @@ class Visualization:
         self.sink.put(dict(ext or {}), {}, self.monitor.last_step if step is None else step)
 
     def close(self):
-        "Show the last plots, and close the sink (finish the W&B run, or close the TensorBoard file)."
+        "Close the sink: show the last plots, then finish the W&B run, or close the TensorBoard file."
         if self.changed: self._put_surfaces({}, self.monitor.last_step)
         self.sink.close()

@@ -38,14 +38,14 @@ def wrapper_prefix(module):
 
 # what: name of the argument, for messages; prefix: text in front of each module name
 def select_by_pattern(pattern, what, prefix):
-    "Return a `Selection` of modules by a regular expression for module names, or another argument of `select`. Return None for None."
+    "Select modules by a pattern (regular expression for module names), or another argument of `select`. Return a `Selection`, or None for None."
     if isinstance(pattern, list|tuple|set): return select([select_by_pattern(p, what, prefix) for p in pattern])
     found = compile_pattern(pattern, what)
     if not isinstance(found, re.Pattern): return None if found is None else select(found)
     return Selection(f're {found.pattern!r}', lambda pairs: {id(m) for p,m in pairs if found.search(dotted(prefix, p))})
 
 def check_exclude(exclude, module):
-    "Return the `Selection` of modules to leave out unchanged. If the selection matches no module, warn and return None."
+    "Check the argument `exclude`: return its `Selection` unchanged. If the selection matches no module, warn and return None."
     inner = unwrap(module)
     if exclude is None or not isinstance(inner, torch.nn.Module) or exclude.ids(list(inner.named_modules())):
         return exclude
@@ -53,7 +53,7 @@ def check_exclude(exclude, module):
 
 # %% ../../nbs/80_compat/30_tandv.ipynb #a723ea83
 class TorchTracker(Tracker):
-    "Records a torch training, and writes a LogFrame (table of statistics) at the end of the `with` block. Returned by `track`."
+    "Tracker of a torch training: writes a LogFrame (table of statistics) at the end of the `with` block. Returned by `track`."
     def __init__(self, te, **kwargs): # te: a `torchEmber` that is recording
         super().__init__(te.t, **kwargs)
         self.te = te
@@ -67,7 +67,7 @@ class TorchTracker(Tracker):
         self.note_step_end(n, self.te.recorder.boundary(empty=True))
 
     def unregister(self):
-        "Stop recording."
+        "Unregister the tracker: stop recording."
         self.te.disarm()
 
     def __enter__(self):
@@ -81,7 +81,7 @@ class TorchTracker(Tracker):
         if kind is None: self.warn_about_steps(trained)
 
     def warn_about_steps(self, trained): # trained: True if trainable weights were recorded
-        "Warn if `step` was never called, or if steps have no weight gradients."
+        "Warn about steps: `step` was never called, or steps have no weight gradients."
         r = self.te.recorder
         if r.tally.steps and not self.calls:
             r.notices.once('stalled', "tracker.step() was never called, so all rows are in one step. Call tracker.step() after optimizer.step().", 'warning')
@@ -111,7 +111,7 @@ def track(
     home=None, # Folder for the log and the LogFrame, instead of `~/.torchember`
     store:str='jsonl' # Format of the log: 'jsonl', or 'parquet' for much smaller files
 ) -> TorchTracker:
-    """Record a training in `with track(model) as tracker: ...`, and write a table (LogFrame). Call `tracker.step()` after each `optimizer.step()`.
+    """Track a training in `with track(model) as tracker: ...`, and write a table (LogFrame). Call `tracker.step()` after each `optimizer.step()`.
 
     Args:
         module: The model. It may be wrapped, for example by `DistributedDataParallel`

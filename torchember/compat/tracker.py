@@ -34,7 +34,7 @@ scalars = tuple(s for s in sets['numerics'] if s not in ('shape', 'exponents'))
 # %% ../../nbs/80_compat/20_tracker.ipynb #be6033ed
 @dataclass
 class Library:
-    "Functions to measure and copy the tensors of one library: torch or JAX."
+    "Library of tensors, torch or JAX: functions to measure and copy its tensors."
     scalars:Callable # Function: tensor -> dict of statistics by name
     # Function (tensor, first exponent, last exponent) that returns the number of elements for each exponent
     counts:Callable
@@ -43,7 +43,7 @@ class Library:
 libraries = {} # tensor class -> `Library`. The Python modules for torch and JAX each add their tensor class
 
 def find_library(tensor) -> Library:
-    "Return the `Library` that measures this tensor. For a value of another class, such as a list, return the first library."
+    "Find the `Library` that measures this tensor. For a value of another class, such as a list, return the first library."
     if not libraries:
         raise RuntimeError("stash functions such as stash_hist need torch or JAX. Import them from torchember (torch) or torchember.jaxember (JAX).")
     return next((lib for c,lib in libraries.items() if isinstance(tensor, c)), next(iter(libraries.values())))
@@ -52,7 +52,7 @@ def find_library(tensor) -> Library:
 def stash_scalar_stats(
     tensor # Tensor of torch, or array of JAX, also inside a traced function
 ) -> dict: # Dict: name of a statistic -> number
-    """Return mean, std, mean_abs, max_abs, min_abs, rm2, rm4 and rm8 of a tensor. rm4 is the 4th root of the mean of abs(x)**4.
+    """Stash scalar statistics: return mean, std, mean_abs, max_abs, min_abs, rm2, rm4 and rm8 of a tensor. rm4: 4th root of the mean of abs(x)**4.
 
     Args:
         tensor: Tensor of torch, or array of JAX, also inside a traced function
@@ -66,7 +66,7 @@ def stash_hist(
     tensor, # Any tensor
     min_exp:int=-16, max_exp:int=16 # First and last exponent that have a count of their own
 ) -> dict: # Dict {'exp_hist': {'hist': list of counts, 'bins': list of exponents}}
-    """Count the elements of a tensor by their binary exponent. The first count includes all smaller exponents, the last all larger exponents.
+    """Stash a histogram: count the elements by binary exponent. The first count includes all smaller exponents, the last all larger.
 
     Args:
         tensor: Any tensor
@@ -82,7 +82,7 @@ def stash_all_stats_and_hist(
     tensor, # Any tensor
     min_exp:int=-16, max_exp:int=16 # First and last exponent that have a count of their own
 ) -> dict: # Dict {'scalar_stats': {statistic: number}, 'exp_hist': counts as in `stash_hist`}
-    """Return the scalar statistics of a tensor, and the counts of its elements by exponent. `track` uses this function by default.
+    """Stash all statistics: return the scalar statistics of a tensor, and the histogram of its exponents. Default of `track`.
 
     Args:
         tensor: Any tensor
@@ -96,7 +96,7 @@ def stash_all_stats_and_hist(
 def stash_full_tensor(
     tensor # Any tensor
 ) -> dict: # {'full_tensor': copy}, where the copy is a torch tensor on the CPU; for JAX, a numpy array
-    """Return a copy of the whole tensor, so that `track` saves the tensor to a file.
+    """Stash the full tensor: return a copy, so that `track` saves the tensor to a file.
 
     Args:
         tensor: Any tensor
@@ -108,11 +108,11 @@ def stash_full_tensor(
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #0a49309d
 def exponents_stat(min_exp=-16, max_exp=16):
-    "Return the name of the statistic that counts the elements with each exponent from `min_exp` to `max_exp`."
+    "Return the name of the statistic `exponents`, which counts the elements with each exponent from `min_exp` to `max_exp`."
     return f'exponents({min_exp}, {max_exp})'
 
 def builtin_statistics(stash_value): # stash_value: argument of `track`
-    "Return the names of built-in statistics equal to a stash function of torchember (such as `stash_hist`). Return None for a user's function."
+    "Return the built-in statistics, by name, that equal a stash function such as `stash_hist`. Return None for a user's function."
     f,kwargs = ((stash_value.func, stash_value.keywords) if isinstance(stash_value, partial) and not stash_value.args
         else (stash_value, {}))
     if f is stash_scalar_stats: return ('shape', *scalars)
@@ -127,7 +127,7 @@ def save_array(x, path): # path: path of the file without the suffix '.npy'
     np.save(f'{path}.npy', x.astype(np.float32) if x.dtype.kind=='V' else x)
 
 class Stash:
-    "Converts the dict that a user's stash function returns for a tensor to columns of the log."
+    "Stash function for the log: converts the dict that a user's function returns for a tensor to columns of the log."
     # f: the stash function (tensor -> dict); folder: function that returns the tracker's folder; save: function that writes a tensor
     def __init__(self, f, folder, save=save_array):
         self.f,self.folder,self.save,self.number,self.__name__ = f,folder,save,count(),getattr(f, '__name__', repr(f))
@@ -153,7 +153,7 @@ class Stash:
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #8af682a0
 def hist_columns(hist, bins):
-    "Return the log columns of an exponent histogram: the counts, and the exponent of the first bin that has its own count."
+    "Return the log columns of a histogram of exponents: the counts, and the exponent of the first bin that has its own count."
     bins = [int(b) for b in bins[1:-1]]
     if not bins or bins!=[*range(bins[0], bins[0]+len(bins))] or len(hist)!=len(bins)+2:
         raise ValueError("an 'exp_hist' needs one count for each bin, and the bins below, lo, lo+1, ..., hi, above. "
@@ -191,7 +191,7 @@ def check_arguments(offload_type, offload_inc, init_step, stash_value, name, hom
         raise FileExistsError(f"The run {name!r} already exists in {folder('torchember', home)}. Choose another name=.")
 
 def compile_pattern(pattern, what): # what: name of the argument, for messages
-    "Compile one or several regular expressions for module names. Return a class or `Selection` unchanged. Raise ValueError for other arguments."
+    "Compile one or several regular expressions for module names. Return a class or `Selection` unchanged. Raise ValueError otherwise."
     if pattern is None or isinstance(pattern, Selection|type) or callable(pattern): return pattern
     if isinstance(pattern, list|tuple|set):
         parts = [compile_pattern(p, what) for p in pattern]
@@ -204,7 +204,7 @@ def compile_pattern(pattern, what): # what: name of the argument, for messages
 # %% ../../nbs/80_compat/20_tracker.ipynb #900881db
 @dataclass
 class TensorStash:
-    "Statistics of one tensor in one step, with the attributes of the older tool Track & Visualize."
+    "Stash of one tensor: its statistics in one step, with the attributes of the older tool Track & Visualize."
     name:str # Name of the tensor in the LogFrame
     type:str # Class name of the tensor's module
     tensor_type:str # Type of the tensor, such as 'Activation' or 'Gradient'
@@ -226,7 +226,7 @@ def tensor_stash(row):
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #61676271
 class Tracker:
-    "Base class of trackers. A tracker records a run and writes a LogFrame (table). As a sequence, it contains the latest step's `TensorStash`es."
+    "Tracker of a run (base class): writes a LogFrame (table). As a sequence, it contains the latest step's `TensorStash`es."
     current_step = 0 # number of the current step, which has begun but not ended
     what = 'a model' # name of the model, for `repr`
     # t: the run, an `emberTracker`; prefix: text before the module names in the LogFrame; wandb: sink for W&B, or None
@@ -242,13 +242,13 @@ class Tracker:
     stashes = property(lambda self: list(self), doc="A `TensorStash` for each tensor of the latest step.")
 
     def note_step_end(self, n, seen=True): # seen: True if the step was recorded. Means exist only for a recorded step
-        "Handle the end of step `n`: send mean statistics of the step to W&B, and call `offload_fn` every `offload_inc` steps."
+        "Note the end of step `n`: send mean statistics to W&B, and call `offload_fn` every `offload_inc` steps."
         self.calls += 1
         if seen and self.wandb is not None: self.log_to_wandb(n)
         if self.offload_fn and n%self.offload_inc==0: self.offload(n)
 
     def logframe(self, rows):
-        "Convert rows of the log to a LogFrame (table). Return None if the rows contain no tensor type that a LogFrame supports."
+        "Return a LogFrame (table) of log rows, or None if the rows contain no tensor type that a LogFrame supports."
         if not len(rows) or not rows['ttype'].isin(('output', 'output_grad', 'weight', 'weight_grad', 'optimizer')).any():
             return None
         lf = to_logframe(rows)
@@ -266,7 +266,7 @@ class Tracker:
         return self.place
 
     def offload(self, step):
-        "Call the user's `offload_fn` with a LogFrame (table) of the rows written since the last call of `offload_fn`."
+        "Offload rows: call the user's `offload_fn` with a LogFrame (table) of the rows written since its last call."
         self.t.barrier()
         if not os.path.exists(self.t.log_path): return
         with open(self.t.log_path, 'rb') as f:
@@ -282,12 +282,12 @@ class Tracker:
         return self.logframe(frame(self.t.latest_line_list()))
 
     def log_to_wandb(self, step):
-        "Send the means of a step's statistics to W&B, if the step was recorded."
+        "Log the means of a step's statistics to W&B, if the step was recorded."
         lf = self.latest()
         if lf is not None and lf[META, 'step'].iloc[0]==step: self.wandb.put(step, means_by_type(lf))
 
     def finish(self, failed:bool): # failed: True if an exception ended the training
-        "Call `offload_fn` for the last rows, write the LogFrame (table), and send the file to W&B. Called after the end of the run."
+        "Finish the run: call `offload_fn` for the last rows, write the LogFrame (table), and send the file to W&B. Called after the end of the run."
         try:
             if self.offload_fn: self.offload(self.current_step)
             self.write()

@@ -93,7 +93,7 @@ def du(
     run='*', # Name of a run, a pattern such as 'GPT*', a `torchEmber` or its tracker, or a list of these
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pandas.DataFrame: name, ranks (processes), files, and bytes of the log, parts, latest step and metadata; size is their sum
-    """Return the disk space of runs with all their files, the largest first
+    """Return the disk usage (du) of runs with all their files, the largest first
 
     Args:
         run: Name of a run, a pattern such as 'GPT*', a `torchEmber` or its tracker, or a list of these
@@ -124,7 +124,7 @@ def run_sizes(h, run):
 recent = 600
 
 def refuse_foreign_files(h, name):
-    "Raise OSError if a log is a symbolic link, not a file, or a run of torchember 0.2. Such logs are not copied, moved or removed."
+    "Refuse a log that is a symbolic link, not a regular file, or a run of torchember 0.2: raise OSError."
     path = h.log/name
     # no check, because remote stores have no links
     if is_url(path): return
@@ -139,7 +139,7 @@ def refuse_foreign_files(h, name):
         raise OSError(f"{printable(odd[0])} does not belong to a run, so nothing was changed. Remove this file from the folder first.")
 
 def refuse_active_logs(h, name):
-    "Raise ValueError if a process is writing the log now, or may continue to write it."
+    "Refuse to change an active log: raise ValueError if a process is writing it, or may continue to write it."
     base,text = read_base_metadata(name, h.data)[0],f'The run {printable(name)!r} is still being written'
     pid,host = base.get('pid'),printable(base.get('host', ''))
     if is_running(base) and pid==os.getpid(): raise ValueError(f"{text} by this process. End the recording first: te.close().")
@@ -152,7 +152,7 @@ def refuse_active_logs(h, name):
             f"End the recording on {host}, or try again after {recent//60} minutes without new rows.")
 
 def refuse_shared(h, name, names):
-    "Raise ValueError for the log of one rank with rows in files shared with other ranks: only the whole run can be changed."
+    "Refuse the log of one rank with rows in files shared with other ranks: raise ValueError. Only the whole run can be changed."
     listing = None if name in h.older else read_part_list(h.log/name)
     if listing is None or not any('holder' in p for p in listing['parts']): return
     [whole] = logs_to_run_names([name])
@@ -172,7 +172,7 @@ def select_changeable_runs(run, home):
     return h,names
 
 def forget_file(path):
-    "Remove a deleted log from the caches of this process, because a new log may get its name. `path`: file of the deleted log."
+    "Forget the file of a deleted log: remove it from the caches of this process, because a new log may get its name."
     taken.discard(path)
     for known in [k for k in counted if str(k[0])==str(path)]: del counted[known]
 
@@ -238,7 +238,7 @@ def mv(
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000010
 def move_log(h, old, new):
-    "Rename one log with all its files. `h`: the `Home` that contains the log; `old`, `new`: old and new name of the log."
+    "Move (rename) one log with all its files. `h`: the `Home` that contains the log; `old`, `new`: old and new name of the log."
     files = h.files(old)
     for p in files['metadata']: shutil.copy2(p, h.data/f'{p.stem.removesuffix(old)}{new}.json')
     for p in files['latest']: os.replace(p, h.log/f'{new}_latest')

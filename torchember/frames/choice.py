@@ -97,7 +97,7 @@ class RowFilter:
         return np.array([*self.mask(name, values), False])[codes].tolist()
 
     def values(self, name, block):
-        "Return the list of values to test by the condition `name`, one for each row of a block, such as the module paths."
+        "Return the values to test by one condition: a list with one value for each row of a block, such as the module paths."
         values = block[column_of_condition[name]]
         if name!='path': return values
         return [p if isinstance(p, str) else self.path_of(m) if isinstance(m, str) else m
@@ -109,7 +109,7 @@ class RowFilter:
         return self.paths[module]
 
     def mask(self, name, values):
-        "Return one boolean for each value: True if the value matches the condition `name`."
+        "Return a mask of the values, a list of booleans: True if the value matches the condition `name`."
         distinct = {v for v in values if isinstance(v, int if name=='steps' else str)}
         kept = self.choice.select(name, distinct, self.last)
         return [isinstance(v, int|str) and v in kept for v in values]
@@ -122,7 +122,7 @@ def no_rows_message(name='The run'):
 class NoMatchingRows(ValueError): "Error: no row of the run satisfies the conditions."
 
 def explain_empty(choice, known):
-    "Return the error message for conditions that select no row. `known`: name of a condition, such as 'path' -> values in the log."
+    "Explain an empty selection: return the error message. `known`: name of a condition, such as 'path' -> values in the log."
     nouns = dict(path='path matches', ttype='tensor type', tname='tensor name', steps='step')
     if not known['ttype']: return no_rows_message()
     for name,wanted in choice.conditions.items():

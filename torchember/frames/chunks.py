@@ -67,7 +67,7 @@ class Segment:
         return data if data.endswith(b'\n') else data+b'\n'
 
     def locate(self):
-        "Return (file, first byte) of the segment's lines now. The file may have been renamed for its conversion to Parquet."
+        "Locate the segment's lines: return (file, first byte). The file may have been renamed for its conversion to Parquet."
         if self.log is None or is_url(self.log): return self.path, self.start
         listing,files = parts_and_lines(self.log)
         at,first,end = (listing or {}).get('removed', 0),self.before+self.start,self.before+self.end
@@ -155,7 +155,7 @@ class LineIndex:
             return out.add(*inspect_lines(f.read(stop-self.at), path, self.at, Expected()))
 
 def inspect_lines(data, path, at, expected):
-    "Parse a block of JSON lines. Return its segment in a list, the kinds of its columns, and the layouts (tuples of keys) of its rows."
+    "Inspect a block of JSON lines. Return its segment in a list, the kinds of its columns, and the layouts (tuples of keys) of its rows."
     block,_ = expected.read(data)
     columns = {k: block[k] for k in expected.types}
     types = {k: {int, none} if block.sure.get(k) is int else set(map(type, v)) for k,v in columns.items()}
@@ -180,7 +180,7 @@ def index_lines(path, start, stop, rows, expected):
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #4aaec88e
 def inspect_log(log, rows=1<<17, expected=None):
-    """Return the segments and columns of a log as `LogContents`. `log`: a `LogReader`. Logs of older versions are read completely.
+    """Inspect a log: return its segments and columns as `LogContents`. `log`: a `LogReader`. Logs of older versions are read completely.
 
     `rows`: largest number of rows in a segment. `expected`: `Expected` from other logs of the run, which saves time.
     """
@@ -217,7 +217,7 @@ def kinds_of_part(part):
     return {k: {kind if has_values[k] else None} for k,kind in part.kinds.items()}
 
 def inspect_unwritten(data, path):
-    """Return the segment, column kinds and layouts of JSON lines that are still in memory. `data`: the lines;
+    """Inspect JSON lines that are still in memory. Return their segment, column kinds and layouts. `data`: the lines; `path`: file of the log.
     `path`: file of the log."""
     [segment],kinds,layouts = inspect_lines(data, path, 0, Expected())
     return [replace(segment, more=data)], kinds, layouts
@@ -256,7 +256,7 @@ class Chunk:
 
     @property
     def known(self):
-        "Range (first, last) of steps that the chunk may contain; (None, None) if the steps are unknown."
+        "Known range (first, last) of the chunk's steps; (None, None) if the steps are unknown."
         bounds = step_bounds([(s.first, s.last) for _,_,of in self.logs for s in of])
         return bounds if self.steps is None or None in bounds else (max(bounds[0], self.steps[0]),
             min(bounds[1], self.steps[1]))
@@ -287,7 +287,7 @@ class StepFilter:
 most_rows,most_merged = 1<<17,1<<18
 
 def limit_logs(logs, steps):
-    "Return the logs without the segments that have no rows in the range `steps`."
+    "Limit logs to the steps in the range `steps`: leave out segments without rows in this range."
     return tuple((name, rank, tuple(s for s in of if s.overlaps(steps))) for name,rank,of in logs)
 
 def chunk_steps(segments, most):
@@ -397,7 +397,7 @@ def all_layouts(contents):
 
 # the columns added by the user (marks) are the last columns of a table
 def output_marks(contents, several):
-    "Return the names of the columns that the user's code added to rows. `several`: True if several runs are read."
+    "Return the marks (columns that the user's code added to rows) in the result. `several`: True if several runs are read."
     return ['mark_run' if m=='run' and several else m for m in marks_in(all_layouts(contents))]
 
 def output_type(kind):

@@ -63,7 +63,7 @@ class ChunkReader:
 
     @property
     def tested(self):
-        "Names of the columns that the conditions on rows test."
+        "Names of the columns tested by the conditions on rows."
         return [k if k=='path' else column_of_condition[k] for k in self.choice.conditions]
 
     def may_have(self, chunk):
@@ -102,7 +102,7 @@ class LogDataset(ds.Dataset):
         return ds.scalar(True)
 
     def tables(self, columns=None, condition=None):
-        "Read the chunks that may have rows satisfying `condition`. Yield one Arrow table for each chunk."
+        "Yield one Arrow table for each chunk that may have rows satisfying `condition`."
         for c in self.pruned(condition): yield self.reader(c, columns)
 
     def scanner(self, columns=None, filter=None, **how): # how: further arguments of `pyarrow.dataset.Dataset.scanner`
@@ -123,7 +123,7 @@ class LogDataset(ds.Dataset):
         return ds.InMemoryDataset(self.to_table().sort_by(sorting, **how))
 
     def refuse(self, *args, **kwargs):
-        "Raise NotImplementedError. This replaces the methods of `pyarrow.dataset.Dataset` that need Arrow files."
+        "Refuse a method of `pyarrow.dataset.Dataset` that needs Arrow files: raise NotImplementedError."
         raise NotImplementedError("Runs are not Arrow files, so this method does not work. Read a table first: rows.to_table(columns=[...], filter=...).")
 
     get_fragments = filter = join = join_asof = replace_schema = _get_fragments = refuse

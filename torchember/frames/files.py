@@ -116,13 +116,13 @@ def children_of(o):
 
 # %% ../../nbs/50_frames/20_files.ipynb #c03cde30
 def read_parts(file, name): # file: binary file; name: name of the file for messages
-    """Parse a pickle without running code from it. Return lists, dicts, numbers and strings, and a `PicklePart` for each other object.
+    """Read the parts of a pickle without running its code: lists, dicts, numbers, strings, and a `PicklePart` for each other object.
 
     Raise UnpicklingError if the file contains a class that a pandas table does not need."""
     file = check_bounds(file, name)
     made = {} # make new placeholder classes for each file, because a pickle may set attributes of classes
     class Reader(pickle.Unpickler):
-        "Unpickler that replaces every class by a placeholder class."
+        "Pickle reader (Unpickler) that replaces every class by a placeholder class."
         def find_class(self, module, what):
             "Return a placeholder class for a class named in the pickle."
             if (module, what) not in allowed: raise pickle.UnpicklingError(
@@ -148,7 +148,7 @@ def is_placeholder_for(x, *kinds):
     return isinstance(x, PicklePart) and x.what in kinds
 
 def expect(x, *kinds):
-    "Return `x`. Raise InvalidPickle unless `x` is a `PicklePart` (placeholder) for an object of one of the classes `kinds`."
+    "Expect a `PicklePart` (placeholder) for an object of one of the classes `kinds`: return `x`, or raise InvalidPickle."
     if not is_placeholder_for(x, *kinds):
         raise InvalidPickle(f"the file contains {x.what if isinstance(x, PicklePart) else an(x)} where {' or '.join(kinds)} is expected")
     return x

@@ -37,7 +37,7 @@ def is_run_name(name):
     except ValueError: return False
 
 def log_files(log):
-    "Return the names of all files in a folder of logs, except hidden files and `*_latest`. Names may be invalid as run names."
+    "Return the names of the files in a folder of logs, except hidden files and `*_latest`. Names may be invalid as run names."
     names = [f.name for f in list_folder(log) if not f.is_dir(follow_symlinks=False)]
     return sorted(n for n in names if not n.endswith('_latest') and n[0]!='.')
 
@@ -118,7 +118,7 @@ class LogReader:
         return older_blocks(self.path) if is_older(self.path) else self.store.rows(after)
 
     def complete_file(self):
-        "Return (path, size in bytes) of the log. Return None if some rows are only in memory so far."
+        "Return (path, size in bytes) of the log if its file is complete. Return None if some rows are only in memory so far."
         if self.t is not None: return self.t.whole_file()
         return None if is_older(self.path) else self.store.complete_file()
 
@@ -189,7 +189,7 @@ class Run:
 
     @property
     def t(self):
-        "The run as a `tracker`. None for a distributed run, a table, or a file that is not in a home."
+        "Tracker of the run (`t`). None for a distributed run, a table, or a file that is not in a home."
         return None if self.is_ranked or self.log is None else self.log.t
 
     @property
@@ -244,7 +244,7 @@ class Run:
         return whole_model_paths(self.metadata('ranks'), self.metadata('structure'))
 
     def complete_file(self):
-        "Return (path, total size of all logs in bytes) of the run. Return None if some rows are only in memory so far."
+        "Return (path, total size of all logs in bytes) if the files are complete. Return None if some rows are only in memory so far."
         files = [log.complete_file() for log in self.logs.values()]
         return None if None in files else (self.path, sum(size for _,size in files))
 
@@ -291,7 +291,7 @@ def add_rank_to_findings(df):
     return df.assign(text=[f'Rank {r}: {t}' if rule=='died' and isinstance(t, str) else t for r,rule,t in zip(df['rank'], df['rule'], df['text'], strict=True)])
 
 def values_of_conditions(runs):
-    "Return a dict for the message about an empty selection: name of a condition, such as 'path' -> its values in all rows."
+    "Return the values that each condition, such as 'path', can select: a dict for the message about an empty selection."
     rows = ColumnBlock.from_rows([r for run in runs for r in run.rows()])
     found = {name: RowFilter(None).values(name, rows) for name in column_of_condition}
     return {name: list(dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str))) for name,values in found.items()}

@@ -29,7 +29,7 @@ from torchember.store.shared import share_parts
 counted = {} # cache: (file, first byte, bytes of the log removed before) -> (last byte counted, number of lines)
 
 def count_lines(path, size, start=0, removed=0):
-    "Return the number of lines of a file from byte `start` to byte `size`. Read only bytes that were not counted before."
+    "Count the lines of a file from byte `start` to byte `size`. Read only bytes that were not counted before."
     done,n = counted.get((path, start, removed), (start, 0))
     if size<done: done,n = start,0
     with open_file(path, buffering=0) as f:
@@ -43,7 +43,7 @@ def count_lines(path, size, start=0, removed=0):
 most_counted = 1<<24
 
 def estimate_lines(path, size, start=0, removed=0):
-    "Return the number of lines of a file. If more than 16 MB are not counted yet, estimate the number from the last 1 MB."
+    "Estimate the number of lines of a file from its last 1 MB. Return the exact number if at most 16 MB are not counted yet."
     done,n = counted.get((path, start, removed), (start, 0))
     if size-done<=most_counted: return count_lines(path, size, start, removed)
     with open_file(path, buffering=0) as f:
@@ -54,7 +54,7 @@ def estimate_lines(path, size, start=0, removed=0):
 def estimate_rows(path):
     "Return the number of rows of a log: exact for Parquet parts, estimated for a long file of lines."
     def rows(listing, files):
-        "Return the sum of the rows in all Parquet parts and files of lines."
+        "Return the number of rows in all Parquet parts and files of lines."
         before,n = (listing['removed'],sum(p['rows'] for p in listing['parts'])) if listing else (0, 0)
         for f,start in files:
             n += estimate_lines(f, size := size_or_zero(f), start, before)
@@ -64,7 +64,7 @@ def estimate_rows(path):
     return call_with_current_files(path, rows)
 
 def count_steps(path, size):
-    "Return the number of steps of a log. Read only the last lines, because step numbers increase."
+    "Count the steps of a log. Read only its last lines, because step numbers increase."
     with open_file(path, buffering=0) as f:
         f.seek(max(size-4096, 0))
         last = last_step_in_block(f.read(4096))
@@ -139,7 +139,7 @@ def try_describe_log(name, place):
             problem=printable(explain(path, e)))
 
 def explain(path, error):
-    "Return the text for the column `problem` about an error in the file `path`."
+    "Explain an error in the file `path`: return the text for the column `problem`."
     if not is_url(path) and os.path.islink(path) and not os.path.exists(path):
         return f"{path} is a link to a file that does not exist."
     return error if isinstance(error, ValueError|OSError) else f'{type(error).__name__}: {error}'

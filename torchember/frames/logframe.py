@@ -60,7 +60,7 @@ of_parameters = ('weight', 'weight_grad', 'optimizer', 'update')
 META,STAT,EXP = LogFrame.schema
 
 def dotted(*parts):
-    "Join the non-empty components of a name with dots."
+    "Return a dotted name: join the non-empty components of a name with dots."
     return '.'.join(p for p in parts if p)
 
 def number_order(tname):
@@ -323,7 +323,7 @@ def longest_module(name, modules):
 def display_names(classes):
     "Return a dict: module path -> display name, such as 'model.fc1(Linear)'. `classes`: path -> class name, None if unknown."
     def part(name, path):
-        "Return one component of a display name: the name of a module, with its class in parentheses if the class is known."
+        "Return one part of a display name: the name of a module, with its class in parentheses if the class is known."
         return f'{name}({classes[path]})' if classes.get(path) else name
     def display(path):
         "Return the display name of the module with this path."
@@ -405,7 +405,7 @@ def class_of_text(cls):
     return m[1].rpartition('.')[2] if m else cls
 
 def exponent_lists(lf):
-    "Return for all rows: lists of exponent counts, and first exponents. Return (None, None) if all counts are 0."
+    "Return lists of exponent counts and the first exponents, for all rows. Return (None, None) if all counts are 0."
     labels = [c for c in lf[EXP] if not math.isinf(c)]
     lo,hi = min(labels),max(labels)
     counts = np.zeros((len(lf), hi-lo+3), np.int64)

@@ -75,7 +75,7 @@ def number_layers(df):
     one = [{c: None if (k := parts[c][1][parts[c][0][i]])<0 else names[c][k] for c in who} for i in first]
     count = pd.Series([o['path'] for o in one]).value_counts()
     def name(o):
-        "Return the label of a layer: its path. If several tensors have this path, add the tensor name."
+        "Return the name of a layer for labels: its path. If several tensors have this path, add the tensor name."
         return o['path'] if count[o['path']]==1 else '.'.join(p for p in (o['path'], o.get('pname') or o['tname']) if p)
     return label, [name(o) for o in one]
 
@@ -154,7 +154,7 @@ def rows_of_type(df, ttype, stat):
     return some
 
 def pivot(df, stat):
-    """Return a table of the statistic `stat` with one row for each step and one column for each layer.
+    """Return a pivot table of the statistic `stat`: one row for each step, one column for each layer.
 
     Training rows replace rows of evaluations, and later rows replace earlier rows.
     """

@@ -81,7 +81,7 @@ class Target:
                 nap = min(2*nap, 10)
 
     def info(self, rel):
-        "Return a dict with the size, and hashes if available, of a file at the destination. Return None if the file does not exist."
+        "Return information about a file at the destination: a dict with size, and hashes if available. Return None if there is no file."
         path = self.path(rel)
         try:
             return self.retry(lambda: call_store(path, lambda: path.fs.info(path.path)) if is_url(path)
@@ -221,7 +221,7 @@ class SyncState:
                 h = Home(self.home)
 
     def piece(self, path):
-        "Return the `Upload` of a file: its content, size and hashes. Use the cached hashes if the file has not changed."
+        "Return a piece of the copy: the `Upload` of a file, with size and hashes. Use cached hashes if the file has not changed."
         s = os.stat(path)
         mark = s.st_size, s.st_mtime_ns, s.st_ino
         if self.deep or self.hashes.get(path, (None,))[0]!=mark: self.hashes[path] = mark, Upload(file=path)
@@ -344,7 +344,7 @@ class LogCopy:
         self.m.shared[rel] = piece
 
     def keep(self, parts, p):
-        "Add a Parquet part to the new list of parts. Do not send the file, because the destination already has this file."
+        "Keep a Parquet part in the new list of parts without sending the file, because the destination already has this file."
         parts.append(p)
         self.files[self.folder+p['file']] = self.manifest.noted[self.folder+p['file']]
 

@@ -65,7 +65,7 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
         for rank,blocks_of_rank in logs.items():
             for data in blocks_of_rank(): block_ranks.append(rank); yield data
     def store_mask(block):
-        "Return a mask of the rows of a block: True for rows to keep. Also store the mask."
+        "Store a mask of the rows of a block, and return it: True for rows to keep."
         mask = keep(block)
         masks.append(np.array(mask, bool))
         return mask

@@ -74,7 +74,7 @@ def duckdb_relation(rows): # rows: a `LogDataset`
 
 # %% ../../nbs/50_frames/09_scan.ipynb #7293e2c1
 def conjuncts(condition):
-    "Split a Polars expression at each `&`. Return a list of conditions that are combined by AND."
+    "Return the conjuncts of a Polars expression: the list of conditions that are combined by `&` (AND)."
     parts = condition.meta.pop()
     if len(parts)==2 and any((a & b).meta.eq(condition) for a,b in (parts, parts[::-1])):
         return [c for p in parts for c in conjuncts(p)]
@@ -104,7 +104,7 @@ def polars_frame(rows):
     plugins = needs('polars.io.plugins', for_="scan(engine='polars')", package='polars')
     schema = polars_table(pl, rows.schema.empty_table()).schema
     def batches(columns, condition, most, size):
-        "Yield an Arrow table for each chunk that may have matching rows."
+        "Yield a batch of rows, an Arrow table, for each chunk that may have matching rows."
         names = list(schema) if columns is None else columns
         used = names if condition is None else list(dict.fromkeys([*names, *condition.meta.root_names()]))
         known = [] if condition is None else [c for c in conjuncts(condition)
@@ -156,7 +156,7 @@ def ray_dataset(rows):
             "Return the name of this data source, as shown by ray."
             return 'torchember'
         def estimate_inmemory_data_size(self):
-            "Return None, because the size in memory is unknown before the rows are read."
+            "Return None instead of an estimate, because the size in memory is unknown before the rows are read."
             return None
         def get_read_tasks(self, parallelism, per_task_row_limit=None, data_context=None):
             "Return a list of tasks for ray. Each task reads one chunk."

@@ -37,11 +37,11 @@ def to_ttypes(ttype):
 def accept_earlier_arguments(*order): # order: arguments after `run` in earlier versions; default: current order
     "Return a decorator. The decorated function also accepts argument names and argument order of earlier versions."
     def of(f):
-        "Return `f`, wrapped to accept arguments of earlier versions."
+        "Return a wrapper of `f` that accepts arguments of earlier versions."
         known = signature(f)
         @functools.wraps(f)
         def g(*args, **given):
-            "Call `f`. If the positional arguments fit the order of earlier versions, use this order; else pass the arguments unchanged."
+            "Call `f`, with arguments in the order of earlier versions if they fit this order, else with unchanged arguments."
             given = with_new_argument_names(given, known.parameters, f.__name__)
             before = dict(zip((next(iter(known.parameters)), *order), args, strict=False)) if order else {}
             named,later = {n: v for n,v in before.items() if n in kinds_of_words},lambda: f(*args, **given)

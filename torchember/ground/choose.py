@@ -50,7 +50,7 @@ class NamedLayer:
         self.path,self.kinds = path,kinds
 
 def kinds_of(module) -> tuple:
-    "Return the names of the class and base classes of a module, or of a `NamedLayer`."
+    "Return the kinds of a module or `NamedLayer`: the names of its class and base classes."
     return module.kinds if isinstance(module, NamedLayer) else tuple(c.__name__ for c in type(module).__mro__[:-1])
 
 
@@ -103,7 +103,7 @@ def select(
 
 # %% ../../nbs/05_ground/30_choose.ipynb #e319d466
 def chosen(pairs, include=None, exclude=None) -> set:
-    """Return the `id` of each module that `include` selects and `exclude` does not. Raise ValueError if no module is left.
+    """Return the `id`s of the chosen modules: selected by `include`, but not by `exclude`. Raise ValueError if no module is left.
 
     include, exclude: what `select` accepts. Without `include`, all modules are included"""
     pairs = list(pairs)
@@ -127,7 +127,7 @@ class Schedule:
     def __repr__(self): return self.name
 
 def check_whole(f, name, n, least):
-    "Raise an error unless the argument `n` of the function `f` is a whole number of at least `least`. `name`: name of the argument."
+    "Check that the argument `n` of the function `f` is a whole number of at least `least`. `name`: name of the argument."
     if isinstance(n, bool) or not isinstance(n, int):
         raise TypeError(f"{f} needs a whole number for {name}, got {n!r}.")
     if n<least: raise ValueError(f"{f} needs {name}>={least}, got {n}. To record nothing, use the schedule at() without steps.")
@@ -258,7 +258,7 @@ def log_spaced(
     """
     check_whole('log_spaced', 'n', n, 1)
     def keep(s):
-        "Return True if the step `s` is recorded: `s` is one of the evenly spaced points on the logarithmic axis, rounded to whole numbers."
+        "Return True to keep (record) the step `s`: it is one of the evenly spaced points on the logarithmic axis, as a whole number."
         if s<1: return s==0
         k = math.floor(math.log10(s)*n + 1e-9)
         return any(round(10**(j/n))==s for j in (k-1, k, k+1))

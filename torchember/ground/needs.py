@@ -11,7 +11,7 @@ from importlib import import_module
 
 # %% ../../nbs/05_ground/00_needs.ipynb #a59a5486
 def needs(name:str, for_:str, package:str|None=None):
-    """Import and return an optional library. If the library is missing, raise ModuleNotFoundError with the command to install it.
+    """Import a library that the program needs, and return it. If it is missing, raise ModuleNotFoundError with the install command.
 
     `for_`: the feature that needs the library, for the message
     package: name of the package to install, if it differs from the name of the library"""

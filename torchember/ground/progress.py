@@ -81,7 +81,7 @@ def iterate(work, what):
 # %% ../../nbs/05_ground/40_progress.ipynb #7be2cfdb
 @contextmanager
 def waiting(what:str):
-    "Show the elapsed time if a `with` block takes more than two seconds, in a notebook or terminal. `what`: description, for example 'compiling'."
+    "Show the time of waiting for a `with` block of more than two seconds, in a notebook or terminal. `what`: text, such as 'compiling'."
     if not (in_notebook() or in_terminal()):
         yield
         return

@@ -63,7 +63,7 @@ called_ttypes = {'gradient': 'weight_grad', 'gradients': 'weight_grad', 'grad': 
     'buffers': 'buffer', 'loss': 'scalar'} # name of a tensor type in other libraries -> torchember's tensor type
 
 def check_ttypes(names, known=ttypes) -> tuple:
-    "Return tensor types as a tuple. Raise ValueError for an unknown name. `names`: a tensor type, or a list of tensor types."
+    "Check the names of tensor types, and return them as a tuple. Raise ValueError for an unknown name. `names`: one name or a list."
     names = (names,) if isinstance(names, str) else names
     if not isinstance(names, list|tuple|set|frozenset):
         raise TypeError(f"tensor types must be a name such as 'input', or a list of names, got {names!r:.80}.")
@@ -103,7 +103,7 @@ def json_pointer_part(key):
 
 # %% ../../nbs/05_ground/20_record.ipynb #115ab4a4
 def plain(value, where='', lost:dict|None=None):
-    """Convert `value` to JSON types. Replace NaN and infinities by None, and store their positions in `lost`: JSON pointer -> 'NaN', for example.
+    """Convert `value` to plain JSON types. Replace NaN and infinities by None, and store their positions in `lost`: JSON pointer -> text.
 
     value: scalar, string, None, list, dict, tensor or numpy value, nested in any way
     where: JSON pointer to `value` in the row
@@ -183,7 +183,7 @@ def lines_of(rows:list) -> bytes|None:
 
 # %% ../../nbs/05_ground/20_record.ipynb #c6e242ad
 def texts_of(numbers) -> list:
-    "Return the JSON of each number in an array as bytes; for a 2-D array, the JSON of each row of the array. All numbers must be finite."
+    "Return the JSON text of each number in an array, as bytes; for a 2-D array, of each row of the array. All numbers must be finite."
     if numbers.ndim>1: return [b'[%s]' % b','.join(texts_of(row)) for row in numbers]
     text = orjson.dumps(numbers, option=orjson.OPT_SERIALIZE_NUMPY) if orjson is not None and numbers.flags.c_contiguous else encode(numbers.tolist()).encode()
     return text[1:-1].split(b',')
@@ -194,7 +194,7 @@ def regular_line(row:dict) -> bytes|None:
 
 # %% ../../nbs/05_ground/20_record.ipynb #a9c17fb3
 def dump_row(row:dict) -> str:
-    "Return a row as one line of strict JSON, as a string without the newline."
+    "Dump a row: return it as one line of strict JSON, a string without the newline."
     return line_of(row).decode()
 
 # %% ../../nbs/05_ground/20_record.ipynb #fa842645
@@ -238,14 +238,14 @@ def restore_value(o, where, word):
 
 # %% ../../nbs/05_ground/20_record.ipynb #4d307bc8
 def load_row(line:str|bytes) -> dict:
-    "Parse a JSON line as a row, with NaN and infinities restored. Raise ValueError if the line is not a JSON object."
+    "Load a row from a line of JSON, with NaN and infinities restored. Raise ValueError if the line is not a JSON object."
     row = loads(line)
     if not isinstance(row, dict): raise ValueError(f"a line of a log must be a JSON object, got {line!r:.80}")
     return restore(row) if 'nonfinite' in row else row
 
 # %% ../../nbs/05_ground/20_record.ipynb #5616a33b
 def column_order(names, marks=()) -> list:
-    "Sort the column names of a table: statistics, then `module`, `ts`, `ttype` and so on, then the user's `marks`."
+    "Return column names in the order of a table: statistics, then `module`, `ts`, `ttype` and so on, then the user's `marks`."
     names,marks = list(names),set(marks)
     last = [c for c in ('run', 'module', 'path', *identity[1:], *of_pieces, *optional) if c in names and c not in marks]
     return [n for n in names if n not in last and n not in marks] + last + [n for n in names if n in marks]

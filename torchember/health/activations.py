@@ -17,7 +17,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/40_activations.ipynb #dee878a6
 def feeding_layer(h, s, far=6):
-    """Return the path of the closest module with weights before a tensor. Return None if none of the `far` modules before the tensor has weights.
+    """Return the path of the layer that feeds a tensor: the closest module with weights before the tensor, or None. Search at most `far` modules.
 
     Normalizations are skipped.
     """
@@ -30,7 +30,7 @@ def feeding_layer(h, s, far=6):
     return None
 
 def is_fed_below_zero(h, s, at):
-    """Return True if the outputs of the previous module have never been above zero since the step with index `at`.
+    """Return True if a module is fed by outputs that were never above zero since the step with index `at`.
 
     If so, a ReLU made the zeros of the input `s`. Otherwise the input may be a recurrent state that begins with
     zeros.
@@ -53,7 +53,7 @@ def has_zero_weights(h, s, at):
 def is_float(s): return not s.dtype or 'float' in s.dtype or 'complex' in s.dtype
 
 def find_zeros(h, ss):
-    """Return the index of the first step from which all outputs, or all inputs, of a module are zero until the end. Return None otherwise.
+    """Find the step from which all outputs, or all inputs, of a module are zero until the end. Return its index, or None.
 
     `ss`: `Series` of these outputs or inputs.
     """
@@ -69,7 +69,7 @@ def find_zeros(h, ss):
 zero_range_activations = 'ReLU', 'ReLU6', 'Threshold', 'Hardtanh', 'Softshrink', 'Hardshrink', 'Hardswish', 'Hardsigmoid', 'SquaredReLU'
 
 def find_nearly_dead(h, share):
-    "Yield a finding for each layer in which nearly all units are dead, that is, always zero. `share`: required fraction of zeros in the output."
+    "Yield a finding for each nearly dead layer: nearly all its units always return zero. `share`: required fraction of zeros in the output."
     for s in h.series('output'):
         if 'zero_frac' not in s or not any(r in h.activation(s) for r in zero_range_activations): continue
         at = find_lasting_start(s['zero_frac']>=share)
@@ -87,12 +87,12 @@ def dead_advice(is_first):
     return f"{default if is_first else rate} Or use LeakyReLU or GELU, which let gradients pass for negative inputs."
 
 def flag_nonpositive(s):
-    "Return a mask of the steps in which no value of a tensor is above zero. Use the maximum, or `abs_mean` and `mean` if there is no maximum."
+    "Flag the steps in which no value of a tensor is above zero, in a mask. Use the maximum, or `abs_mean` and `mean` without a maximum."
     if 'max' in s: return s['max']<=0
     return abs(s['abs_mean']+s['mean'])<=1e-6*s['abs_mean'] if 'abs_mean' in s and 'mean' in s else np.zeros(len(s), bool)
 
 def find_dead_by_gradient(h):
-    """Return a list with one finding if all outputs of a layer are below zero and all its gradients are zero. Else return an empty list.
+    """Find a dead layer by its gradients: all are zero, and all outputs are below zero. Return a list with one finding, or an empty list.
 
     A ReLU after such a layer is dead. If the ReLU is a function in the model's code, its outputs are not recorded.
     """
@@ -147,12 +147,12 @@ def dead_units(h, share=.98):
 
 # %% ../../nbs/55_health/40_activations.ipynb #b3d04178
 def is_at_one_end(s):
-    "Return True if a sigmoid returns only values above 0.98, or only values below 0.02, in the last fifth of the steps."
+    "Return True if a sigmoid is at one end of its range (above 0.98, or below 0.02) in the last fifth of the steps."
     n = max(3, len(s)//5)
     return bool((s['min'][-n:]>.98).all() or (s['max'][-n:]<.02).all())
 
 def activation_shape(h, s):
-    """Return 'tanh' or 'sigmoid' if a tensor is the result of an activation with this shape. Return None otherwise.
+    """Return the shape of the activation that made a tensor: 'tanh' or 'sigmoid'. Return None for other shapes.
 
     The class of the activation decides for an output. The range of values decides for an input, if the output of the
     module before has larger values.
@@ -232,7 +232,7 @@ def is_attention_weights(h, s):
     return bool((abs(s['mean']*s.shape[-1]-1)<(.02 if softmax else .15)).mean()>.8)
 
 def find_peaked_rows(h, peak):
-    "Yield findings about attention with nearly all weight on one position. `peak`: least sum of the squared attention weights of a row."
+    "Yield findings about peaked rows of attention weights: nearly all weight on one position. `peak`: least sum of the squared weights of a row."
     for s in h.series('output'):
         if not is_attention_weights(h, s): continue
         squares = s.rms**2*s.shape[-1]
@@ -248,7 +248,7 @@ def find_peaked_rows(h, peak):
             advice=attention_advice+", or lower the learning rate.")
 
 def find_peaked_start(h, early, masked=.8, least=8):
-    """Yield findings about attention that prefers few positions in the first step, before the model has learned anything.
+    """Yield findings about attention that is peaked at the start: in the first step, before any learning, it prefers few positions.
 
     early: sum of the squared attention weights of a row, above which a finding is reported
     masked: this limit for attention with weights of exactly zero, which show that positions are masked
@@ -266,7 +266,7 @@ def find_peaked_start(h, early, masked=.8, least=8):
 logit_text = "The attention softmax{of} puts nearly all weight on one position, because queries and keys are too large. "
 
 def find_large_weights(h, logit):
-    """Yield findings about `nn.MultiheadAttention` with too large logits, estimated from its input and weights.
+    """Yield findings about too large weights of `nn.MultiheadAttention`: input and weights give too large logits.
 
     `nn.MultiheadAttention` has no module that returns queries or keys, so they cannot be recorded.
     """
@@ -290,7 +290,7 @@ query_key_names = ('q_proj', 'k_proj'), ('query', 'key'), ('q', 'k'), ('wq', 'wk
 fused_names = 'c_attn', 'qkv', 'query_key_value', 'Wqkv', 'qkv_proj', 'in_proj', 'to_qkv'
 
 def find_query_key(h):
-    """Yield a pair (series of queries, series of keys) for each attention layer. The layers that return them are recognized by usual names.
+    """Find the queries and keys of each attention layer by usual names of modules. Yield pairs (series of queries, series of keys).
 
     If one layer returns both queries and keys, the two series are the same.
     """
@@ -303,7 +303,7 @@ def find_query_key(h):
             if last==q and other is not None: yield s, other
 
 def find_large_products(h, logit):
-    "Yield findings about attention with too large logits, estimated from the rms of the queries and of the keys."
+    "Yield findings about too large products of queries and keys (attention logits), estimated from the rms of both."
     for q,k in find_query_key(h):
         n = min(len(q), len(k))
         if n<3 or not isinstance(q.shape, list|tuple|np.ndarray): continue
@@ -331,14 +331,14 @@ def attention(h, logit=30., peak=.97, early=.5):
 
 # %% ../../nbs/55_health/40_activations.ipynb #06f41c23
 def is_converging(h, s):
-    """Return True if the training goes well and `s` is an output inside the model. Such an output may become constant on purpose.
+    """Return True if the training goes well (converges), and `s` is an output inside the model, which may become constant on purpose.
 
     The output of an inner module may become constant on purpose: a residual of a solver, or a closing gate.
     """
     return h.progress.is_good and not (s.path=='' or s.path in h.graph.last_modules)
 
 def find_equal_outputs(h, path, s, small):
-    """Return the index of the first step from which an output is equal for all samples until the end. Return None otherwise.
+    """Find the first step from which an output is equal for all samples until the end. Return its index, or None.
 
     Nearly equal values count only if they differed at the start. Exactly equal values always count.
     `small`: as in the rule `collapse`.
@@ -353,7 +353,7 @@ def find_equal_outputs(h, path, s, small):
 
 # %% ../../nbs/55_health/40_activations.ipynb #f2ca7c3e
 def find_posterior_collapse(h, least=1e-3):
-    """Yield findings about a variational encoder that always returns the prior: means near 0 and log-variances near 0.
+    """Yield findings about posterior collapse: a variational encoder always returns the prior (means near 0, log-variances near 0).
 
     `least`: nats per value, below which the outputs carry no information.
     """
@@ -374,7 +374,7 @@ collapse_advice = ("Divide the learning rate and weight_decay by 10. If the loss
     "add negative samples, or detach() one of the two outputs.")
 
 def find_rank_collapse(h):
-    "Yield findings about an effective rank that falls from more than 3 to below 1.5. `Monitor` records effective ranks."
+    "Yield findings about rank collapse: the effective rank, as recorded by `Monitor`, falls from more than 3 to below 1.5."
     for s in h.all:
         for stat in ('RankMe', 'rankme', 'effective_rank'):
             if stat not in s or len(s)<3 or not s[stat][0]>3 or (at := find_lasting_start(s[stat]<1.5)) is None: continue

@@ -24,13 +24,13 @@ torch_names = { # name of a parameter or optimizer state in JAX -> name in torch
     'kernel': 'weight', 'scale': 'weight', 'embedding': 'weight', 'mu': 'exp_avg', 'nu': 'exp_avg_sq', 'trace': 'momentum_buffer'}
 
 def filled_column(df, name):
-    "Return a column as an array. Missing values are replaced by ''. If the table lacks the column, all values are ''."
+    "Return a column as an array with missing values filled by ''. If the table lacks the column, all values are ''."
     if name not in df: return np.full(len(df), '', object)
     values = df[name].astype(object).to_numpy()
     return np.where(df[name].isna().to_numpy(), '', values)
 
 def common_names(df):
-    "Return a name for the tensor of each row. The same tensor gets the same name in a torch run and in a JAX run."
+    "Return a name for the tensor of each row, common to torch and JAX runs: the same tensor gets the same name in both."
     path,ttype,tname,pname = (filled_column(df, c) for c in ('path', 'ttype', 'tname', 'pname'))
     places,out = {},np.empty(len(df), object)
     for i,(p,t,n,parameter) in enumerate(zip(path, ttype, tname, pname, strict=True)):
@@ -79,7 +79,7 @@ class ComparedRun:
     def texts(self, name, at): return filled_column(self.df, name)[at]
 
 def map_path(path, paths):
-    "Return the path that a module has in the other run. `paths`: dict or function that the user passed to `diff`."
+    "Map the path of a module to its path in the other run. `paths`: dict or function that the user passed to `diff`."
     return paths.get(path, path) if isinstance(paths, dict) else paths(path)
 
 def user_statistics(df):
@@ -130,7 +130,7 @@ class Unmatched(NamedTuple):
     other_path: str # path of this module in the other run
 
 def find_unmatched(side, code, other, steps):
-    """Return an `Unmatched` for each tensor that the run `side` has and the other run lacks, in the order of calls.
+    """Find the tensors that only the run `side` has. Return an `Unmatched` for each, in the order of calls.
 
     side: the run that has the tensors
     code, other: number of the tensor of each row, in this run and in the other run

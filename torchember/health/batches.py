@@ -24,11 +24,11 @@ def data_inputs(h, least=1):
     return [s for s in h.series('input') if s.path in h.graph.data_modules and len(s)>=least and 'mean' in s]
 
 def count_batch_elements(s):
-    "Return the number of elements that a tensor usually has in a step: the median over the steps. `s`: its `Series`."
+    "Count the elements that a tensor usually has in a step: return the median over the steps. `s`: its `Series`."
     return float(plain_median(s.rows.sizes[s.at]))
 
 def list_batch_steps(steps, most=4):
-    "Return step numbers as text for a sentence. After `most` numbers, the text ends with dots."
+    "List the numbers of steps with batches as text for a sentence. After `most` numbers, the text ends with dots."
     return f"step{'s'*(len(steps)>1)} "+', '.join(map(str, steps[:most]))+(', ...' if len(steps)>most else '')
 
 # %% ../../nbs/55_health/48_batches.ipynb #f8d6e895
@@ -37,7 +37,7 @@ def is_constant(s):
     return (s['max']==s['min']) & (s.bad==0) & (s.rows.sizes[s.at]>1) if 'max' in s and 'min' in s else np.zeros(len(s), bool)
 
 def find_lost_batches(s, most, least=16):
-    """Return the indices of the steps in which all values of a batch are equal. Return an empty array if most steps have constant batches.
+    """Find lost batches: return the indices of the steps in which all values are equal. Return an empty array if most batches are constant.
 
     most: largest fraction of such steps; least: least number of elements of a batch
     """
@@ -66,7 +66,7 @@ def constant_batch(h, most=.5, least=8):
 
 # %% ../../nbs/55_health/48_batches.ipynb #77878e41
 def equal_to_earlier(ins, distance):
-    """Return the mask of the steps with the same statistics of all inputs as `distance` steps earlier, so probably with the same batch.
+    """Return a mask of the steps with inputs equal to the inputs `distance` steps earlier in all statistics, so probably with the same batch.
 
     The first element of the mask belongs to the step with index `distance`.
     """
@@ -74,13 +74,13 @@ def equal_to_earlier(ins, distance):
     return np.all(same, axis=0)
 
 def find_cycle(ins, longest):
-    "Return n if the training repeats the same n batches again and again, with n from 2 to `longest`. Return None otherwise."
+    "Find a cycle: the training repeats the same n batches again and again. Return n, from 2 to `longest`, or None."
     for n in range(2, longest+1):
         if len(ins[0])>=4*n and equal_to_earlier(ins, n).mean()>.98: return n
     return None
 
 def find_groups(ins, longest):
-    "Return n if most batches are used in n consecutive steps, with n from 2 to `longest`. Return None otherwise."
+    "Find groups: most batches are used in n consecutive steps. Return n, from 2 to `longest`, or None."
     new = np.flatnonzero(np.r_[True, ~equal_to_earlier(ins, 1)]) # indices of the steps with a new batch
     lengths = np.diff(new)
     if len(lengths)<4: return None
@@ -121,7 +121,7 @@ def batch_sizes(s):
     return np.array([x[0] if (x := as_tuple(shape)) else 0 for shape in s.rows.shapes[s.at]])
 
 def find_single_row(s, others, share):
-    """Return the number of rows of the other inputs if the input `s` always has only one row, else None.
+    """Find out if the input `s` always has a single row. If so, return the number of rows of the other inputs, else None.
 
     Return None also if the values of `s` rarely change, or if another dimension of `s` has this size.
     """
@@ -150,7 +150,7 @@ def batch_lost(h, share=.7, least=5):
 
 # %% ../../nbs/55_health/48_batches.ipynb #5165382e
 def row_keys(s, bits=20):
-    """Return an array with one hash per step, computed from the statistics of a tensor. Equal tensors have equal hashes.
+    """Return an array with one key per row of a tensor (step): a hash of its statistics. Equal tensors have equal keys.
 
     bits: bits of the mantissa in which the statistics of equal tensors must agree. 20 bits are about six digits"""
     numbers = np.zeros(len(s), np.uint64)
@@ -168,20 +168,20 @@ class TensorsByStep:
     def __init__(self, h): self.h,self.columns = h,None
 
     def knows(self, step, key):
-        """Return True if an input of the model or an output of a module has the hash `key` in a step.
+        """Return True if the hash `key` is known in a step: an input of the model or an output of a module has it.
 
         `key`: element of a result of `row_keys`. The first call computes the keys of all these tensors."""
         if self.columns is None: self.columns = [(s, row_keys(s)) for s in self.h.series('output', 'input') if s.ttype=='output' or s.path=='']
         return any((i := s.at_step(step)) is not None and numbers[i]==key for s,numbers in self.columns)
 
 def find_source_series(h, s):
-    "Return the `Series` of the module output that the module of the input `s` usually gets, or None."
+    "Find the source of the module input `s`: return the `Series` of the output that the module usually gets, or None."
     makers = h.graph.makers.get(s.path, ())
     out = [o for o in h.series('output') if o.path in makers and o.call==s.call and o.shape==s.shape]
     return out[0] if out else None
 
 def find_changed(h, s, maker, tensors, share):
-    """Return (steps, kind) of the steps in which the input `s` is neither the usual tensor nor any other recorded tensor.
+    """Find the steps in which a module gets a changed input: neither the usual tensor nor any other recorded tensor. Return (steps, kind).
 
     `maker`: series of the output that the module usually gets. Return None without such steps, or if the fraction of
     equal steps is below `share`.

@@ -45,13 +45,13 @@ def layer_sizes(h):
     return rows
 
 def rank_unusual(rows:dict, most=10) -> list:
-    """Return the layers with the most unusual sizes (rms), as a list of (path, sizes, column with the most unusual size).
+    """Rank layers by their most unusual size (rms). Return a list of (path, sizes, column with the most unusual size).
 
     `rows`: result of `layer_sizes`.
     """
     usual = {c: median([r[c] for r in rows.values() if r.get(c, 0)>0]) for c in ('output', 'gradient', 'step')}
     def away(r):
-        "Return how far each size of a layer is from the usual size of all layers, in powers of ten."
+        "Return how far away each size of a layer is from the usual size of all layers, in powers of ten."
         return {c: np.inf if r[c]==0 else abs(np.log10(r[c]/usual[c])) for c in usual if c in r and r[c]>=0 and usual[c]>0}
     scored = [(max(d.values()), max(d, key=d.get), p) for p,r in rows.items() if (d := away(r))]
     return [(p, rows[p], c) for _,c,p in sorted(scored, key=lambda s: -s[0])[:most]]
@@ -81,7 +81,7 @@ def run_lines(h, name, rules):
         *(f"- not checked: {what} (to record: {how})" for what,how in find_unrecorded(h, rules))]
 
 def list_findings(found, most):
-    "Return the lines of the summary about at most `most` findings, with advice and evidence. `found`: result of `order_findings`."
+    "List at most `most` findings as lines of the summary, with advice and evidence. `found`: result of `order_findings`."
     out = []
     for i,(f,cause) in enumerate(found[:most]):
         below = '' if cause is None else f' (consequence of {cause+1})'
@@ -93,7 +93,7 @@ def list_findings(found, most):
     return out or ['No problem found.']
 
 def escape_text(text, most=500):
-    "Replace the characters of a text that have a meaning in Markdown. Return one line of at most `most` characters."
+    "Escape the characters of a text that have a meaning in Markdown. Return one line of at most `most` characters."
     return printable(' '.join(str(text).split()), most).replace('|', '/').replace('<', '(').replace('#', 'no. ')
 
 def layer_table(h):
@@ -105,7 +105,7 @@ def layer_table(h):
     return ['| layer | class | output | gradient | step/weight | unusual |', '|---|---|---|---|---|---|', *lines]
 
 def describe_curve(n):
-    "Return lines about the loss: a curve of at most twenty values. `n`: a `LoggedSeries`, or None if no loss was logged."
+    "Describe the curve of the loss, at most twenty values, in lines of text. `n`: a `LoggedSeries`, or None if no loss was logged."
     if n is None: return ['No loss was recorded. To record the loss in the next run: te.log(loss=loss).']
     bad = np.flatnonzero(~np.isfinite(n.values))
     lines = [f"{quote_name(n.name)} (step: median of the values up to the next step): "
@@ -149,7 +149,7 @@ def brief(
     return text.encode()[:most_bytes].decode(errors='ignore')
 
 def suggest_calls(h, name):
-    "Return lines for the summary with function calls that show more of the run."
+    "Suggest function calls that show more of the run, as lines for the summary."
     layer = next((p for p in h.graph.leaves if any(k[0]==p for k in h.weights)), '')
     return ["- all findings: `diagnose(run)`; with other thresholds: `diagnose(run, rules=[...])`",
         f"- rows of a layer: `read(run, path={quote_name(layer).strip('`')!r}, ttype='weight_grad')`",

@@ -25,7 +25,7 @@ from .rules import Rule, known_rules, statistics_from
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #4954dc66
 def find_rule(rule):
-    "Return the `Rule` with the name `rule`, or turn a function into a `Rule`. For an unknown name, raise an error that lists all rules."
+    "Find a rule by its name, or turn a function into a `Rule`. For an unknown name, raise an error that lists all rules."
     if isinstance(rule, Rule): return rule
     if callable(rule): return Rule(rule)
     rules = known_rules()
@@ -34,7 +34,7 @@ def find_rule(rule):
     return rules[rule]
 
 def choose_rules(rules) -> list:
-    """Return a list of `Rule`s for the argument `rules` of `diagnose`. Of several rules with the same name, use the last.
+    """Choose the `Rule`s for the argument `rules` of `diagnose`. Of several rules with the same name, use the last.
 
     rules: 'default', a name, a `Rule`, a function, or a list of these
     """
@@ -59,7 +59,7 @@ cause_order = ( # names of all rules: a rule that finds causes comes before the 
 late_share = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
 
 def explains(cause:dict, found:dict, after:dict, length=0, graph=None) -> bool:
-    """Return True if the finding `cause` may be the cause of the finding `found`.
+    """Return True if the finding `cause` may explain the finding `found`, as its cause.
 
     after: name of a rule -> names of rules whose findings can be the cause of its findings
     length: number of steps of the run
@@ -75,12 +75,12 @@ def is_uncertain(f):
     return isinstance(sure, int|float) and sure<low_confidence
 
 def find_root(causes, i):
-    "Follow the causes of finding `i` to the first cause, and return its index. `causes`: index of a finding -> index of its cause."
+    "Find the root of finding `i`: follow the causes to the first cause. Return its index. `causes`: index of a finding -> index of its cause."
     while i in causes: i = causes[i]
     return i
 
 def order_findings(found:list, rules=(), length=0, graph=None) -> list:
-    """Sort findings by severity, the most severe first, and put consequences directly after their cause.
+    """Order findings by severity, the most severe first, and put consequences directly after their cause.
 
     Findings of low confidence are after other findings of the same severity.
     Return a list of (finding, index of its cause in this list or None).
@@ -108,7 +108,7 @@ wanted_types = {
     'buffer': ('running statistics of BatchNorm', lambda h: any('BatchNorm' in (k or '') for k in h.kinds.values()))}
 
 def find_missing_statistics(h, rules) -> list:
-    "Return a list of (names of rules that lack a statistic and could not check the run, code that records this statistic)."
+    "Find missing statistics that rules need to check the run. Return a list of (names of these rules, code that records the statistic)."
     columns,out,seen = {c for s in h.all[:1] for c in s.rows.columns},{},{s.ttype for s in h.all}
     has = lambda stat: any(columns.issuperset(group) for group in statistics_from.get(stat, ((stat,),)))
     for r in rules:
@@ -119,7 +119,7 @@ def find_missing_statistics(h, rules) -> list:
     return [(f"faults that {list_names(names)} would find by the statistic {stat}", f"stats=[..., {stat!r}]") for stat,names in out.items()]
 
 def find_unrecorded(h, rules=()) -> list:
-    """Return a list of (quantity that was not recorded, so that no rule could check it, code that records this quantity).
+    """Find quantities that were not recorded, so that no rule could check them. Return a list of (quantity, code that records it).
 
     rules: the `Rule`s that checked the run
     """

@@ -26,7 +26,7 @@ from .tolerance import Distances, backward_types, eps_of, flow_types, step_gaps,
 format_share = .25
 
 def compare_formats(pairs, dtypes):
-    """Return a list of intended dtype differences (dtype in a, dtype in b), and the mask of the pairs of rows with other dtype differences.
+    """Compare the dtypes of pairs of rows. Return intended differences as a list (dtype in a, dtype in b), and a mask of other differences.
 
     dtypes: dtypes of the rows in the first run and in the second run
     """
@@ -40,7 +40,7 @@ def compare_formats(pairs, dtypes):
     return names, floats & ~(both & meant)
 
 def compare_shapes(pairs, shapes, common):
-    """Return two masks: pairs of rows with different shapes, and pairs of rows with shapes that differ in more than the batch size.
+    """Compare the shapes of pairs of rows. Return two masks: different shapes, and shapes that differ in more than the batch size.
 
     shapes: shapes of the rows in the first run and in the second run
     common: True to ignore the order of dimensions, which differs between torch and JAX
@@ -79,7 +79,7 @@ class LoggedPair(NamedTuple):
     tolerance: float # largest `distance` that rounding, or earlier differences of tensors, can explain
 
 def compare_logged(pairs, d, eps, steps, rtol=None):
-    "Return a `LoggedPair` for each logged number and step that both runs have. `steps`: steps of both runs; `rtol`: relative tolerance, or None."
+    "Compare the numbers logged in both runs: return a `LoggedPair` for each number and common step. `rtol`: relative tolerance, or None."
     level,batch,out = {},{},[]
     for s,t,f in zip(pairs.step.tolist(), pairs.ttype, d.far.tolist(), strict=True):
         if t in (*flow_types, *backward_types): level[s] = max(level.get(s, 0.), f)
@@ -110,7 +110,7 @@ def differ_by_one_example(a, b, n):
 
 # %% ../../nbs/55_health/80_diff.ipynb #e1aaf82a
 def describe_row_tensor(row):
-    "Return a phrase that names the tensor in a row of `Difference.table`, such as 'the output of `fc`'."
+    "Describe the tensor of a row of `Difference.table` as a phrase, such as 'the output of `fc`'."
     path,ttype,tname,pname = (row[c] for c in ('path', 'ttype', 'tname', 'pname'))
     module = f'`{path}`' if path else 'the model'
     parameter = '.'.join(filter(None, (path, pname)))
@@ -125,7 +125,7 @@ def describe_row_tensor(row):
     return printable(place+later+(f', call {int(row["call"])},' if row['call']==row['call'] and row['call'] else ''), 300)
 
 def format_pair(a, b):
-    "Return two values as text, with enough digits to show their difference."
+    "Format a pair of values as text, with enough digits to show their difference."
     if not all(isinstance(v, float) for v in (a, b)): return f'{printable(a)} and {printable(b)}'
     for n in range(4, 17):
         one,other = f'{a:.{n}g}',f'{b:.{n}g}'
@@ -133,16 +133,16 @@ def format_pair(a, b):
     return f'{one} and {other}'
 
 def list_first_names(names, most=4):
-    "Return the first `most` of some names as text, followed by the number of further names."
+    "List the first `most` names as text, followed by the number of further names."
     return ', '.join(f'`{printable(n, 60)}`' for n in names[:most])+(f' and {len(names)-most:,} more' if len(names)>most else '')
 
 def describe_steps(steps):
-    "Return the number, the first and the last of some steps as text: '10 steps from 0 to 9'."
+    "Describe steps as text, by number, first step and last step: '10 steps from 0 to 9'."
     return f'step {steps[0]:,}' if len(steps)==1 else f'{len(steps):,} steps from {steps[0]:,} to {steps[-1]:,}'
 
 # %% ../../nbs/55_health/80_diff.ipynb #2d63cbb3
 def describe_unmatched(pairs, formats, differ):
-    """Return sentences about rows that only one run has, and about differences of dtype and batch size.
+    """Describe in sentences the unmatched rows, which only one run has, and differences of dtype and batch size.
 
     formats: result of `compare_formats`
     differ: mask of the pairs of rows whose shapes differ
@@ -167,7 +167,7 @@ def describe_unmatched(pairs, formats, differ):
 
 # %% ../../nbs/55_health/80_diff.ipynb #543d6aad
 def find_missing(pairs):
-    "Return texts that name the tensors of the first run that are missing in the second run, at steps that both runs have."
+    "Find tensors of the first run that are missing in the second run, at steps of both runs. Return texts that name them."
     return [f"{t} {printable(n, 60)} of {f'`{printable(p, 60)}`' if p else 'the model'}" for p,t,n,_ in pairs.alone[0]]
 
 class Difference:
@@ -223,7 +223,7 @@ class Difference:
         return f"<p style='border-left:4px solid {'#c0392b' if self else '#2e7d32'};padding-left:.6em'>{escape(self.text)}</p>"
 
 def describe_difference(d):
-    "Return a sentence about the first difference between two runs, or the sentence that the runs are equal. `d`: a `Difference`."
+    "Describe the first difference between two runs in a sentence, or say that the runs are equal. `d`: a `Difference`."
     a,b = (f'`{n}`' for n in d.names)
     t,tensors = d.table,d.table[['path', 'ttype', 'tname', 'call']].drop_duplicates()
     far = t['distance'] if d.first is None else t['distance'].loc[:d.first].iloc[:-1]
@@ -253,7 +253,7 @@ def load_rows(run, home, name):
     return run.table(), run.name
 
 def filter_rows(df, path, ttype):
-    "Return the rows of the modules and tensor types that the user selected. Keep logged numbers, unless tensor types were selected."
+    "Filter rows: keep only modules and tensor types that the user selected. Keep logged numbers, unless tensor types were selected."
     if path is None and ttype is None: return df
     choice,kept = Choice(path, ttype),np.ones(len(df), bool)
     is_logged = (df['ttype'].astype(object)=='scalar').to_numpy(bool)
@@ -263,7 +263,7 @@ def filter_rows(df, path, ttype):
     return df[kept]
 
 def difference_table(pairs, d, may, logged):
-    "Return a table of all compared rows and logged numbers, sorted by step. `may`: largest allowed distance of each pair of rows."
+    "Return a table of the differences in all compared rows and logged numbers, by step. `may`: largest allowed distance of each pair of rows."
     columns = {'pair': np.arange(len(pairs))} | {c: getattr(pairs, c) for c in ('step', 'path', 'ttype', 'tname', 'pname', 'call')}
     t = pd.DataFrame(columns | {'stat': d.stat, 'a': d.a, 'b': d.b, 'distance': d.far, 'tolerance': may})[d.compared]
     for c in 'a','b': t[c] = t[c].astype(object)

@@ -21,7 +21,7 @@ class Router:
         self.choices = max(round(float(np.median(self.load.sum(1)))), 1) # number of experts that each token chooses
 
     def most_used(self):
-        "Return, for each step, the fraction of all choices that go to the k most used experts. Each token chooses k experts."
+        "Return, for each step, the fraction of all choices that go to the most used k experts. Each token chooses k experts."
         return np.sort(self.load, 1)[:, -self.choices:].sum(1)/np.maximum(self.load.sum(1), 1e-30)
 
 def routers_of(h) -> list:
@@ -58,7 +58,7 @@ def router_collapse(h, share=.9, half=.5, records=5):
 
 # %% ../../nbs/55_health/42_experts.ipynb #50640d88
 def last_unused(r, equal:int, records:int) -> list:
-    """Return (name of the expert, index of its first record without tokens) for each expert that gets no tokens until the end.
+    """Return the experts that are unused until the last step, each as (name, index of its first record without tokens).
 
     `equal`: least number of tokens of each expert if all got the same number; `records`: least number of last records without a token.
     """

@@ -54,7 +54,7 @@ def finding(
 
 # %% ../../nbs/55_health/00_finding.ipynb #60a6e466
 def to_json_number(v):
-    "Convert numbers, also inside lists and dicts, to Python numbers with six significant digits, so that they can be written as JSON."
+    "Convert numbers to Python numbers with six significant digits for JSON, also inside lists and dicts."
     if isinstance(v, np.generic): v = v.item()
     if isinstance(v, float): return float(f'{v:.6g}')
     if isinstance(v, dict): return {str(k): to_json_number(x) for k,x in v.items()}
@@ -83,12 +83,12 @@ def finite_max(values):
 
 # %% ../../nbs/55_health/00_finding.ipynb #0e7e7227
 def find_true_tail(flags):
-    "Return the index from which all flags are True until the end. Return the number of flags if the last flag is False."
+    "Find the tail of flags that are all True: return its first index. Return the number of flags if the last flag is False."
     off = np.flatnonzero(~np.asarray(flags, bool))
     return int(off[-1]+1) if len(off) else 0
 
 def find_lasting_start(flags, least=3, share=.15, enough=10):
-    """Return the index from which all flags are True until the end. Return None if this part of the flags is too short.
+    """Find the start (index) of the part in which all flags are True until the end. Return None if this part is too short.
 
     least: least number of True flags at the end
     share: least fraction of the flags that are True at the end. For at least `enough` True flags, this fraction does not
@@ -100,7 +100,7 @@ def find_lasting_start(flags, least=3, share=.15, enough=10):
 
 # %% ../../nbs/55_health/00_finding.ipynb #ad0d9052
 def confidence_from(value, threshold, share=1., against=0):
-    """Return the confidence in a finding: 0.5 for a value at its threshold, 0.95 for a value 10 times above or below the threshold.
+    """Return the confidence in a finding, from its value: 0.5 at the threshold, 0.95 for a value 10 times above or below the threshold.
 
     share: fraction of the steps or tensors that show the fault; half of the confidence depends on it
     against: number of facts that contradict the fault, such as a falling loss. Each takes 30% of the confidence
@@ -114,7 +114,7 @@ def confidence_from(value, threshold, share=1., against=0):
 low_confidence = .5 # a report calls a fault 'possible' if its confidence is lower than this
 
 def name_module(path, kind=None):
-    "Return the path and class of a module as text for a sentence."
+    "Name a module in a sentence: return its path and class as text."
     name = f'`{path}`' if path else 'the model'
     return f'{name} ({kind})' if kind else name
 
@@ -131,6 +131,6 @@ def format_ratio(ratio):
     return f'{float(fmt(ratio)):,.0f} times' if ratio>=100 else f'{fmt(ratio)} times'
 
 def list_names(names, most=3):
-    "Return at most `most` names as text for a sentence, followed by the number of the names that are left out."
+    "List at most `most` names as text for a sentence, followed by the number of the names that are left out."
     names = [f'`{n}`' for n in names]
     return ', '.join(names[:most])+(f' and {len(names)-most:,} more' if len(names)>most else '')

@@ -75,14 +75,14 @@ def find_constant_outputs(h):
 
 # %% ../../nbs/55_health/56_first_step.ipynb #69914197
 def expected_changes(h):
-    """Return a dict: (path, pname) -> series, for all weights that a training step should change.
+    """Return the changes expected from a training step: a dict (path, pname) -> series of each weight that should change.
 
     The optimizer has these weights, and their gradients are not zero.
     """
     return {k: w for k,w in h.weights.items() if k in h.grads and (h.grads[k].rms>0).any() and k not in h.without_optimizer}
 
 def main_tensors(h, found):
-    "Return the parameters that are matrices. Return all parameters if none is a matrix. `found`: (path, pname) -> series of each parameter."
+    "Return the main parameters of a model: the matrices, or all if none is a matrix. `found`: (path, pname) -> series of each parameter."
     return {k: s for k,s in found.items() if h.is_matrix(k, s)} or found
 
 def first_updates(h):
@@ -111,15 +111,15 @@ step_rules = tuple(Rule(f, 'warning', needs) for f,needs in ((find_no_gradients,
 
 # %% ../../nbs/55_health/56_first_step.ipynb #e44d7513
 def takes(*names, only=lambda f: True):
-    "Return a function that takes a finding. It returns True if the rule of the finding is in `names` and `only(finding)` is True."
+    "Return a function that decides if a check takes a finding: its rule is in `names`, and `only(finding)` is True."
     return lambda f: f['rule'] in names and only(f)
 
 def make_reason_filter(*reasons):
-    "Return a function that takes a finding. It returns True for findings of the rule `not_trained` with one of the `reasons`."
+    "Make a filter for findings by reason: a function that is True for findings of `not_trained` with one of the `reasons`."
     return takes('not_trained', only=lambda f: f['evidence'].get('reason') in reasons)
 
 def count_phrase(h, has):
-    "Return a count as text: 'all 4 trained parameters' or '3 of 4 trained parameters'. `has`: returns True for a parameter to count."
+    "Return a phrase with a count: 'all 4 trained parameters' or '3 of 4 trained parameters'. `has`: returns True for a parameter to count."
     ps = [p for p in ParameterStates(h.parameters).ps if p['requires_grad']]
     n = sum(map(bool, map(has, ps)))
     return f"all {n:,} trained parameters" if n==len(ps) else f"{n:,} of {len(ps):,} trained parameters"
@@ -137,7 +137,7 @@ def changed_weights(h):
     return sum(bool(find_changes(w).any() or k in h.updates and (h.updates[k].rms>0).any()) for k,w in asked),len(asked)
 
 def explain_unknown_changes(h):
-    "Return the reason why changes of the weights are unknown, or '' if they are known."
+    "Explain why changes of the weights are unknown: return the reason, or '' if the changes are known."
     rates = [v for n in h.rates for v in n.values]
     if rates and not any(rates) and len(finished_steps(h))==1:
         return f"the learning rate is 0 in {steps_phrase(h)}, as at the start of a warm-up: check more steps"
@@ -187,7 +187,7 @@ def finite_fact(h):
 
 # %% ../../nbs/55_health/56_first_step.ipynb #b3ffcd1b
 def make_recorded_check(*ttypes):
-    "Return a function that takes a `History`. It returns '' if a tensor of the types `ttypes` was recorded, else a sentence."
+    "Make a check that a tensor of the types `ttypes` was recorded: a function of a `History` that returns '' or a sentence."
     def why(h): return '' if any(s.ttype in ttypes for s in h.all) else f"not recorded. To record them: ttypes=[..., {', '.join(map(repr, ttypes))}]"
     return why
 
@@ -200,11 +200,12 @@ def has_loss_graph(h):
     return bool(getattr(h, 'losses', None)) or any(s.ttype in ('prediction', 'target') for s in h.all)
 
 def make_loss_graph_check(*rules):
-    """Return a function that takes a `History`. It returns the reason why `rules` could not check the loss, or ''.
+    """Make a check that the loss graph was read: a function of a `History` that returns '' or why `rules` could not check the loss.
 
     The rules need the graph of the loss, which the recorder reads in `te.log`.
     """
     def why(h):
+        "Return the reason why `rules` could not check the loss, or ''."
         if not known_rules().keys() & {*rules}: return "this version of torchember has no rule for this check"
         return '' if has_loss_graph(h) else "the autograd graph of the loss was not read. Log the loss as a tensor before loss.backward(): te.log(loss=loss)"
     return why
@@ -262,19 +263,19 @@ most_steps = 8 # default of `check_step`: largest number of steps to check. For 
 statuses = *severities,'not checked','ok' # values of the table's column `status`, the most severe first
 
 def members(paths, parent):
-    "Return the names of the direct submodules of the module `parent`. `paths`: paths of all modules."
+    "Return the names of the members (direct submodules) of the module `parent`. `paths`: paths of all modules."
     start = parent+'.' if parent else ''
     return {p[len(start):].partition('.')[0] for p in paths if p.startswith(start) and p!=parent}
 
 def is_last_member(name, called, known):
-    """Return True if, of at least three numbered modules, only the last is never called: a loop over the modules ends too early.
+    """Return True if a module is the last of at least three numbered members, and the only one never called: a loop ends too early.
 
     `name`: name of the uncalled module; `called`, `known`: names of the called and of all modules.
     """
     return len(known)>2 and all(m.isdecimal() for m in known) and known-called=={name} and int(name)==max(map(int, known))
 
 def is_alternative(h, f):
-    """Return True if an uncalled module may be called in other steps.
+    """Return True if an uncalled module is an alternative, which may be called in other steps.
 
     This is the case if other modules of the same list are called, as for experts. It is also the case if a called
     parent module
@@ -303,7 +304,7 @@ def reliable_findings(found, h, n):
 few_steps_note = "If the model calls or trains some modules only in some steps, this is no fault. Check more steps."
 
 def sentence_of(f, n):
-    """Return the text of a finding. In findings about unchanged weights, replace the number of steps by `n`.
+    """Return the sentence of a finding. In findings about unchanged weights, replace the number of steps by `n`.
 
     Rules count the rows of a weight, which are one more than the steps.
     """
@@ -341,7 +342,7 @@ def table_rows(h, found, n):
 wide = 110 # width of a printed line, in characters
 
 def wrapped(text, indent):
-    "Break a text into lines of at most `wide` characters, each with an indent. Return a list of lines."
+    "Return a text wrapped into lines of at most `wide` characters, each with an indent, as a list."
     return textwrap.wrap(printable(text, 2000), wide, initial_indent=indent, subsequent_indent=' '*len(indent))
 
 def lines_of_checks(rows):
@@ -416,7 +417,7 @@ def add_current_weights(df, current, step):
     return pd.concat([df, pd.DataFrame(new)], ignore_index=True) if new else df
 
 def is_early(df, steps, finished):
-    """Return the mask of the rows of the first `steps` steps, and of the weights after these steps.
+    """Return a mask of the early rows: rows of the first `steps` steps, and of the weights after these steps.
 
     finished: number of the last finished step, or None if all steps are finished
     """

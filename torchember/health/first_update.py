@@ -15,7 +15,7 @@ from .sizes import is_harmed, loss_sentence
 
 # %% ../../nbs/55_health/38_first_update.ipynb #0e140a96
 def jumps_in_first_update(h, m, times):
-    """Return True if the first update makes a weight over `times` times as large, later updates are far smaller, and the weight stays large.
+    """Return True if a weight jumps in the first update to over `times` its size and stays large, and later updates are far smaller.
 
     m: `RelativeUpdates` of the weight
 

@@ -16,17 +16,17 @@ from .sizes import is_harmed, loss_sentence
 
 # %% ../../nbs/55_health/35_gradients.ipynb #61a42e75
 def report_gradients(h, where, text, first_step, last_step=None, **more):
-    "Return a finding about gradients, with a sentence about the loss and a heat map as plot. `more`: arguments of `finding`."
+    "Report a finding about gradients, with a sentence about the loss and a heat map as plot. `more`: arguments of `finding`."
     return finding(where, f"{text} {loss_sentence(h.progress)}", first_step, last_step, ttype='weight_grad',
         look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')", **more)
 
 def typical_size(s, lo=0., hi=1.):
-    "Return the median rms of a gradient between the fractions `lo` and `hi` of the training, or NaN if it is unknown."
+    "Return the typical size of a gradient: its median rms between the fractions `lo` and `hi` of the training, or NaN."
     n = len(s)
     return median(s.rms[int(lo*n):max(int(hi*n), int(lo*n)+1)])
 
 def falls_with_depth(size, small):
-    """Return True if gradients become smaller from the last layer to the first.
+    """Return True if the size of gradients falls with depth, from the last layer to the first.
 
     size: rms of the gradient of each layer
     small: indices of the layers with small gradients
@@ -35,7 +35,7 @@ def falls_with_depth(size, small):
     return bool(np.mean(size[:n]<=median(size[n:] if n<len(size) else size)*1e-2)>.6)
 
 def find_vanishing(gs, depth, least):
-    """Return the rms of each layer's gradient in the first third of the training, and the indices of the layers with vanishing gradients.
+    """Find layers with vanishing gradients. Return each layer's gradient rms in the first third of the training, and indices of these layers.
 
     gs: (path, pname) -> series of the gradient, in the order of layers
     depth, least: as in `vanishing_gradient`
@@ -68,7 +68,7 @@ def is_vanished(s, limit):
     return len(i)>=max(3, .2*len(s)) and i[-1]==len(s)-1 and bool((np.diff(i[-3:])==1).all())
 
 def find_vanished_later(h, gs, over_time, many=.7):
-    "Yield a finding about gradients that have a usual size at first, and vanish later in the training."
+    "Find gradients that have a usual size at first, and vanish later in the training. Yield a finding."
     start = {k: finite_max(s.rms[:max(3, len(s)//10)]) for k,s in gs.items()}
     gone = [k for k,s in gs.items() if start[k]>0 and is_vanished(s, over_time*start[k])]
     if not gone or len(gone)<many*len(gs) or h.ends_at_zero_loss: return
@@ -102,7 +102,7 @@ def vanishing_gradient(h, depth=1e-5, over_time=1e-6, least=4):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #b4561a24
 def total_norms(gs):
-    "Return (step numbers, norm of all gradients together in each of these steps). Return None if there are no gradients, or if all are zero."
+    "Return the total norm of all gradients in each step, as (step numbers, norms). Return None without gradients, or if all are zero."
     steps = np.unique(np.concatenate([s.steps for s in gs.values()]))
     square = np.zeros(len(steps))
     for s in gs.values():
@@ -112,7 +112,7 @@ def total_norms(gs):
     return (steps[ok], np.sqrt(square[ok])) if ok.any() else None
 
 def recovers(norm, i, usual):
-    "Return True if the median gradient norm of the five steps after index `i` is below 20 times the usual norm."
+    "Return True if the gradient norm recovers: the median of five steps after index `i` is below 20 times the usual norm."
     after = norm[i+1:i+6]
     return len(after)>=2 and bool(plain_median(after)<20*usual)
 
@@ -130,12 +130,12 @@ def rms_at_step(s, step):
     return float(s.rms[i]) if i is not None and np.isfinite(s.rms[i]) else 0.
 
 def largest_jump(gs, step):
-    "Return the series of the gradient that exceeds its usual rms by the largest factor in the step `step`."
+    "Return the series of the gradient with the largest jump in a step: its rms exceeds its usual rms by the largest factor."
     return max(gs.values(), key=lambda s: rms_at_step(s, step)/max(typical_size(s), 1e-300))
 
 # %% ../../nbs/55_health/35_gradients.ipynb #2db0d94d
 def find_growth_with_depth(h, gs, depth):
-    "Return a finding about gradients that grow from layer to layer in the backward pass, or None."
+    "Find growth with depth: gradients grow from layer to layer in the backward pass. Return a finding, or None."
     keys,size = list(gs),np.array([typical_size(s, 0, .3) for s in gs.values()])
     if len(keys)<4 or not np.isfinite(size).any(): return None
     half,largest = len(keys)//2,finite_max(size)
@@ -149,14 +149,14 @@ def find_growth_with_depth(h, gs, depth):
         "Gradient clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
 
 def find_jumps(norm, times):
-    "Yield (index, usual norm) for each norm above `times` the usual norm (median of 30 norms before). Skip norms far below the first norms."
+    "Find jumps: yield (index, usual norm) for each norm above `times` the median of 30 norms before. Skip norms far below the first norms."
     floor,least = .1*plain_median(norm[:5]),np.fmin.accumulate(norm)
     # quick test: only a norm above `times` the minimum of the earlier norms can be above `times` their median
     for i in np.flatnonzero(norm[5:]>times*least[4:-1])+5:
         if norm[i]>times*(usual := plain_median(norm[max(0, i-30):i]))>0 and not norm[i]<floor: yield i, usual
 
 def find_lasting_jump(h, gs, steps, norm, jump):
-    "Return a finding about a step after which the gradients stay large and the loss stays higher, or None."
+    "Find a lasting jump: a step after which gradients stay large and the loss stays higher. Return a finding, or None."
     for i,usual in find_jumps(norm, jump):
         if not is_worse_after(h.progress, steps[i]) or recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
@@ -180,7 +180,7 @@ def loss_elasticities(h, gs):
     return {k: v for k,v in elastic.items() if np.isfinite(v)}
 
 def find_steep_loss(h, gs, steps, norm, steep):
-    "Return a finding if the gradients are too large relative to the loss already at the start, else None."
+    "Find a steep loss: the gradients are too large relative to the loss already at the start. Return a finding, or None."
     by = loss_elasticities(h, gs)
     if not by or max(by.values())<=steep: return None
     k = max(by, key=by.get)
@@ -192,7 +192,7 @@ def find_steep_loss(h, gs, steps, norm, steep):
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(by[k], steep, against=h.progress.is_good))
 
 def find_huge_start(h, gs, steps, norm, huge):
-    "Return a finding if the norm of all gradients is huge at the start and the loss does not fall, else None."
+    "Find a huge start: the norm of all gradients is huge at the start, and the loss does not fall. Return a finding, or None."
     start = plain_median(norm[:5])
     if start<=huge or not is_harmed(h): return None
     s = max(gs.values(), key=lambda s: typical_size(s, 0, .1))
@@ -203,7 +203,7 @@ def find_huge_start(h, gs, steps, norm, huge):
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
 def find_endless_growth(h, gs, steps, norm, jump):
-    "Return a finding if gradients grow until the end and the loss does not fall, else None."
+    "Find endless growth: gradients grow until the end, and the loss does not fall. Return a finding, or None."
     start = plain_median(norm[:5])
     i = max(find_true_tail(norm>jump*start), 3)
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
@@ -234,14 +234,14 @@ def exploding_gradient(h, jump=1000., depth=1e4, huge=1e3, steep=100.):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #1a94d312
 class LoneSpike(NamedTuple):
-    "A step in which the gradient of only one layer is far above its usual rms."
+    "A lone spike: a step in which the gradient of only one layer is far above its usual rms."
     step: int
     key: tuple # (path, pname) of the parameter
     size: float # rms of the gradient, divided by its usual rms
     others: float # median of (rms / usual rms) over the gradients of the other layers, for comparison
 
 def find_lone_spikes(gs, common, times, alone):
-    "Return a `LoneSpike` for each step in which the gradient of only one layer is far above its usual rms. `common`: steps of all layers."
+    "Find lone spikes: return a `LoneSpike` for each step with only one layer's gradient far above its usual rms. `common`: steps of all layers."
     at = np.array([s.rms[np.searchsorted(s.steps, common)] for s in gs.values()])
     at[~np.isfinite(at)] = 0
     usual = np.array([[median(s.rms[s.rms>0])] for s in gs.values()])
@@ -255,7 +255,7 @@ def find_lone_spikes(gs, common, times, alone):
     return found
 
 def find_common_spike(h, gs, times):
-    "Yield a finding about a step in which the norm of all gradients is far above its usual value."
+    "Yield a finding about a spike common to all layers: in a step, the norm of all gradients is far above its usual value."
     total = total_norms(gs)
     if total is None or len(total[1])<10: return
     steps,norm = total

@@ -56,15 +56,15 @@ def layers_of(h) -> list:
 
 # %% ../../nbs/55_health/41_heads.ipynb #7d719453
 def group_name(layer): # the paths of the layers of a group differ only in numbers, such as 'h.0.attn' and 'h.1.attn'
-    "Return a key for layers of the same kind: the path with `*` in place of each number, and the number of the call."
+    "Return a name for a group of similar layers: the path with `*` in place of each number, and the number of the call."
     return re.sub(r'\d+', '*', layer.path), layer.call
 
 def sees_later_keys(layer, least):
-    "Return a boolean array: True for each head that gives keys after its query more than the weight `least` at any step."
+    "Return a boolean array: True for each head that sees later keys, with more than the weight `least` at any step."
     return ((np.nan_to_num(layer['reach'])>0) & (np.nan_to_num(layer['future'])>least)).any(0)
 
 def predicts_next_tokens(h, layer, share):
-    "Return True if the labels of a loss are the next input tokens, for at least this share of the labels, and `layer` reads these tokens."
+    "Return True if a loss predicts the next tokens that `layer` reads. `share`: least fraction of the labels that are next input tokens."
     lengths = {e.get('positions') for e in h.losses if (e.get('next_tokens') or 0)>=share}
     return 'queries' in layer and bool(lengths & {*layer.rows['queries'].dropna().astype(int)})
 
@@ -155,7 +155,7 @@ def peaked_attention(h, early=.5, few=8., sink=.3, keys=8):
 too_large_steps = 'update_too_large', 'first_step', 'exploding_gradient', 'poor_input_scale'
 
 def loss_decrease_after(progress, step):
-    "Return the decrease of the loss from a step to the end of the run, as a fraction of the whole decrease. NaN with fewer than 6 values after it."
+    "Return the decrease of the loss after a step, as a fraction of the whole decrease. NaN with fewer than 6 values after it."
     later = progress.values[progress.steps>=step]
     if len(later)<6: return np.nan
     start,end = start_and_end(later)

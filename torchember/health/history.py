@@ -36,7 +36,7 @@ change_statistics = 'mean', 'std', 'max', 'min', 'rms', 'abs_max' # if a tensor 
 sure_statistics = 'std', 'var', 'rms', 'l2'
 
 def find_changes(s):
-    "Return a mask over pairs of neighbouring steps: True if any statistic of the tensor differs between the two steps."
+    "Find changes of a tensor: return a mask over pairs of neighbouring steps, True if any statistic differs."
     known = [v[1:]!=v[:-1] for v in (s[c] for c in change_statistics if c in s)]
     known += [(v[1:]!=v[:-1]) & np.isfinite(v[1:]) & np.isfinite(v[:-1]) for v in (s[c] for c in other_statistics(s))]
     return np.any(known, axis=0) if known else np.zeros(max(len(s)-1, 0), bool)
@@ -55,7 +55,7 @@ def never_changes(s):
     return any(c in s for c in change_statistics) and not find_changes(s).any()
 
 def is_repeated(flags):
-    "Return True if at least two flags (changes of a weight) are True, or all flags. A single change may come from `load_state_dict`."
+    "Return True if a change of a weight is repeated: at least two flags are True, or all. A single change may come from `load_state_dict`."
     return bool(len(flags)) and bool(flags.sum()>1 or flags.all())
 
 # %% ../../nbs/55_health/10_history.ipynb #dee0d067
@@ -104,7 +104,7 @@ class ModuleGraph:
 
     @cached_property
     def calls(self):
-        "Dict: path of a module -> its index in the order in which modules return."
+        "Order of calls as a dict: path of a module -> its index in the order in which modules return."
         return {p: i for i,p in enumerate(dict.fromkeys(s.path for s in self.outs))}
 
     @cached_property
@@ -114,7 +114,7 @@ class ModuleGraph:
         return [p for p in self.calls if p not in inner or p=='' and len(self.calls)==1]
 
     def position(self, path):
-        "Return the index of a module in the order of calls. If the module was not called, return the index of the closest called parent module."
+        "Return the position (index) of a module in the order of calls. If it was not called, use the closest called parent module."
         while path not in self.calls:
             if not path: return len(self.calls)
             path = path.rpartition('.')[0]
@@ -161,13 +161,13 @@ class ModuleGraph:
 
 # %% ../../nbs/55_health/10_history.ipynb #fd806469
 def union_of_steps(series):
-    "Return the numbers of all steps that at least one series has, ascending. Equal arrays of steps are merged only once, to save time."
+    "Return the union of the steps of several series: all step numbers, ascending. Equal arrays of steps are merged only once, to save time."
     if not series: return np.zeros(0, int)
     longest = max(series, key=len).steps
     return np.unique(np.concatenate([longest, *(s.steps for s in series if not np.array_equal(s.steps, longest))]))
 
 def group_by_path(series):
-    "Return a dict: path of a module -> list of the series of its tensors."
+    "Group series by path: return a dict, path of a module -> list of the series of its tensors."
     found = {}
     for s in series: found.setdefault(s.path, []).append(s)
     return found
@@ -297,7 +297,7 @@ class History:
 
     @property
     def is_broken(self):
-        "True if the loss, a weight, a gradient or an update is not finite."
+        "True if the run is broken: the loss, a weight, a gradient or an update is not finite."
         if self.loss is not None and not np.isfinite(self.loss.values).all(): return True
         return any((s.bad[~s.skipped]>0).any() for s in self.trained if s.ttype in ('weight', 'weight_grad', 'update'))
 
@@ -310,7 +310,7 @@ class History:
 
     @cached_property
     def started_with_low_loss(self):
-        "True if the loss does not fall, but is far below the loss of random guessing: the model was already trained before the run."
+        "True if the run started with a low loss: it does not fall, but is far below random guessing. The model was already trained."
         p,guess = self.progress,guessing_losses(self)
         return p.verdict=='stalls' and bool(guess) and p.end<.6*min(guess.values()) and may_be_cross_entropy(self)
 

@@ -18,7 +18,7 @@ text_columns = ('module', 'path', 'ttype', 'tname', 'pname', 'phase', 'dtype')
 dropped_columns = ('ts', 'exponents', 'var', 'abs_min', 'skew', 'kurtosis', 'rm4', 'rm8', 'zero_frac', 'ratio', 'nonfinite')
 
 def kept_columns(df):
-    "Return the table of a run with only the rows and columns that `diff` compares."
+    "Return the columns and rows of a run that are kept in a reference file, because `diff` compares them, as a table."
     kept = [c for c in df.columns if c not in dropped_columns and (c in text_columns or c=='shape' or df[c].dtype.kind in 'iufb') and df[c].notna().any()]
     return df[~df['ttype'].isin(('finding', *of_passes))][kept].reset_index(drop=True)
 
@@ -31,7 +31,7 @@ def keep_run(
     overwrite:bool=False, # True to replace an existing file
     home=None # Folder of logs, instead of `~/.torchember`
 ): # pathlib.Path of the file
-    """Write the rows of a run that `diff` compares to one small file, for `assert_same_run` and `torchEmber.check`.
+    """Keep a run as a reference for `assert_same_run` and `torchEmber.check`: write the rows that `diff` compares to one small file.
 
     Args:
         run: Name of a run, a torchEmber or its `te.t`, a log file, or a table of rows

@@ -11,7 +11,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/36_leftover.ipynb #f8091b09
 def common_path(paths):
-    "Return the path of the innermost module that contains all given paths."
+    "Return the path that all given paths have in common: the path of the innermost module that contains all of them."
     parts = [p.split('.') for p in paths]
     same = 0
     while all(len(p)>same for p in parts) and len({p[same] for p in parts})==1: same += 1

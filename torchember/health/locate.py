@@ -67,7 +67,7 @@ def read_values(x) -> TensorValues:
     return TensorValues(shape, dtype, low, high, *counts, n)
 
 def is_bad(v):
-    "Return True if a tensor has NaN or infinities. `v`: its `TensorValues`, or None."
+    "Return True if a tensor is bad: it has NaN or infinities. `v`: its `TensorValues`, or None."
     return v is not None and v.nan+v.inf+v.minus>0
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e10
@@ -86,7 +86,7 @@ def first_argument(frame):
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 def find_spots(last) -> tuple:
-    """Return two `CodeSpot`s: the place in the code that called the running operation, and the place that called `backward`.
+    """Find two spots (`CodeSpot`s) in the code: the line that called the running operation, and the line that called `backward`.
 
     last: code object of the stack frame at which the search ends
     """
@@ -116,7 +116,7 @@ def find_spots(last) -> tuple:
 Place = namedtuple('Place', 'phase spot node', defaults=(None,))
 
 def describe_line(spot):
-    "Return file name and line number as text. A notebook cell has no file name."
+    "Describe a line of code as text: file name and line number. A notebook cell has no file name."
     if spot.file is None: return 'no line of your code'
     file = os.path.basename(spot.file)
     return f"line {spot.line} of a cell" if file.startswith('<') or 'ipykernel' in spot.file else f'{printable(file)}:{spot.line}'
@@ -138,7 +138,7 @@ class NodePlaces:
     def __init__(self): self.thread,self.known = get_ident(),{}
 
     def note(self, op, place):
-        "Store that the operation `op` has just created an autograd node. `place`: function that returns the `Place` of the operation."
+        "Note that the operation `op` has just created an autograd node. `place`: function that returns the `Place` of the operation."
         key = get_ident(), next_number()-1
         if key not in self.known: self.known[key] = op, place()
 
@@ -178,7 +178,7 @@ def storage_key(x):
     return ref.cdata, ref
 
 def fills_storage(x):
-    "Return True if a tensor is the whole of its storage, and not a view of a part of it."
+    "Return True if a tensor fills its storage, so that it is not a view of only a part of the storage."
     return x.numel()*x.element_size()==x.untyped_storage().nbytes()
 
 class TensorNames:
@@ -221,7 +221,7 @@ class TensorNames:
             if p.grad is not None: yield f'the gradient of `{n}`', 'gradient', p.grad
 
     def find(self, x):
-        "Return (kind, name) of the parameter, buffer, gradient or state that shares memory with the tensor `x`, or None."
+        "Find the parameter, buffer, gradient or state that shares memory with the tensor `x`. Return (kind, name), or None."
         key = storage_key(x)[0]
         return next(((kind, name) for name,kind,y in self.named_tensors() if is_readable(y) and storage_key(y)[0]==key), None)
 
@@ -261,7 +261,7 @@ overwrites = {f'aten.{n}_' for n in 'copy fill zero normal uniform random bernou
 on_lists = re.compile(r'\._(foreach|fused|amp_foreach)_')
 
 class Read(NamedTuple):
-    "A tensor argument of an operation, with a summary of its values before the operation."
+    "A tensor read by an operation as an argument, with a summary of its values before the operation."
     name: str # name of the argument
     i: int|None # index of the tensor in a list argument, or None
     x: torch.Tensor
@@ -275,7 +275,7 @@ def operation_name(op):
     return '.'.join(parts[:2]) if len(parts)==3 else str(op)
 
 def tensors_in_value(named):
-    """Return (name, index, tensor) of all tensors in some arguments, and True if a number among the arguments is NaN or infinite.
+    """Return the tensors in argument values as (name, index, tensor), and True if a number among the values is NaN or infinite.
 
     named: (name, value) of each argument. A value may be a list of tensors
     """
@@ -297,13 +297,13 @@ class StorageTraces:
         self.unread = set() # dtypes and devices of tensors that could not be read
 
     def read(self, x):
-        "Return the `TensorValues` of a tensor: range, and number of NaN and infinities. Return None if the values cannot be read."
+        "Read a tensor: return its `TensorValues` (range, and number of NaN and infinities), or None if it cannot be read."
         try: return read_values(x)
         except (RuntimeError, NotImplementedError) as e: # device memory is full, or the device lacks an operation that `read_values` needs
             self.unread.add(f"{str(x.dtype).removeprefix('torch.')} on {x.device.type}: {type(e).__name__}")
 
     def read_unless_finite(self, x):
-        "Return the `TensorValues` of a tensor. Return None without reading the tensor if its storage is known to be finite."
+        "Read a tensor unless its storage is known to be finite. Return its `TensorValues`, or None."
         key,ref = storage_key(x)
         if key in self.known and key not in self.traces and key not in self.raw: return None
         v = self.read(x)
@@ -336,18 +336,18 @@ class StorageTraces:
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e28
 class Destinations:
-    "Collects the results of a step (loss, gradients, parameters) with NaN or infinities, and the indices of their `Origin`s."
+    "Destinations of NaN and infinities: collects the results of a step (loss, gradients, parameters) that have them, and indices of `Origin`s."
     def __init__(self, traces, names): # traces: a `StorageTraces`; names: a `TensorNames`
         # found: list of (rank, name of the result, indices of its `Origin`s). A smaller rank is more important
         self.traces,self.names,self.found = traces,names,[]
     def note(self, rank, what, x, v=None):
-        "Add the tensor `x` as a result of the step if it has NaN or infinities. `what`: its name; `v`: its `TensorValues`, or None."
+        "Note the tensor `x` as a result of the step if it has NaN or infinities. `what`: its name; `v`: its `TensorValues`, or None."
         t = self.traces.trace(x)
         if t is None or not is_bad(v or self.traces.read(x)): return
         self.found.append((rank, what, merge_indices(t.nan, t.inf)))
 
     def note_gradient(self, named):
-        "If the running operation adds a gradient to `p.grad`, add this gradient as a result of the step. `named`: arguments of the operation."
+        "Note the gradient that the running operation adds to `p.grad`, if any, as a result of the step. `named`: arguments of the operation."
         if not self.traces.traces: return
         node = running_node()
         if node is None or not node.name().endswith('AccumulateGrad'): return
@@ -356,7 +356,7 @@ class Destinations:
             if is_readable(x): self.note(1, f"the gradient of {self.names.parameter(p) or f'a tensor of {list(p.shape)}'}", x)
 
     def note_reads(self, op, reads):
-        "Add non-finite arguments of the operation `op` as results of the step: a loss, another scalar, or a number that Python reads."
+        "Note non-finite values that the operation `op` reads as results of the step: a loss, another scalar, or a number read by Python."
         if not self.traces.traces: return
         for r in reads:
             if not is_bad(r.values): continue
@@ -365,13 +365,13 @@ class Destinations:
             elif r.x.dim()==0 and r.requires_grad: self.note(2, 'a scalar with a gradient', r.x, r.values)
 
     def note_output(self, module, out):
-        "Add the output of a model as a result of the step. Outputs of submodules are not added."
+        "Note the output of a model as a result of the step. Outputs of submodules are not added."
         if not self.traces.traces or not any(r[None] is module for r in self.names.roots): return
         for _,_,x in tensors_in_value([(None, list(out.values()) if isinstance(out, dict) else out)])[0]:
             if is_readable(x): self.note(2, f'the output of {an(module)}', x)
 
     def note_state(self, out):
-        "After a step, add all parameters, gradients, optimizer states, buffers and the return value `out` that are not finite as results."
+        "Note the state after a step as results: parameters, gradients, optimizer states, buffers and return value `out` that are not finite."
         for name,kind,x in self.names.named_tensors():
             if is_readable(x): self.note('buffer' if kind=='buffer' else 1, name, x)
         out = list(out.values()) if isinstance(out, dict) else out
@@ -410,7 +410,7 @@ class OriginTracker(DispatchMode):
         return out
 
     def read(self, name, tensor, about, i):
-        """Return the `Read` (values of an argument) of tensor number `i` of the operation `name`, before the operation runs.
+        """Read argument number `i` of the operation `name` before it runs. Return its values as a `Read`.
 
         `about`: result of `operation_arguments`.
         """
@@ -421,7 +421,7 @@ class OriginTracker(DispatchMode):
         return Read(n, j, x, v, written, x.requires_grad)
 
     def note_output(self, module, out):
-        "Add the output of a module to the results of the step, when the module returns."
+        "Note the output of a module as a result of the step, when the module returns."
         if id(module) not in self.names.inside: self.place() # called only because `place` adds the model to `names`
         self.destinations.note_output(module, out)
 
@@ -467,7 +467,7 @@ class OriginTracker(DispatchMode):
         self.traces.add_trace(x, self.trace_output(name, v, mine, odd, x))
 
     def trace_output(self, name, v, reads, odd, x):
-        "Return the `Trace` of an output. NaN come from inputs, or from this operation (a new `Origin`). `v`: `TensorValues` of the output."
+        "Trace an output: its NaN come from inputs, or from this operation (a new `Origin`). Return its `Trace`. `v`: `TensorValues` of the output."
         traces = [(r.values, self.traces.trace(r.x)) for r in reads if is_bad(r.values)]
         nan = merge_indices(*(t.nan or t.inf for r,t in traces if r.nan and t))
         inf = merge_indices(*(t.inf or t.nan for r,t in traces if (r.inf or r.minus) and t))
@@ -495,7 +495,7 @@ class OriginTracker(DispatchMode):
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e31
 def choose_origin(tracker, failed=False):
-    """Return the first `Origin` that made a result of the step non-finite, and the names of these results. Return None if there is no such `Origin`.
+    """Choose the first `Origin` that made results of the step non-finite. Return the `Origin` and the names of these results, or None.
 
     tracker: an `OriginTracker`, after the step
     failed: True if the step raised an exception, so that it has no results
@@ -512,19 +512,19 @@ def choose_origin(tracker, failed=False):
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e32
 def describe_values(v): # v: `TensorValues`, or None
-    "Return shape, dtype, range and number of NaN and infinities of a tensor as text."
+    "Describe the values of a tensor as text: shape, dtype, range and number of NaN and infinities."
     if v is None: return 'not read'
     odd = ', '.join(f'{k:,} of {v.n:,} {w}' for k,w in ((v.nan, 'NaN'), (v.inf, 'inf'), (v.minus, '-inf')) if k)
     span = '' if v.low is None else f'all {fmt(v.low)}' if v.low==v.high else f'{fmt(v.low)} to {fmt(v.high)}'
     return f"{list(v.shape)} {v.dtype}, {', '.join(p for p in (span, odd) if p)}"
 
 def describe_module(spot, names):
-    "Return path and class of a module as text. A module outside of all models, such as a loss, has no path."
+    "Describe a module as text: path and class. A module outside of all models, such as a loss, has no path."
     path = names.path(spot.module)
     return name_module(path, type(spot.module).__name__) if path else an(spot.module)
 
 def describe_place(place, names):
-    "Return the place of an operation as text: phase of the step, module and line of code."
+    "Describe the place of an operation as text: phase of the step, module and line of code."
     spot,line = place.spot,describe_line(place.spot)
     module = None if spot.module is None else describe_module(spot, names)
     if place.phase=='optimizer': return f'in the optimizer step of {type(spot.stepping).__name__}, at {line}'
@@ -532,7 +532,7 @@ def describe_place(place, names):
     return f'in the forward pass of {module}, at {line}' if module else f'outside of any module, at {line}'
 
 def describe_origin(o, names):
-    "Return a sentence about an `Origin`: operation, number of NaN or infinities, and place in the code."
+    "Describe an `Origin` in a sentence: operation, number of NaN or infinities, and place in the code."
     share = f"{o.count:,} of {o.out.n:,} values"
     if o.kind=='op':
         of = f' of {o.name}' if o.name else ''

@@ -30,7 +30,7 @@ def model_output(h):
 
 # %% ../../nbs/55_health/45_losses.ipynb #16c8c2e3
 def find_rise(p):
-    "Return the index from which a loss is clearly above its lowest value."
+    "Find the rise of a loss: return the index from which it is clearly above its lowest value."
     s = running_median(p.values)
     best = int(np.argmin(s[:max(1, len(s)*3//4)]))
     over = np.flatnonzero(s[best:]>s[best]+max(3*p.noise, .1*abs(s[best])))
@@ -67,7 +67,7 @@ def diverging(h, times=3., largest=10.):
 
 # %% ../../nbs/55_health/45_losses.ipynb #8785bc53
 def share_along_gradient(s, w, least):
-    """Return the fraction of the steps in which the mean of a weight `w` changes in the direction of the mean of its gradient `s`.
+    """Return the share of steps in which a weight `w` moves along its gradient `s`: its mean changes in the direction of the gradient's mean.
 
     Gradient descent changes weights in the opposite direction. Return None if fewer than `least` steps show the
     direction.
@@ -81,7 +81,7 @@ def share_along_gradient(s, w, least):
     return float((np.sign(moved[ok])==np.sign(grad[ok])).mean()) if ok.sum()>=least/2 else None
 
 def find_ascent(h, share, least):
-    "Return a finding if weights change in the direction of their gradients, so that the optimizer maximizes the loss. Return None otherwise."
+    "Find gradient ascent: weights change in the direction of their gradients, which maximizes the loss. Return a finding, or None."
     both = [(s, h.weights[k]) for k,s in h.grads.items() if k in h.weights and len(s)>=least]
     shares = [share_along_gradient(s, w, least) for s,w in both if 'mean' in s and 'mean' in w]
     shares = np.array([v for v in shares if v is not None])
@@ -151,12 +151,12 @@ def loss_below(h, times=5.):
 
 # %% ../../nbs/55_health/45_losses.ipynb #a8ac2972
 def stays_at(values, guess, close=.03):
-    "Return True if a loss is near the value `guess` in all parts of the second half of the training. `close`: largest relative difference."
+    "Return True if a loss stays at the value `guess` in all parts of the second half of the training. `close`: largest relative difference."
     late = values[len(values)//2:]
     return len(late)>=20 and all(abs(plain_median(part)-guess)<close*guess for part in np.array_split(late, 4))
 
 def guesses_of_sigmoid(s):
-    """Return a list of (sentence, loss) for a sigmoid with nearly the same output for all samples. `s`: series of the output.
+    """Return guesses of a sigmoid with nearly equal outputs for all samples, and their losses, as (sentence, loss). `s`: series of the output.
 
     If half of the targets are 1, the squared error is smallest for a probability of 0.5.
     """
@@ -167,13 +167,13 @@ def guesses_of_sigmoid(s):
     return [*of_half, ("The same probability for all samples gives an absolute error of 0.5.", .5)]
 
 def guesses(h, p, close):
-    "Return a list of (sentence, loss) with the losses of a model that has learned nothing."
+    "Return the losses of guesses, by a model that has learned nothing, as a list of (sentence, loss)."
     found = [(f"Guessing among {n} classes gives a loss of {v:.3f} = ln {n}.", v) for n,v in guessing_losses(h).items()]
     sigmoids = [h.outputs[q] for q in h.graph.last_modules if q in h.outputs and h.activation(h.outputs[q])=='Sigmoid']
     return found+(guesses_of_sigmoid(sigmoids[0]) if sigmoids else [])
 
 def stall_severity(h, p, guess, n):
-    """Return the severity of the finding about a loss that does not fall, or None for the default severity.
+    """Return the severity of a stall (the loss does not fall), or None for the default severity of the finding.
 
     `guess`: the matching element of `guesses`, or None. `n`: number of steps, divided by the least number for a
     finding.
@@ -184,7 +184,7 @@ def stall_severity(h, p, guess, n):
     return None if p.noise<1e-6*abs(p.end) else 'info' # 'info': the lowest possible loss is unknown
 
 def is_still_falling(p, guess, part=.01, trend=-3.):
-    """Return True if a loss still falls slowly at the end, and is already below `guess`, the loss of random guessing.
+    """Return True if a loss is still falling slowly at the end, and is already below `guess`, the loss of random guessing.
 
     part: least fall of the loss, as a fraction of its start, and least distance to `guess`, as a fraction of `guess`
     trend: largest trend of the second half of the loss, divided by the standard deviation of the trend of pure noise"""
@@ -198,7 +198,7 @@ def has_changed_enough(h, least=.01):
     return not trained or bool(finite_max(moves)>=least)
 
 def find_fall_to_guess(h, p, least, close):
-    "Return a finding if the loss falls to the loss of random guessing, and stays there. `close`: largest relative difference."
+    "Find a loss that falls to the loss of random guessing, and stays there. Return a finding, or None. `close`: largest relative difference."
     if len(p.values)<least or p.verdict!='falls' or not has_changed_enough(h): return None
     found = next(((n, v) for n,v in guessing_losses(h).items() if stays_at(p.values, v, close/3) and p.end>v*(1-close/3)), None)
     if found is None or not p.start>found[1]*(1+close): return None
@@ -217,7 +217,7 @@ def gives_probabilities(s):
     return bool((abs(s['mean']*s.shape[-1]-1)<1e-3).all() and not (s['min']<0).any())
 
 def find_double_softmax(h, p):
-    """Return a finding if softmax is applied twice, in the model and in the loss. Return None otherwise. `p`: a `LossProgress`.
+    """Find a double softmax: in the model and in the loss. Return a finding, or None. `p`: a `LossProgress`.
 
     If so, the outputs are probabilities, and the loss stays above the smallest possible cross-entropy of
     probabilities used as logits.
@@ -236,7 +236,7 @@ def find_double_softmax(h, p):
             floor=floor, end=p.end)
 
 def find_relu_logits(h, p):
-    "Return a finding if the logits are never below zero, because a ReLU follows the last layer. Return None otherwise."
+    "Find logits after a ReLU: they are never below zero, because a ReLU follows the last layer. Return a finding, or None."
     for path in dict.fromkeys(['', *h.graph.last_modules]):
         s = h.outputs.get(path)
         if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or not ('min' in s and 'mean' in s) or len(s)<20 or gives_probabilities(s): continue
@@ -250,7 +250,7 @@ def find_relu_logits(h, p):
             p.steps[0], p.steps[-1], ttype='output', look="overview(run)", advice="Remove the activation after the last layer: cross_entropy expects logits.")
 
 def find_double_sigmoid(h, p):
-    """Return a finding if sigmoid is applied twice, in the model and in the loss. Return None otherwise. `p`: a `LossProgress`.
+    """Find a double sigmoid: in the model and in the loss. Return a finding, or None. `p`: a `LossProgress`.
 
     If so, the model is sure of its outputs, but the loss is ln(1+1/e) for each positive label and ln 2 for each
     negative label.
@@ -296,7 +296,7 @@ def loss_stalls(h, least=30, close=.03):
 
 # %% ../../nbs/55_health/45_losses.ipynb #b6c0141e
 def find_loss_jump(p, times, part):
-    "Return (index, usual earlier loss) of the first loss that is far above the losses before it, or None."
+    "Find a jump of the loss: the first value far above the losses before. Return (index, usual earlier loss), or None."
     v = p.values
     for i in range(5, len(v)):
         before = v[max(0, i-15):i]
@@ -304,7 +304,7 @@ def find_loss_jump(p, times, part):
     return None
 
 def data_size_ratio(h, step, times=5):
-    "Return the ratio of the rms of the data in a step to the usual rms. Return None if the ratio is at most `times`."
+    "Return the ratio of the size (rms) of the data in a step to the usual size. Return None if the ratio is at most `times`."
     for s in h.series('input'):
         if s.path not in h.graph.first_modules or len(s)<=5 or (i := s.at_step(step)) is None: continue
         size = s.rms[i]/median(s.rms)
@@ -340,7 +340,7 @@ def loss_spike(h, times=10., part=.5):
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9084578
 def find_constant_data(s, share=.9):
-    "Return the index of the first step with constant data, if all values are equal in nearly all steps. Return None otherwise."
+    "Find constant data: all values are equal in nearly all steps. Return the index of the first such step, or None."
     if 'float' not in str(s.dtype) or s.shape is None or np.prod(s.shape)<=16 or 'max' not in s: return None
     same = s['max']==s['min']
     return int(np.flatnonzero(same)[0]) if same.mean()>share else None
@@ -358,13 +358,13 @@ def report_constant_data(h, s, at, alone):
         advice="Print x.min() and x.max() of a batch of the DataLoader. A transform may clip all values, or an array was never filled.")
 
 def is_unchanging(s):
-    "Return True if a tensor has the same statistics in all steps."
+    "Return True if a tensor is unchanging: it has the same statistics in all steps."
     # tolerance 0 for an infinite rms, because with an infinite tolerance all values would count as equal
     atol = 1e-6*s.rms[0] if np.isfinite(s.rms[0]) else 0
     return all(np.allclose(s[c], s[c][0], rtol=1e-5, atol=atol, equal_nan=True) for c in ('mean', 'std', 'max', 'min') if c in s)
 
 def count_different(ins):
-    """Return the number of different batches in the first step: micro-batches, or calls with different statistics.
+    """Count the different batches in the first step: micro-batches, or calls with different statistics.
 
     `ins`: series of the inputs.
     """

@@ -16,7 +16,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/42_modes.ipynb #013c2fe6
 def find_tiny_batch(h, out, few=2):
-    """Return a finding if a batch normalization has at most `few` values per channel. Return None otherwise.
+    """Find a tiny batch: a batch normalization has at most `few` values per channel. Return a finding, or None.
 
     The output for so few values shows hardly more than which value is larger.
     """
@@ -34,7 +34,7 @@ gains,offsets = ('weight', 'gamma'),('bias', 'beta') # names of the parameters o
 means,variances = ('running_mean', 'moving_mean'),('running_var', 'moving_variance')
 
 def first_present(found, names, *path):
-    "Return the series of the first of `names` that exists in `found`, or None. `path`: path of the module, if keys contain the path."
+    "Return the series of the first of `names` that is present in `found`, or None. `path`: path of the module, if keys contain the path."
     return next((found[k] for n in names if (k := (*path, n) if path else n) in found), None)
 
 def has_changing_statistics(h, path):
@@ -42,7 +42,7 @@ def has_changing_statistics(h, path):
     return any(is_repeated(find_changes(s)) for s in h.series('buffer') if s.path==path and s.tname in (*means, *variances))
 
 def find_eval_mode(h, out):
-    """Return a finding if a normalization trains in evaluation mode, with its initial running statistics. Return None otherwise.
+    """Find evaluation mode: a normalization trains in it, with its initial running statistics. Return a finding, or None.
 
     The output of such a module equals its input, apart from weight and bias.
     """
@@ -57,7 +57,7 @@ def find_eval_mode(h, out):
         "running statistics.", advice="Call model.train() before training, and model.eval() only to evaluate.")
 
 def find_wrong_scale(h, out, times=3, share=.6):
-    """Return a finding if the rms of a normalization's output does not fit its weight and bias, because of evaluation mode. Else return None.
+    """Find a wrong scale: evaluation mode gives a normalization an output rms that does not fit its weight and bias. Return a finding, or None.
 
     The reason for a different rms is evaluation mode.
     """
@@ -86,7 +86,7 @@ def uses_batch_statistics(h, out):
     return bool(plain_median(abs(out['mean']-mean))<2e-3*median(out.rms))
 
 def compare_buffers(h, out, least, away=2., shifted=1.5):
-    """Return a finding if running statistics do not fit the batches in the second half of the training. Return None otherwise.
+    """Compare buffers with the data: return a finding if running statistics do not fit the batches in the second half. Return None otherwise.
 
     away: largest ratio of the rms by running statistics to the rms of the batches
     shifted: largest distance of the two means, in standard deviations
@@ -110,7 +110,7 @@ def compare_buffers(h, out, least, away=2., shifted=1.5):
         confidence=max(confidence_from(know/have if have>0 else 0, away if know>have else 1/away), .5))
 
 def compare_sizes(ev, tr, late, away, share=.6, window=9):
-    """Return (median ratio, index of the first difference) if a tensor has another rms in evaluations than in training, else None.
+    """Compare the sizes (rms) of a tensor in evaluations and in training. Return (median ratio, index of the first difference), or None.
 
     ev, tr: series of the tensor in evaluations and in training
     late: indices in `ev` of the evaluations to compare
@@ -126,12 +126,12 @@ def compare_sizes(ev, tr, late, away, share=.6, window=9):
     return (median(gap), int(late[off][0])) if off.mean()>share else None
 
 def distance_from_range(a, values):
-    "Return 1 if the number `a` is between the smallest and largest of `values`. Otherwise return the ratio of `a` to the nearer limit."
+    "Return the distance of the number `a` from the range of `values`, as a ratio to the nearer limit. Return 1 inside of the range."
     low,high = min(values),max(values)
     return a/max(high, 1e-30) if a>high else a/low if a<low else 1.
 
 def compare_evaluation(h, out, away, least):
-    "Return a finding if the output of a BatchNorm has another rms in evaluation than in training. Return None otherwise."
+    "Compare evaluation with training: return a finding if a BatchNorm's output has another rms in evaluation. Return None otherwise."
     ev = next((s for s in h.series('output', evaluated=True) if s.path==out.path), None)
     if ev is None: return None
     gap = compare_sizes(ev, out, np.flatnonzero((ev.steps>=h.steps[0]+least) & np.isfinite(ev.rms)), away)
@@ -156,7 +156,7 @@ def batch_norm(h, away=4., least=30):
 
 # %% ../../nbs/55_health/42_modes.ipynb #3c77b07b
 def flag_training_mode(h, out):
-    "Return the mask of the steps in which a module is in training mode. Return None if the output does not show the mode."
+    "Flag the steps in which a module is in training mode, in a mask. Return None if the output does not show the mode."
     if 'Dropout' in out.kind and out.path in h.inputs:
         x = h.inputs[out.path][0]
         return abs(out.rms-x.rms)>1e-4*x.rms if len(x)==len(out) else None
@@ -165,7 +165,7 @@ def flag_training_mode(h, out):
     return abs(out['mean']-(b['mean'] if b is not None and len(b)==len(out) else 0))<2e-3*out.rms
 
 def find_missing_train_call(h, least=5):
-    "Yield findings about a model that stays in evaluation mode after an evaluation, because `model.train()` is missing."
+    "Find a missing call of `model.train()` after an evaluation: the model stays in evaluation mode. Yield findings."
     for path,out in h.outputs.items():
         if len(out)<3*least or 'mean' not in out or (working := flag_training_mode(h, out)) is None: continue
         at = find_lasting_start(~working)
@@ -177,7 +177,7 @@ def find_missing_train_call(h, least=5):
 
 # %% ../../nbs/55_health/42_modes.ipynb #f7ff8a81
 def begins_with_zeros(h, s):
-    """Return True if a tensor belongs to a recurrent state that begins with zeros in each evaluation, as the states of an RNN do.
+    """Return True if a tensor begins with zeros in each evaluation, as a recurrent state such as the states of an RNN does.
 
     Such a tensor is an input of only zeros, while another input is not zero, or it is a further output of this
     module.
@@ -189,7 +189,7 @@ def begins_with_zeros(h, s):
     return s in states or s.ttype=='output' and s is not next((t for t in h.series('output', evaluated=True) if t.path==s.path), None)
 
 def compare_with_training(h, s, away, adapted=60):
-    """Return (series, ratio, index) if a tensor has another rms in evaluations than in training, else None.
+    """Compare the rms of a tensor in evaluations with training. Return (series, ratio, index) if it differs, else None.
 
     The first third of the training is not compared, because running statistics may not fit the data yet.
 
@@ -204,7 +204,7 @@ def compare_with_training(h, s, away, adapted=60):
 
 # %% ../../nbs/55_health/42_modes.ipynb #7c2f0a12
 def find_first_evaluation(h, far):
-    """Yield a finding if an output in an evaluation before any update differs by more than a factor `far` (rms) from the first training step.
+    """Find outputs in the first evaluation, before any update, that differ by a factor `far` (rms) from the first training step. Yield a finding.
 
     The inputs of both must have about the same size.
     """
@@ -230,7 +230,7 @@ def is_norm_with_statistics(kind): return any(n in (kind or '') for n in ('Batch
 
 # %% ../../nbs/55_health/42_modes.ipynb #7c2f0a16
 def find_never_train_mode(h, least=10):
-    "Yield a finding about a model that is trained in evaluation mode in all steps, although modules of the model depend on the mode."
+    "Find a model that is never in training mode during training, although some of its modules depend on the mode. Yield a finding."
     trained = [h.graph.position(k[0]) for k,w in h.weights.items() if k in h.grads and find_changes(w).any()]
     if not trained or h.modes.get('train') or len(h.steps)<least: return
     # skip modules before the first trained weight, because frozen modules are in evaluation mode on purpose

@@ -20,7 +20,7 @@ def is_linear(kind): return kind in linear_kinds or (kind or '').endswith('Linea
 def is_norm(kind): return any(n in (kind or '') for n in norm_kinds) or (kind or '').endswith('Norm')
 
 def count_inputs(w):
-    """Return the number of inputs of each unit (fan-in) of a weight, or 1 if the shape is unknown.
+    """Count the inputs of each unit (fan-in) of a weight. Return 1 if the shape is unknown.
 
     A unit is a row of the weight matrix in torch. In flax, and in `Conv1D` of transformers, a unit is a column.
     """
@@ -41,7 +41,7 @@ class RelativeUpdates:
 
     @property
     def size(self):
-        "Rms of the weight in each of `steps`, the steps with a known change of the weight."
+        "Size (rms) of the weight in each of `steps`, the steps with a known change of the weight."
         return self.s.rms[np.searchsorted(self.s.steps, self.steps).clip(max=len(self.s)-1)]
 
     def median(self, lo=0., hi=1.):

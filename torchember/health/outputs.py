@@ -31,7 +31,7 @@ def is_in_unit_range(s):
 def is_probability(h, s): return h.activation(s) in ('Sigmoid', 'Hardsigmoid', 'Softmax') and is_in_unit_range(s)
 
 def lower_end(h, s):
-    "Return the smallest value that the activation of an output can have: 0 for a sigmoid, -1 for tanh. Return None for other activations."
+    "Return the lower end of the range of an output's activation: 0 for a sigmoid, -1 for tanh. Return None for other activations."
     if h.activation(s) in ('Sigmoid', 'Hardsigmoid') and is_in_unit_range(s): return 0
     return -1 if h.activation(s) in ('Tanh', 'Hardtanh', 'Softsign') and finite_max(s.abs_max)<=1 else None
 
@@ -42,7 +42,7 @@ def input_changes(h):
 
 # %% ../../nbs/55_health/43_outputs.ipynb #cb24a2df
 def all_zero_steps(h):
-    "Return the numbers of the steps with recorded gradients, and a mask: True for steps with only zero gradients."
+    "Return the numbers of the steps with gradients, and a mask of the all-zero steps, in which every gradient is zero."
     steps = np.unique(np.concatenate([s.steps for s in h.grads.values()])) if h.grads else np.zeros(0, int)
     zero = np.ones(len(steps), bool)
     for s in h.grads.values(): zero[np.searchsorted(steps, s.steps)] &= s.zero
@@ -62,14 +62,14 @@ def weights_hardly_change(h, steps, still=2e-5):
     return True
 
 def find_no_gradient(h, share, least):
-    "Return (numbers of the steps in which all gradients are zero, number of steps with gradients). Return None if such steps are too few."
+    "Find steps with no gradient: all are zero. Return (numbers of these steps, number of steps with gradients), or None if they are too few."
     steps,zero = all_zero_steps(h)
     if len(steps)<least or zero.mean()<=share or not weights_hardly_change(h, steps[zero]): return None
     return steps[zero], len(steps)
 
 # %% ../../nbs/55_health/43_outputs.ipynb #fa02387c
 def constant_value(s):
-    "Return the constant if a tensor has the same value for all samples in all steps. Return None otherwise."
+    "Return the value of a constant tensor, with the same value for all samples in all steps. Return None for other tensors."
     if not is_float(s) or s.shape is None or not len(s.shape) or 'max' not in s or 'min' not in s or not len(s): return None
     value = s['max'][0]
     return float(value) if np.isfinite(value) and (s['max']==value).all() and (s['min']==value).all() else None
@@ -157,7 +157,7 @@ def no_gradient_finding(h, steps, of, why, advice):
 
 # %% ../../nbs/55_health/43_outputs.ipynb #5402d067
 def is_pushed_to_end(s, low):
-    "Return True if the mean output of an activation at the end is close to `low` (its smallest value) or 1 (its largest value)."
+    "Return True if an activation is pushed to one end: its mean output at the end of the run is close to `low` (its smallest value) or to 1."
     late = median(s['mean'][-max(3, len(s)//4):])
     return bool(late>.9 or late<low+.1)
 
@@ -197,7 +197,7 @@ def targets_out_of_reach(h, above=20., below=-1.5):
 
 # %% ../../nbs/55_health/43_outputs.ipynb #c06433f6
 def begins_at_guess(h, n, close=.15):
-    "Return True if the first loss is near ln(n), the cross-entropy of random guessing among `n` classes."
+    "Return True if the loss begins at ln(n), the cross-entropy of a random guess among `n` classes."
     return len(h.progress.values)>0 and abs(h.progress.values[0]-math.log(n))<close*math.log(n)
 
 def sums_to_one(s):

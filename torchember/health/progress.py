@@ -78,7 +78,7 @@ class LossProgress:
         self.verdict = self.judge(names) if len(self.values)>=least else 'short'
 
     def judge(self, names):
-        "Compute the start, end and noise of the loss, and return the verdict."
+        "Judge the progress: compute start, end and noise of the loss, and return the verdict."
         v = self.values
         self.start,self.end = start_and_end(v)
         self.best,self.noise = float(np.min(running_median(v))),estimate_noise(v)
@@ -126,7 +126,7 @@ def guessing_losses(h, classes=200_000):
 
 # %% ../../nbs/55_health/05_progress.ipynb #46579690
 def lowest_cross_entropy(low, top, n, probabilities):
-    """Return the smallest possible cross-entropy of a model with outputs between `low` and `top`.
+    """Return the lowest possible cross-entropy of a model with outputs between `low` and `top`.
 
     n: number of classes
     probabilities: True for outputs of a sigmoid or softmax, False for logits
@@ -135,7 +135,7 @@ def lowest_cross_entropy(low, top, n, probabilities):
     return min(-math.log(max(top, 1e-30)), -math.log(max(1-low, 1e-30)) if n<=2 else math.inf)
 
 def may_be_cross_entropy(h):
-    """Return True if a cross-entropy of the model's outputs can be as small as the loss at the end. `h`: a `History`.
+    """Return True if the loss may be a cross-entropy: its end is not below the smallest cross-entropy of the model's outputs. `h`: a `History`.
 
     A cross-entropy cannot be smaller than the range of the outputs allows.
     """

@@ -20,7 +20,7 @@ class OutputRank:
         self.cosine,self.rank = (np.asarray([np.nan if v is None else v for v in found[k]], float) for k in ('cosine', 'rank'))
 
     def find_lasting_fall(self, flags):
-        """Return the index from which all flags are True until the end. Require at least two True flags there, and a False flag before.
+        """Find the start of a lasting fall: the index from which all flags are True. Require at least two True flags, and a False flag before.
 
         Return None otherwise.
         """

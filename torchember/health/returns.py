@@ -15,7 +15,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/46_returns.ipynb #7dc8ba89
 class Jumps:
-    """Finds steps in which a weight changes far more than before, although neither its gradient nor a learning rate explains the change.
+    """Jumps of a weight: finds steps with a far larger change than before, which its gradient or a learning rate does not explain.
 
     s: series of the weight
     grad: series of the gradient of the weight, or None
@@ -25,7 +25,7 @@ class Jumps:
         self.s,self.grad,self.rates,self.moves = s,grad,rates,RelativeUpdates(s)
 
     def usual(self, i, n=15):
-        "Return the median relative change of the weight in the `n` steps before index `i`."
+        "Return the usual relative change of the weight: the median of the `n` steps before index `i`."
         return plain_median(self.moves.ratio[max(0, i-n):i])
 
     def changes_extremes(self, i, least):
@@ -36,7 +36,7 @@ class Jumps:
         return any(abs(self.s[c][i+1]-self.s[c][i])>least*self.s.rms[i] for c in ('max', 'min') if c in self.s)
 
     def is_explained(self, i, times):
-        "Return True if the gradient or a learning rate grew at the same step, by at least a quarter of the factor `times`."
+        "Return True if a large change is explained: the gradient or a learning rate grew in the same step, by at least a quarter of `times`."
         step = self.s.steps[i]
         grown = [v.values[v.steps<=step+1][-1]/max(v.values[v.steps<step][-1], 1e-30) for v in self.rates if (v.steps<step).any()]
         if self.grad is not None and (j := self.grad.at_step(step)) and j>=3:
@@ -44,7 +44,7 @@ class Jumps:
         return any(4*g>=times for g in grown)
 
     def find(self, times, largest, least):
-        "Return a dict: index of a step in which the weight changes too much -> (relative change in this step, usual relative change)."
+        "Find steps in which the weight changes too much. Return a dict: index of the step -> (relative change, usual relative change)."
         found,ratio = {},self.moves.ratio
         # for each step, the largest change of the weight in all earlier steps
         before = np.r_[np.nan, np.fmax.accumulate(ratio)[:-1]] if len(ratio) else ratio
@@ -55,7 +55,7 @@ class Jumps:
 
 # %% ../../nbs/55_health/46_returns.ipynb #01cebee0
 def lost_progress(h, step, stays=3):
-    """Return (loss before, loss after, lost fraction of the progress) if weights were replaced before the step `step`.
+    """Return the progress lost if weights were replaced before the step `step`: (loss before, loss after, lost fraction of the progress).
 
     Return None if the loss does not show that progress is lost for at least `stays` steps.
     """
@@ -67,7 +67,7 @@ def lost_progress(h, step, stays=3):
     return (a, b, (b-a)/(start-a)) if a<.8*start else None
 
 def find_replaced(h, times, largest, least):
-    "Return a dict: step -> weights that were replaced before this step, as {(path, pname): (relative change, usual change)}."
+    "Find weights replaced before a step. Return a dict: step -> {(path, pname) of the weight: (relative change, usual change)}."
     found,rates = {},h.rates
     for k,w in h.weights.items():
         if (k not in h.grads and k not in h.updates) or len(w)<8 or not h.is_matrix(k, w): continue
@@ -76,7 +76,7 @@ def find_replaced(h, times, largest, least):
     return found
 
 def find_first_values(h):
-    "Return the numbers of the steps at which all trained weights have the values of the first step again."
+    "Find the steps at which all trained weights have their first values again (values of the first step). Return the step numbers."
     ws = [w for k,w in h.weights.items() if k in h.grads and len(w)>6]
     masks = [np.all([w[c]==w[c][0] for c in ('mean', 'std', 'max', 'min') if c in w] or [np.zeros(len(w), bool)], axis=0) for w in ws]
     back = [set(w.steps[1:][m[1:] & ~m[:-1]].tolist()) for w,m in zip(ws, masks, strict=True) if h.is_matrix((w.path, w.pname), w)]
@@ -102,18 +102,18 @@ where_to_look = ("Search for code that loads or initializes weights during the t
     "Print the result of model.load_state_dict(..., strict=False): it lists missing and unexpected keys.")
 
 def loss_phrase(h, fell, count):
-    "Return sentences about the loss before and after a replacement of weights. `fell`: result of `lost_progress`."
+    "Return a phrase about the loss before and after a replacement of weights. `fell`: result of `lost_progress`."
     before,after,_ = fell
     more = f" This happens {count} times."*(count>1)
     return f"The loss goes back from {fmt(before)} to {fmt(after)} ({fmt(plain_median(h.progress.values[:3]))} at the start).{more}"
 
 def report_first_values(h, step, fell, count):
-    "Return a finding about a model that has its first weights again, so that progress is lost. `fell`: result of `lost_progress`."
+    "Report that the model has its first values (weights) again, so that progress is lost. `fell`: result of `lost_progress`."
     return finding('', f"At step {step}, all weights have the values of step {h.steps[0]} again. {loss_phrase(h, fell, count)}", step, step,
         ttype='weight', stands=True, look="updates(run)", advice=where_to_look, before=fell[0], after=fell[1], times=count)
 
 def report_replaced(h, step, weights, fell, count):
-    """Return a finding about weights that were replaced before the step `step`.
+    """Report weights that were replaced before the step `step`, as a finding.
 
     `weights`: value of the dict `find_replaced` for this step. Other arguments: as in `loss_phrase`.
     """

@@ -57,7 +57,7 @@ class Rule:
         return {p.name: p.default for p in ps} | self.thresholds
 
     def but(self, **thresholds):
-        "Return a copy of the rule with other thresholds, given by name. Raise TypeError if the rule has no threshold of this name."
+        "Return a copy of the rule, but with other thresholds, given by name. Raise TypeError if the rule has no threshold of this name."
         for k in thresholds:
             if k not in self.defaults: raise TypeError(unknown(f'threshold of {self.name}', k, list(self.defaults)))
         return Rule(self.f, self.severity, self.needs, self.after, self.thresholds|thresholds, self.stats)

@@ -14,7 +14,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/49_schedules.ipynb #71305e09
 def find_minima(v, low):
-    "Return the indices of the minima of a curve that are below the fraction `low` of its largest value."
+    "Find the minima of a curve that are below the fraction `low` of its largest value. Return their indices."
     turns = np.flatnonzero((v[1:-1]<=v[:-2]) & (v[1:-1]<v[2:]))+1
     return turns[v[turns]<low*v.max()]
 
@@ -24,7 +24,7 @@ def is_flat_at(v, at):
     return near<.7*abs(np.diff(v)).max() and abs(np.diff(v)).max()<.55*v.max()
 
 def as_each_step(n, steps):
-    "Return the learning rate at each of `steps`. Between logged values, the learning rate is constant, because only changes are logged."
+    "Return the learning rate as one value for each of `steps`. It is constant between logged values, because only changes are logged."
     return n.values[np.clip(np.searchsorted(n.steps, steps, 'right')-1, 0, None)]
 
 @rule(severity='warning', needs='scalar')

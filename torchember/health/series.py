@@ -30,7 +30,7 @@ def elements_of_row(shape):
     return math.prod(shape) if isinstance(shape, list|tuple) else math.nan
 
 def count_shape_elements(shapes):
-    "Return the number of elements of each tensor from its shape. Equal neighbours (the same object) are computed only once."
+    "Count the elements of each tensor from its shape. Equal neighbours (the same object) are computed only once."
     ids = np.fromiter(map(id, shapes), np.int64, len(shapes))
     starts = np.flatnonzero(np.diff(ids, prepend=0))
     return np.repeat([float(elements_of_row(as_tuple(s))) for s in shapes[starts]], np.diff(starts, append=len(shapes)))
@@ -55,7 +55,7 @@ class SeriesColumns:
         return self.cache[name]
 
     def count(self, *names):
-        "Return the sum of count columns, such as `nan` and `posinf`, in each row. Missing columns and values count as 0."
+        "Return the count in each row: the sum of count columns such as `nan` and `posinf`. Missing columns and values count as 0."
         if names not in self.cache:
             columns = (np.nan_to_num(self.column(c)) for c in names if c in self.columns)
             self.cache[names] = sum(columns, np.zeros(len(self.order)))
@@ -240,7 +240,7 @@ def logged_series(df):
 
 # %% ../../nbs/55_health/06_series.ipynb #ea1f6017
 def find_lost_values(df, values):
-    "Return a dict: name of a logged number -> mask of the rows in which the number is NaN or infinite. The table has no value there."
+    "Find lost values (NaN or infinite), which the table lacks. Return a dict: name of a logged number -> mask of these rows."
     lost = {c: np.zeros(len(df), bool) for c in values}
     if 'nonfinite' in df:
         for i,n in enumerate(df['nonfinite']):

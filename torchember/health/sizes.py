@@ -30,12 +30,12 @@ def loss_sentence(p):
     return loss_sentences.get(p.verdict, f"The loss {p.verdict} from {{}} to {{}}.").format(fmt(p.start), fmt(p.end))
 
 def is_harmed(h):
-    "Return True if the loss does not fall, or if the loss, a weight, a gradient or an update is not finite."
+    "Return True if the run is harmed: the loss does not fall, or the loss, a weight, a gradient or an update is not finite."
     return h.progress.is_bad or h.is_broken
 
 # %% ../../nbs/55_health/30_sizes.ipynb #425eb155
 def adjust_small_weights(m):
-    """Reduce the relative updates of a weight with small initial values, because their ratio looks too large. `m`: `RelativeUpdates`.
+    """Adjust the relative updates of a small weight, because its ratio looks too large: reduce them. `m`: `RelativeUpdates`.
 
     Divide the changes by the usual rms of an initial weight instead.
     """
@@ -43,7 +43,7 @@ def adjust_small_weights(m):
     return m
 
 def select_updates(moves, ratio):
-    """Return the weights for which the size of updates can be judged: all but embeddings. `moves`: (path, pname) -> `RelativeUpdates`.
+    """Select the weights with updates of a size that can be judged: all but embeddings. `moves`: (path, pname) -> `RelativeUpdates`.
 
     Embeddings are left out, because a step changes only few of their rows.
     If all weights are embeddings, those with updates far above `ratio` are returned.
@@ -52,7 +52,7 @@ def select_updates(moves, ratio):
     return dense or {k: m for k,m in moves.items() if m.median(0, .2)>10*ratio}
 
 def growth_factor(w):
-    "Return the largest rms of a weight divided by its rms in the first step. Return NaN if the weight was zero in the first step."
+    "Return the factor of the growth of a weight: largest rms, divided by the rms in the first step. Return NaN if the first rms is zero."
     return finite_max(w.rms)/w.rms[0] if w.rms[0]>0 else np.nan
 
 def share_phrase(ratio):
@@ -70,7 +70,7 @@ def lower_rate_advice(ratio, most=1000):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ed9125c0
 def report_large_steps(h, moves, large, ratio):
-    "Return a finding about updates that have been too large since the first step. `large`: keys of the weights with too large updates."
+    "Report large steps: updates that have been too large since the first step. Return a finding. `large`: keys of weights with such updates."
     first = {k: m.median(0, .2) for k,m in moves.items()}
     k = max(large, key=lambda k: np.nan_to_num(first[k]))
     w,size = moves[k].s,max(first[k], finite_max(moves[k].ratio[:3]))
@@ -81,7 +81,7 @@ def report_large_steps(h, moves, large, ratio):
         ratio=size, weights=len(large), of=len(moves), loss=h.progress.verdict, confidence=confidence_from(size, ratio, len(large)/len(moves)))
 
 def report_larger_steps(h, moves, late, limit):
-    """Return a finding about updates that become too large later in the training.
+    """Report larger steps: updates that become too large later in the training. Return a finding.
 
     late: key of a weight -> index of its first too large update
     limit: relative change of a weight, above which an update is too large
@@ -124,7 +124,7 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #61c67ee1
 def report_small_steps(h, moves, k, n, ratio, limit):
-    """Return a finding about a run in which all updates are too small.
+    """Report small steps: all updates of the run are too small. Return a finding.
 
     k: key of the weight with the largest relative updates
     n: number of weights
@@ -140,7 +140,7 @@ def report_small_steps(h, moves, k, n, ratio, limit):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #2f8c8086
 def gradients_continue(grad, steps, start):
-    """Return True if gradients stay about as large as before after the step with index `start`.
+    """Return True if gradients continue about as large as before after the step with index `start`.
 
     If so, the weight was neither frozen nor converged.
     """
@@ -149,7 +149,7 @@ def gradients_continue(grad, steps, start):
     return bool((after>0).any()) and not median(after)<.03*median(before)
 
 def explain_small_steps(h, step, drop):
-    """Explain why updates become small at a step. Return the reason as a sentence, and advice.
+    """Explain why updates (steps) become small at some point. Return the reason as a sentence, and advice.
 
     Only if learning rates were recorded, the reason can be a schedule.
     """
@@ -165,7 +165,7 @@ def explain_small_steps(h, step, drop):
         "If it is unchanged, check that optimizer.step() is called, and that no code restores old weights.")
 
 def find_end(h, k, m, drop, left=.35):
-    """Return (step, key, largest update before, median update after) if the updates of a weight become small and its gradients do not.
+    """Find the end of a weight's updates, while its gradients continue. Return (step, key, largest update before, median after), or None.
 
     k, m: key and `RelativeUpdates` of the weight
     drop: fraction of the largest update, below which an update is small
@@ -191,7 +191,7 @@ def was_falling(p, step):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e8a1a532
 def find_early_end(h, moves, drop, many=.7):
-    "Yield a finding about updates that become small long before the end of the training, while gradients do not."
+    "Find an early end: updates become small long before the end of the training, while gradients do not. Yield a finding."
     p,ends = h.progress,[e for k,m in moves.items() if (e := find_end(h, k, m, drop))]
     if len(ends)<many*len(moves) or p.verdict=='means nothing': return
     step,k,peak,now = sorted(ends, key=lambda e: e[0])[len(ends)//2]
@@ -211,7 +211,7 @@ def find_early_end(h, moves, drop, many=.7):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #cbb40c01
 def find_slow_group(h, moves, usual, ratio):
-    """Yield a finding about layers with weights that hardly change, while other weights change.
+    """Find a slow group: layers with weights that hardly change, while other weights change. Yield a finding.
 
     `usual`: key of a weight -> median relative change per step.
     """
@@ -258,7 +258,7 @@ def update_too_small(h, ratio=1e-5, drop=1e-3, least=20, many=.8):
 recurrent = 'LSTM', 'GRU', 'RNN', 'RNNCell', 'LSTMCell', 'GRUCell'
 
 def initial_weights(h):
-    """Yield (weight, number of inputs of each unit) for each weight of a layer that was recorded in the first step.
+    """Yield (weight, number of inputs of each unit) for the initial weight of each layer that was recorded in the first step.
 
     Only linear, convolutional, recurrent and attention layers count.
     """
@@ -267,7 +267,7 @@ def initial_weights(h):
         if is_linear(w.kind) and k[1] in ('weight', 'kernel') or w.kind in recurrent and 'weight' in k[1] or k[1]=='in_proj_weight': yield w, count_inputs(w)
 
 class LayerStart:
-    """The rms of a layer's weight, input and output in the first step.
+    """Start of a layer: the rms of its weight, input and output in the first step.
 
     w, out: series of the weight and of the output
     fan: number of inputs of each unit
@@ -286,18 +286,18 @@ class LayerStart:
         self.by = self.gain if self.finite and not self.mean else self.scaled
 
     def too_large(self, away):
-        "Return True if the weight makes the output more than `away` times as large as the input."
+        "Return True if the weight is too large: it makes the output more than `away` times as large as the input."
         # special case: a recurrent weight multiplies the signal again at each position of a sequence
         loop = self.w.kind in recurrent and 'hh' in self.w.pname and self.gain>100 and self.scaled>1
         return loop or self.scaled>away and (self.mean or not self.finite or self.gain>away)
 
     def too_small(self, least):
-        "Return True if the weight is so small that the output consists almost only of the bias, or is almost zero."
+        "Return True if the weight is too small: the output consists almost only of the bias, or is almost zero."
         return 0<self.scaled<least and (self.scaled*self.in_rms<.05*max(self.out_rms, 1e-30) or self.gain<least)
 
 # %% ../../nbs/55_health/30_sizes.ipynb #9b04647f
 def is_only_path(h, path, out):
-    """Return True if no residual connection leads around a layer with the output `out`.
+    """Return True if a layer is the only path to its output `out`: no residual connection leads around the layer.
 
     Without such a connection, the input of the next layer with weights is as small as `out`.
     """
@@ -317,7 +317,7 @@ def layer_starts(h):
         if s.in_rms>0 and np.isfinite(s.in_rms): yield s
 
 def find_large_embeddings(h, embedded):
-    """Yield (weight, rms of the weight, rms of the output) for each embedding with too large initial weights.
+    """Find embeddings with too large initial weights. Yield (weight, rms of the weight, rms of the output).
 
     Embeddings before a normalization are left out. `embedded`: as in `poor_scale`.
     """
@@ -331,12 +331,12 @@ def find_large_embeddings(h, embedded):
 init_advice = "Initialize with torch.nn.init.kaiming_normal_(layer.weight), or with the default of PyTorch: layer.reset_parameters()."
 
 def report_start(h, w, text, severity, advice=f"{init_advice} If the scale is intended, add a normalization after this layer.", **evidence):
-    "Return a finding about the initial values of the weight `w`. `evidence`: the numbers in `text`, by name."
+    "Report the initial values of the weight `w` (its start), as a finding. `evidence`: the numbers in `text`, by name."
     return finding(w, text, h.steps[0], severity=severity, advice=advice, **evidence,
         look="scalar_global_heatmap(run, ttype='output', stat='std')")
 
 def report_large_start(h, large, away):
-    """Return a finding about layers with too large initial weights.
+    """Report layers with too large initial weights, as a finding.
 
     `large`: list of (weight, ratio of its rms to the suitable rms, ratio of output to input).
     """
@@ -349,7 +349,7 @@ def report_large_start(h, large, away):
         gain=by, scaled=scaled, layers=n, confidence=confidence_from(scaled, away, against=h.progress.is_good))
 
 def report_growing_start(h, growing, limit):
-    """Return a finding about layers that each make the signal a little larger.
+    """Report layers that each make the signal a little larger, so that it grows, as a finding.
 
     growing: list of `LayerStart`
     limit: rms of an output, above which the output is too large
@@ -361,7 +361,7 @@ def report_growing_start(h, growing, limit):
         scaled=first.scaled, layers=len(growing), confidence=confidence_from(last.out_rms, limit, against=h.progress.is_good))
 
 def report_tiny_start(h, tiny, limit):
-    """Return a finding about initial weights so small that the outputs hardly depend on the data.
+    """Report initial weights so tiny that the outputs hardly depend on the data, as a finding.
 
     tiny: list of `LayerStart`
     limit: ratio of the weights to their suitable rms, below which nothing is left of a signal
@@ -405,7 +405,7 @@ def data_of_layer(h, path, first):
     return ins[0]
 
 def multiplies_data(w):
-    "Return True if a weight is the matrix of a linear layer. A matrix with one column, as in `Linear(1, n)`, counts, too."
+    "Return True if a weight multiplies data: it is the matrix of a linear layer. A matrix with one column, as in `Linear(1, n)`, counts, too."
     return is_linear(w.kind) and w.pname in ('weight', 'kernel') and w.shape is not None and len(w.shape)>1
 
 def equals_model_input(h, s):
@@ -418,7 +418,7 @@ def starts_with_high_loss(h, times=3):
     return bool(guess) and len(values)>0 and bool(values[0]>times*min(guess.values()))
 
 def report_not_normalised(h, s, size, bad, limit):
-    """Return a finding about data that are not normalized.
+    """Report data that are not normalized, as a finding.
 
     s: series of the data
     size: median rms of the data
@@ -432,7 +432,7 @@ def report_not_normalised(h, s, size, bad, limit):
         rms=size, largest=finite_max(s.abs_max), confidence=confidence_from(size, limit, against=h.progress.is_good))
 
 def report_not_centred(s, size, spread, limit):
-    """Return a finding about data with a mean far from zero.
+    """Report data that are not centered: their mean is far from zero. Return a finding.
 
     s: series of the data
     size, spread: median rms and median standard deviation of the data
@@ -465,7 +465,7 @@ def poor_input_scale(h, large=30., much=300., offset=20., least=10):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #23571116
 def starts_equal(h, k, w):
-    "Return True if all elements of the weight `w` of a layer with several units are equal in the first step. `k`: (path, pname) of `w`."
+    "Return True if a weight `w` with several units starts with equal elements in the first step. `k`: (path, pname) of `w`."
     if not h.is_matrix(k, w) or w.shape is None or w.shape[0]<2 or w.steps[0]!=h.steps[0] or not w.constant[0] or not ('max' in w or 'mean' in w): return False
     return is_linear(w.kind) or 'Embedding' in w.kind or w.kind in recurrent or 'weight' in (k[1] or '') and len(w.shape)==2
 
@@ -474,15 +474,15 @@ def is_frozen(h, k):
     return any((p['path'], p['name'])==k and p['requires_grad'] is False for p in h.parameters)
 
 def later_weights(h, k):
-    "Return the (path, pname) of all weight matrices of layers that are called after the layer of the weight `k`, in the order of calls."
+    "Return the later weights: (path, pname) of all weight matrices of layers called after the layer of the weight `k`, in the order of calls."
     return sorted((q for q,w in h.weights.items() if h.is_matrix(q, w) and h.graph.position(q[0])>h.graph.position(k[0])), key=lambda q: h.graph.position(q[0]))
 
 def stay_equal(h, k):
-    "Return True if the units of a layer get equal gradients forever, because all weights of the next layer are equal. `k`: (path, pname)."
+    "Return True if the units of a layer stay equal, because the equal weights of the next layer give them equal gradients. `k`: (path, pname)."
     return bool(later := later_weights(h, k)) and starts_equal(h, later[0], h.weights[later[0]])
 
 def consequence_phrase(h, k):
-    "Return the consequence of equal units in a layer, as the end of a sentence. `k`: (path, pname) of the equal weight."
+    "Return a phrase with the consequence of equal units in a layer. `k`: (path, pname) of the equal weight."
     if not later_weights(h, k): return ", and have equal outputs at first"
     return ", get equal gradients, and remain equal" if stay_equal(h, k) else ", and only later weights make them differ"
 
@@ -506,7 +506,7 @@ def equal_units(h, least=5):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #75a70348
 def falls_steadily(values):
-    "Return True if more than 90% of the values of a curve are at most as large as the value before."
+    "Return True if a curve falls steadily: more than 90% of its values are at most as large as the value before."
     return float((np.diff(values)<=0).mean())>.9
 
 def shrinks_away(w, left):

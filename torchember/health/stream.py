@@ -34,7 +34,7 @@ class Blocks:
         return self.rows.pivot(index='step', columns='depth', values=column).reindex(index=self.steps, columns=self.depths).to_numpy(float)
 
     def factors_without_massive(self):
-        "Return, as an array (steps, blocks), the factors (at least 1) by which `added` would grow without massive activations."
+        "Return the factors by which `added` would grow without massive activations, at least 1, as an array (steps, blocks)."
         with np.errstate(all='ignore'): by_median = self['rms']*self['median_ratio']/self['largest']
         # divide by 1.5, because the rms of normally distributed values is 1.48 times their median absolute value
         return np.fmax(by_median/1.5, 1)

@@ -40,7 +40,7 @@ def module_of_term(h, *activations):
     return next((p for p in reversed(leaves) if h.activation(h.outputs[p]) in wanted), leaves[-1] if leaves else '')
 
 def label_loss(e):
-    "Return the name of a term of the loss for a sentence, such as 'nll_loss of `aux`'. `e`: dict that describes the term."
+    "Label a term of the loss for a sentence: return its name, such as 'nll_loss of `aux`'. `e`: dict that describes the term."
     return function_of.get(e['kind'], e['kind'])+('' if e['name']=='loss' else f" of `{e['name']}`")
 
 function_of = {'bce': 'binary_cross_entropy', 'bce_with_logits': 'binary_cross_entropy_with_logits', 'mse': 'the mean squared error',
@@ -51,7 +51,7 @@ def last_recorded_step(h):
     return h.steps[-1] if len(h.steps) else 0
 
 def report_term(h, e, text, *activations, **more):
-    "Return a finding about a term of the loss and the module that applies one of `activations`. `e`: entry of the term."
+    "Report a fault of a loss term at the module that applies one of `activations`, as a finding. `e`: entry of the term."
     return finding_at(module_of_term(h, *activations), text, e.get('first_step') or 0, last_recorded_step(h), e, **more)
 
 # %% ../../nbs/55_health/47_targets.ipynb #07a97fc9
@@ -61,7 +61,7 @@ def finding_at(path, text, first, last, e, **more):
 
 # %% ../../nbs/55_health/47_targets.ipynb #586a896a
 def find_single_unit(h, e):
-    "Return a finding if a softmax is taken over a single unit, so that its output is always 1. Return None otherwise."
+    "Find a softmax over a single unit, so that its output is always 1. Return a finding, or None."
     if e.get('softmax_size')!=1: return None
     s,own = series_of(h, e, 'prediction'),e['activations'][-1:]==['log_softmax']
     # no fault if the predictions differ within a batch, because the softmax then has more than one unit
@@ -74,7 +74,7 @@ def find_single_unit(h, e):
         "For regression, remove the softmax.")
 
 def find_wrong_dimension(h, e):
-    "Return a finding if a softmax is taken over the samples of a batch, and not over the classes. Return None otherwise."
+    "Find a softmax over the wrong dimension: the samples of a batch, not the classes. Return a finding, or None."
     shape,size = e.get('shape') or [],e.get('softmax_size')
     if e.get('softmax_dim')!=0 or len(shape)!=2 or size!=shape[0] or size in (1, shape[1]) or shape[1]<2: return None
     ins = h.inputs.get('') or []
@@ -88,7 +88,7 @@ def find_wrong_dimension(h, e):
 own_activation = {'cross_entropy': 'softmax', 'bce_with_logits': 'sigmoid'}
 
 def find_second_activation(h, e):
-    "Return a finding if the model applies an activation before a loss that expects logits. Return None otherwise."
+    "Find a second activation: the model applies an activation before a loss that expects logits. Return a finding, or None."
     if e['takes']!='logits' or e['kind'] not in own_activation: return None
     names,own = activations_of_term(e),own_activation[e['kind']]
     if e['kind']=='cross_entropy': names = names[:-1] # the last log_softmax is part of this loss
@@ -105,14 +105,14 @@ def find_second_activation(h, e):
 
 # %% ../../nbs/55_health/47_targets.ipynb #07c75271
 def share_outside(s, low, high):
-    "Return (fraction of the steps with values outside of the range, smallest value, largest value) of a tensor."
+    "Return the share of steps with values outside of a range, and the smallest and largest value of the tensor."
     least,most = s['min'],s['max']
     known = np.isfinite(least) & np.isfinite(most)
     if not known.any(): return 0., math.nan, math.nan
     return float(((least<low) | (most>high))[known].mean()), float(least[known].min()), float(most[known].max())
 
 def find_scale_out_of_reach(h, e, part=.5):
-    """Return a finding if a loss that expects probabilities or log-probabilities gets other values. Return None otherwise.
+    """Find a loss with values out of reach: it expects probabilities or log-probabilities and gets other values. Return a finding, or None.
 
     `part`: least fraction of the steps with values that the loss does not expect
     """
@@ -138,7 +138,7 @@ def find_scale_out_of_reach(h, e, part=.5):
         low=low, high=high)
 
 def find_no_distribution(h, e):
-    "Return a finding if a cross-entropy of several classes gets values that are not from a softmax. Return None otherwise."
+    "Find a cross-entropy of several classes that gets no distribution: its values are not from a softmax. Return a finding, or None."
     names = [a for a in activations_of_term(e) if a not in ('log', 'normalize', 'shift')]
     if 'log' not in e['activations'] or e['kind'] not in ('cross_entropy', 'nll') or names[-1:] not in (['sigmoid'], ['relu'], ['tanh']): return None
     classes = e.get('classes') or 0
@@ -161,7 +161,7 @@ def loss_input(h):
         elif (hint := find_regression_of_classes(h, e)) is not None: yield hint
 
 def find_regression_of_classes(h, e):
-    "Return a hint if a regression loss compares the output of a softmax with integers, probably class labels. Return None otherwise."
+    "Find a regression of classes: a loss compares a softmax with integers, probably class labels. Return a hint, or None."
     whole,shape = (e.get('target_dtype') or '').startswith('int'),e.get('shape') or []
     if e['kind'] not in ('mse', 'l1', 'huber', 'smooth_l1') or not whole or activations_of_term(e)[-1:]!=['softmax']: return None
     return report_term(h, e, f"The loss ({label_loss(e)}) compares the output of a softmax with whole numbers.", 'softmax', severity='info',
@@ -188,7 +188,7 @@ reach = {'sigmoid': (0, 1), 'softmax': (0, 1), 'hardsigmoid': (0, 1), 'tanh': (-
 def normal_share(x): return .5*math.erfc(-x/math.sqrt(2)) # fraction of a standard normal distribution that is below x
 
 def share_out_of_reach(s, low, high):
-    """Return the estimated fraction of the targets that are below `low` or above `high`.
+    """Return the estimated share of targets that are out of reach: below `low` or above `high`.
 
     The fraction is estimated from the medians of mean and standard deviation, for a normal distribution.
     """
@@ -197,7 +197,7 @@ def share_out_of_reach(s, low, high):
     return normal_share((low-mean)/std)+(0 if math.isinf(high) else 1-normal_share((high-mean)/std))
 
 def find_unreachable(h, e, least, part):
-    "Return a finding if the last activation cannot return the targets of a regression, else None. `e`: entry of a term of the loss."
+    "Find targets of a regression that the last activation cannot reach. Return a finding, or None. `e`: entry of a term of the loss."
     last = activations_of_term(e)[-1:]
     s = series_of(h, e, 'target')
     if e['kind'] not in ('mse', 'l1', 'huber', 'smooth_l1') or not last or last[0] not in reach or s is None or 'mean' not in s: return None
@@ -212,7 +212,7 @@ def find_unreachable(h, e, least, part):
         share=share, advice=f"Remove the {last[0]} after the last layer, or scale the targets to its range.")
 
 def find_wrong_labels(h, e, part):
-    """Return a finding about labels that the loss does not accept, or None.
+    """Find wrong labels, which the loss does not accept. Return a finding, or None.
 
     Targets of a binary cross-entropy must be between 0 and 1. Class labels must be smaller than the number of
     outputs.
@@ -247,7 +247,7 @@ def target_range(h, least=.02, part=.25):
 layers = 'probe', 'Addmm', 'Mm', 'Add', 'Convolution', 'Bmm', 'MkldnnConvolution', 'SlowConv2D', 'ThnnConv2D'
 
 def find_one_class(h, e, least):
-    "Return a finding if all labels of a classifier are equal. Return None otherwise. `least`: least number of batches."
+    "Find batches with labels of only one class in the whole run. Return a finding, or None. `least`: least number of batches."
     if e.get('distinct')!=1 or (e.get('batches') or 0)<least: return None
     n = math.prod((e.get('target_shape') or [1])[:1])*e['batches']
     return report_term(h, e,
@@ -256,7 +256,7 @@ def find_one_class(h, e, least):
         advice="Print the labels: y.unique(return_counts=True). Check whether labels were scaled like the data, or truncated to integers.")
 
 def find_unmixed(h, e, least, share):
-    """Return a finding if most batches have labels of only one class, although there are several classes. Return None otherwise.
+    """Find unmixed batches: most have labels of only one class, although there are several classes. Return a finding, or None.
 
     Arguments: as in `one_class`.
     """
@@ -267,7 +267,7 @@ def find_unmixed(h, e, least, share):
         "class and not shuffled.", severity='warning', single=e['single'], advice="Use DataLoader(..., shuffle=True), or shuffle the data once.")
 
 def find_constant_targets(h, e, least):
-    """Return a hint if all targets of a binary cross-entropy are equal. Return None otherwise.
+    """Find constant targets: all targets of a binary cross-entropy are equal. Return a hint, or None.
 
     The prediction must be the output of the whole model, and not of a part of it.
     """

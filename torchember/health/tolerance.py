@@ -66,7 +66,7 @@ def relative_to(x, of):
 
 # %% ../../nbs/55_health/79_tolerance.ipynb #597dc11d
 class Distances:
-    """For each pair of rows: largest relative distance `far` of a statistic, name `stat` of this statistic, and its values `a` and `b`.
+    """Distances of pairs of rows: largest relative distance `far`, name `stat` of its statistic, and its values `a` and `b`.
 
     `far` of a gradient is relative to the gradients of its module, while `own` is relative to the gradient itself.
     `steady` is the distance without maximum and minimum.
@@ -93,7 +93,7 @@ class Distances:
         self.size = mine[0]
 
     def add(self, stat, far, known, a, b):
-        "Update the largest distance of each pair of rows by the distances `far` of the statistic `stat`."
+        "Add the distances `far` of the statistic `stat`: keep the largest distance of each pair of rows."
         self.compared |= known
         more = (far>self.far) | known & (self.stat=='')
         self.far,self.stat = np.where(more, far, self.far),np.where(more, stat, self.stat)
@@ -105,7 +105,7 @@ flow_types,backward_types = ('input', 'output', 'probe'),('output_grad', 'input_
 parameter_types = ('weight', 'weight_grad', 'unclipped_grad', 'optimizer', 'update')
 
 class CauseTracker:
-    """Keeps the distances of earlier tensors, to find the largest distance among the possible causes of a later difference.
+    """Tracks the distances of earlier tensors, to find the largest distance among the possible causes of a later difference.
 
     Pairs must be added in the order of steps and calls.
     """
@@ -144,7 +144,7 @@ class CauseTracker:
         return max(known, more)
 
     def add(self, tensor, path, ttype, numbers, parameter, far, own):
-        "Store the distances of a pair of rows: `far` (relative to the module) and `own` (relative to the tensor)."
+        "Add the distances of a pair of rows: `far` (relative to the module) and `own` (relative to the tensor)."
         self.before[tensor],self.any = max(self.before.get(tensor, 0.), far),self.any or far>0
         if ttype in parameter_types: self.parameters[parameter] = max(self.parameters.get(parameter, 0.), own)
         if ttype in (*flow_types, 'weight', 'buffer'):
@@ -176,11 +176,11 @@ def relative_changes(pairs, size):
     return out
 
 def element_jump(eps):
-    "Return the possible relative distance of two gradients if rounding changes the sign of one element before a ReLU. `eps`: of the dtype."
+    "Return the jump of a gradient if rounding changes the sign of one element before a ReLU: its possible relative distance. `eps`: of the dtype."
     return eps**.25
 
 def allowed_jump(c, ttype, jump, way, flat):
-    """Return the distance allowed for a pair of rows even if earlier distances are tiny, because rounding may switch an element of a ReLU.
+    """Return the allowed jump in the distance of a pair of rows, even if earlier distances are tiny: rounding may switch a ReLU element.
 
     c: a `CauseTracker`
     jump: result of `element_jump`
@@ -192,12 +192,12 @@ def allowed_jump(c, ttype, jump, way, flat):
     return jump*way if ttype in ('output', 'buffer') and not c.has_weights_and_gradients else 0.
 
 def step_gaps(steps):
-    "Return a dict: number of a recorded step -> number of steps since the previous recorded step."
+    "Return the gaps between steps as a dict: number of a recorded step -> number of steps since the previous recorded step."
     known = np.unique(steps)
     return dict(zip(known.tolist(), np.maximum(np.diff(known, prepend=known[:1]), 1).tolist(), strict=True))
 
 def find_limits(pairs:RowPairs, d:Distances, eps, floor) -> tuple:
-    """Return the largest allowed distance of each pair of rows, and the index of the first pair beyond its limit, or None.
+    """Find the limits: return the largest allowed distance of each pair of rows, and the index of the first pair beyond its limit, or None.
 
     After this pair, the limits are not computed.
 

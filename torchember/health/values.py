@@ -22,7 +22,7 @@ half_digit = {'bfloat16': 2**-8, 'float16': 2**-11}
 
 # %% ../../nbs/55_health/20_values.ipynb #f98b30a5
 def flag_nonfinite_steps(s):
-    """Return the mask of the steps in which a tensor has NaN or infinities.
+    """Flag the steps in which a tensor has NaN or infinities, in a mask.
 
     -inf in an activation does not count, because it is usually a mask. Steps that a loss scaler skipped do not count,
     either.
@@ -31,12 +31,12 @@ def flag_nonfinite_steps(s):
     return (s.rows.count(*which)[s.at]>0) & ~s.skipped
 
 def quantity_phrase(s):
-    "Return the name of a tensor to begin a sentence: 'output_0 of `fc` (Linear)', or 'The gradient of output_0 of `fc` (Linear)'."
+    "Return a phrase that names a tensor, to begin a sentence: 'output_0 of `fc` (Linear)', or 'The gradient of output_0 of `fc` (Linear)'."
     if s.ttype in ('weight_grad', 'unclipped_grad'): return f'The gradient of {s.title}'
     return f"{'The gradient of ' if s.ttype in ('output_grad', 'input_grad') else ''}{s.tname} of {s.title}"
 
 def count_nonfinite(s, i):
-    "Return the numbers of NaN and infinities of a tensor in one step as text, such as '2 NaN and 1 inf'. `i`: index of the step."
+    "Count the NaN and infinities of a tensor in one step. Return text such as '2 NaN and 1 inf'. `i`: index of the step."
     words = zip(counts, ('NaN', 'inf', '-inf'), strict=True)
     return ' and '.join(f'{int(s[c][i]):,} {w}' for c,w in words if c in s.rows.columns and s[c][i]>0)
 
@@ -48,12 +48,12 @@ step_order = dict(weight=0, buffer=0, input=1, output=1, probe=1, output_grad=3,
 def order_of(s): return step_order.get(s.ttype, 1) # position in the order in which the tensors of a step are computed
 
 def find_nonfinite_loss(h):
-    "Return (first step with a NaN or infinite loss, `LoggedSeries` of the loss), or None if the loss is always finite."
+    "Find the first NaN or infinite loss. Return (step, `LoggedSeries` of the loss), or None if the loss is always finite."
     bad = np.flatnonzero(~np.isfinite(h.loss.values)) if h.loss is not None else ()
     return (h.loss.steps[bad[0]], h.loss) if len(bad) else None
 
 def find_minus_infinity(h, step):
-    """If the output of the model has -inf in a step, return (series of the first output with -inf, index of the step).
+    """Find -inf in the output of the model in a step. Return (series of the first output with -inf, index of the step), or None.
 
     Return None otherwise, because an -inf that does not reach the output of the model is a mask.
     """
@@ -63,7 +63,7 @@ def find_minus_infinity(h, step):
     return min(with_minus, key=lambda f: f[0].order) if reaches_end else None
 
 def find_nonfinite_series(h, loss):
-    "Return a list of (series, indices of the steps with NaN or infinities), and the number of the first of these steps, or None."
+    "Find series with NaN or infinities. Return a list of (series, indices of steps with such values), and the first of these steps, or None."
     found = [(s, np.flatnonzero(b)) for s in h.trained if (b := flag_nonfinite_steps(s)).any()]
     step = min((s.steps[i[0]] for s,i in found), default=None)
     loss_first = loss and (step is None or loss[0]<=step)
@@ -73,7 +73,7 @@ def find_nonfinite_series(h, loss):
     return found, step
 
 def choose_first_nonfinite(h, found, step):
-    "Return the series of the first computed tensor with NaN or infinities in a step, and the index of the step."
+    "Choose the first non-finite tensor of a step, in the order of computation. Return its series, and the index of the step."
     at = [(s, int(i[0])) for s,i in found if s.steps[i[0]]==step]
     first = min(order_of(s) for s,_ in at)
     group = [(s, i) for s,i in at if order_of(s)==first]
@@ -87,7 +87,7 @@ loss_advice = ("Check each division, logarithm and square root in the loss: use 
 
 # %% ../../nbs/55_health/20_values.ipynb #546b85dc
 def find_largest_input(h, s, step):
-    "Return the largest finite absolute value of a module's inputs in a step, or 0 if it is unknown. `s`: series of an output of the module."
+    "Find the largest input of a module in a step: return its finite absolute value, or 0 if unknown. `s`: series of an output of the module."
     sizes = [x.abs_max[i] for x in h.inputs.get(s.path, ()) if (i := x.at_step(step)) is not None]
     return float(np.nan_to_num(finite_max(sizes)))
 
@@ -115,7 +115,7 @@ def explain_forward(h, s, i):
         "exp of large values, or a softmax in which all entries are -inf.")
 
 def describe_forward(h, step):
-    "Return a sentence about the outputs and the loss of a step in which a gradient is not finite and all recorded outputs are finite."
+    "Describe the outputs and the loss of a step in which all recorded outputs are finite, but a gradient is not. Return a sentence."
     outputs = any(s.ttype=='output' and s.at_step(step) is not None for s in h.trained)
     loss = h.loss is not None and step in h.loss.steps
     if outputs and loss: return "The recorded outputs and the loss of this step are finite."
@@ -123,7 +123,7 @@ def describe_forward(h, step):
     return f"{'The recorded outputs are finite. ' if outputs else ''}{missing} recorded in this step."
 
 def find_finite_after(h, s, step, bad):
-    """Return the path of the first module that is called after the module of `s` and has a finite gradient in the step, or None.
+    """Find the first module after the module of `s` with a finite gradient in the step. Return its path, or None.
 
     Arguments: as in `explain_source`.
     """
@@ -152,7 +152,7 @@ def explain_weight(h, step):
         "Lower the learning rate: an update that is too large overflows. Then check the eps of the optimizer: an eps of 0 divides by zero.")
 
 def explain_source(h, s, i, bad):
-    """Return the reason for a NaN or infinity in a tensor as a sentence, and advice.
+    """Explain the source of a NaN or infinity in a tensor. Return the reason as a sentence, and advice.
 
     s: series of the tensor
     i: index of the step
@@ -177,7 +177,7 @@ def not_finite(h):
 
 # %% ../../nbs/55_health/20_values.ipynb #55c32276
 def report_nonfinite_loss(h, step, loss, found):
-    "Return a finding about a loss that becomes NaN or infinite before any tensor does."
+    "Report a loss that becomes NaN or infinite before any tensor does, as a finding."
     bad = np.flatnonzero(~np.isfinite(loss.values))
     text,advice = f"{loss.name} is {loss.values[bad[0]]} at step {step}",loss_advice
     if len(h.steps) and step not in h.steps:
@@ -187,7 +187,7 @@ def report_nonfinite_loss(h, step, loss, found):
     return finding('', text, step, loss.steps[bad[-1]], advice=advice, look='overview(run)', ttype='scalar')
 
 def does_harm(h, found, loss):
-    """Return True if the loss is not finite in several steps, or if NaN or infinities are left at the end of the run.
+    """Return True if NaN or infinities do harm: the loss is not finite in several steps, or they are left at the end of the run.
 
     This means that the loss is not finite in several steps, or that the loss, a weight, a gradient or a state is not
     finite at the end.
@@ -200,7 +200,7 @@ def does_harm(h, found, loss):
     return any(i[-1]==len(s)-1 and (order_of(s)!=1 or s.path in ends) for s,i in found)
 
 def report_nonfinite_tensors(h, found, step, loss):
-    "Return a finding about tensors with NaN or infinities. `found`, `step`: results of `find_nonfinite_series`; `loss`: result of `find_nonfinite_loss`."
+    "Report tensors with NaN or infinities. `found`, `step`: results of `find_nonfinite_series`; `loss`: result of `find_nonfinite_loss`."
     s,i = choose_first_nonfinite(h, found, step)
     last,n = max(int(s.steps[i[-1]]) for s,i in found),len({s.path for s,_ in found})
     evidence = dict(tensors=sum(len(i) for _,i in found), reached=n)
@@ -243,7 +243,7 @@ def scaler_skips(h, share=.5, most=20):
 
 # %% ../../nbs/55_health/20_values.ipynb #04b82dd7
 def find_lost_gradients(h, share, many):
-    "Return a finding about gradients that float16 rounds to zero. Return None if fewer than the fraction `many` are lost."
+    "Find lost gradients, which float16 rounds to zero. Return a finding, or None if fewer than the fraction `many` are lost."
     grads = [s for s in h.grads.values() if len(s)>2]
     if not grads or h.ends_at_zero_loss or not any(s.dtype in smallest_numbers for s in h.series('output')): return None
     zero = [s for s in grads if s.zero.mean()>share]
@@ -259,7 +259,7 @@ def find_lost_gradients(h, share, many):
 
 # %% ../../nbs/55_health/20_values.ipynb #27d19e0c
 def find_lost_steps(h, few):
-    "Return a finding about weights that stay the same, because their updates are rounded to zero. Return None for only a few weights."
+    "Find lost steps: weights stay the same, because their updates are rounded to zero. Return a finding, or None for only a few weights."
     trained = [(w, h.grads[k]) for k,w in h.weights.items() if k in h.grads and w.dtype in half_digit]
     still = [w for w,grad in trained if len(w)>4 and (grad.rms>0).mean()>.5 and w.rms[0]>0 and never_changes(w)]
     if len(still)<max(1, few*len(trained)): return None

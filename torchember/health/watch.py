@@ -31,7 +31,7 @@ not_finite = b'"nan":', b'"posinf":', b'"neginf":'
 kind_columns = re.compile(rb'"(ttype|rank|phase|skipped)":("?[\w.]+)')
 
 def kinds_of_nonfinite(lines):
-    """Return the set of kinds of NaN and infinities in some log lines. A kind is a tuple of value, tensor type and further columns.
+    """Return the kinds of NaN and infinities in log lines, as a set. A kind is a tuple of value, tensor type and further columns.
 
     A kind is a tuple: NaN, inf or -inf; tensor type, rank, phase, skipped; names of logged numbers.
     `StepsForRules` keeps the first step of each kind. So a mask of -inf in each step, or a step that a loss scaler skips,
@@ -43,13 +43,13 @@ def kinds_of_nonfinite(lines):
     return {(n, *sorted(kind_columns.findall(l)), *(names_not_finite(l) if scalar_mark in l else ())) for l in bad for n in present if n in l}
 
 def names_not_finite(line):
-    "Return the names of NaN or infinite logged numbers in a log line."
+    "Return the names of logged numbers in a log line that are not finite."
     row = load_row(line)
     return sorted(k for k,v in row.items() if v is None or isinstance(v, float) and not math.isfinite(v)) + sorted(row.get('nonfinite') or ())
 
 # %% ../../nbs/55_health/60_watch.ipynb #c7bcbcfa
 class StepsForRules:
-    "Log lines for the rules: all lines of the first and last steps, and of some steps between. The memory is limited."
+    "Steps kept for the rules, as log lines: all lines of the first and last steps, and of some steps between. The memory is limited."
     # first, last: number of steps at the start and at the end that are always kept; most_bytes: largest memory for all lines
     first,last,most_bytes = 20,40,24_000_000
 
@@ -74,7 +74,7 @@ class StepsForRules:
         while self.size>self.most_bytes and self.thin(): pass
 
     def thin(self):
-        "Drop every second step between the first and the last steps, except steps in `first_bad`. Return True if any step was dropped."
+        "Thin out the steps: drop every second between the first and last steps, except steps in `first_bad`. Return True if any was dropped."
         safe = set(self.first_bad.values())
         steps = [s for s in self.lines if s not in safe]
         between = steps[self.first:-self.last]
@@ -85,7 +85,7 @@ class StepsForRules:
         return bool(gone)
 
     def select_lines(self, most:int=80): # log lines of the selected steps
-        "Return all lines of `most` steps and of the steps in `first_bad`, and the lines of logged numbers of all other steps."
+        "Select log lines: all lines of `most` steps and of the steps in `first_bad`, and the logged numbers of all other steps."
         steps = list(self.lines)
         between = steps[self.first:-self.last]
         few = max(most-self.first-self.last, 1)
@@ -117,14 +117,14 @@ class Pace:
         self.always = [first*2**i for i in range(always)]
 
     def due(self, steps:int, recording) -> bool:
-        """Return True if it is time to run the rules.
+        """Return True if the next look (run of all rules) is due.
 
         `steps`: number of steps so far; `recording`: function that returns the seconds of recording so far.
         """
         return steps>=self.next and (self.next in self.always or not self.cost or self.took+2*self.cost<=self.share*recording())
 
     def note_cost(self, steps, seconds):
-        "Store the duration of a look (a run of all rules), and choose the number of steps at which the next look begins."
+        "Note the cost (duration) of a look (a run of all rules), and choose the number of steps at which the next look begins."
         self.took += seconds
         self.cost = seconds
         self.next = next((n for n in self.always if n>steps), max(int(steps*self.more), steps+1))
@@ -168,7 +168,7 @@ def row_of_finding(found:dict, module:str, over:int|None=None) -> dict:
 
 # %% ../../nbs/55_health/60_watch.ipynb #e2ea9459
 def check_on_finding(value):
-    "Return the argument `on_finding` if it is 'warn', 'stop' or a function. Raise an exception for other values."
+    "Check the argument `on_finding`: return 'warn', 'stop' or a function unchanged. Raise an exception for other values."
     if callable(value) or value in ('warn', 'stop'): return value
     error,got = (ValueError, repr(value)) if isinstance(value, str) else (TypeError, an(value))
     raise error(f"on_finding must be 'warn', 'stop' or a function of a finding, got {got}.")
@@ -201,16 +201,16 @@ class Reporter:
         if self.on_finding=='stop' and f['severity']=='error': self.stop(TrainingStopped(f))
 
     def report_finding_end(self, f, step):
-        "Show a message that a reported fault is over."
+        "Report the end of a finding: show a message that a reported fault is over."
         if f['severity']!='info': show_message_soon(self.file, f"This problem no longer occurs at step {step}: {f['text']}")
 
     def report_failure(self, rule, e):
-        "Show a message that a rule raised an exception. Show only one message for each rule."
+        "Report the failure of a rule: show a message that it raised an exception, only one message for each rule."
         self.report_once(rule.name,
         f"The rule {rule.name} failed and reports nothing: {type(e).__name__}: {printable(e, 300)}. The other rules continue. This is reported once.")
 
     def report_once(self, culprit, sentence):
-        "Show a message that a rule or a function of the user failed. Show only one message for each rule or function."
+        "Report only once that a rule or a function of the user failed: show one message for each rule or function."
         if culprit in self.failed: return
         self.failed.add(culprit)
         show_message_soon(self.file, sentence)
@@ -246,7 +246,7 @@ class RuleWatch:
     seconds = property(lambda self: self.pace.took, doc="CPU seconds that all looks took.")
 
     def keep(self, rows, lines, seconds):
-        "Store the log lines of a step. Return True if it is time to run the rules. Called in the thread that writes the log."
+        "Keep the log lines of a step. Return True if it is time to run the rules. Called in the thread that writes the log."
         with self.adding:
             self.kept.add((rows[0] if isinstance(rows[0], dict) else load_row(rows[0])).get('step'), lines)
             self.has_new = True
@@ -269,7 +269,7 @@ class RuleWatch:
             self.looking.release()
 
     def look(self):
-        "Run all rules on the stored steps. Report new findings, and reported findings that no longer hold."
+        "Look at the stored steps: run all rules. Report new findings, and reported findings that no longer hold."
         since = time.thread_time()
         with self.adding: lines,self.has_new = self.kept.select_lines(),False
         h = history_of_lines(lines, self.t, self.expected)
@@ -282,7 +282,7 @@ class RuleWatch:
         self.t.file.add_listener_time(took) # add the time of the rules to the recording time, because recording time is limited
 
     def report_changes(self, h, causes):
-        """Log and report new findings, and findings that no longer hold.
+        """Report changes: log and report new findings, and findings that no longer hold.
 
         `h`: `History` of the run; `causes`: set of the `id` of each finding that is no consequence of another
         finding.
@@ -301,12 +301,12 @@ class RuleWatch:
             self.reporter.report_finding_end(f, h.steps[-1])
 
     def close(self):
-        "Run the rules a last time at the end of the run, and ignore later rows."
+        "Close the watch at the end of the run: run the rules a last time, and ignore later rows."
         if self.listening.is_closed: return
         self.listening.close()
         self.run_if_new(None, b'')
         self.t.file.flush()
 
     def remarks(self): # List of sentences
-        "Return at most three findings as sentences for the report at the end of a run."
+        "Return remarks for the report at the end of a run: at most three findings as sentences."
         return [f"{f['severity'].capitalize()}: {f['text']}" for f in self.found if f['severity']!='info'][:3]

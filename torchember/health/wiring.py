@@ -18,11 +18,11 @@ from .values import half_digit
 
 # %% ../../nbs/55_health/25_wiring.ipynb #80c218c1
 def total_elements(ps):
-    "Return the number of elements of all parameters in a list of metadata entries."
+    "Return the total number of elements of all parameters in a list of metadata entries."
     return sum(int(np.prod(p['shape'])) for p in ps if p.get('shape') is not None)
 
 class ParameterStates:
-    """The parameters of a run, grouped by the reason why they are not trained.
+    """The states of a run's parameters: grouped by the reason why they are not trained.
 
     `entries`: metadata of parameters, see `store.parameters.parameter_entry`.
     """
@@ -36,21 +36,21 @@ class ParameterStates:
         self.elsewhere = [p for p in others if p.get('changes') or p.get('elsewhere')]
 
     def share(self, ps):
-        "Return the number of elements of some parameters, as a fraction of all elements of the model."
+        "Return the share of some parameters in the model: their number of elements, as a fraction of all elements."
         return total_elements(ps)/max(total_elements(self.ps), 1)
 
     def parts(self, own):
-        "Yield (path, parameters) of the largest modules with all their parameters in `own`. The path of the whole model is ''."
+        "Yield the largest parts of the model with all parameters in `own`, as (path, parameters). The path of the whole model is ''."
         for part,_ in largest_matching_modules(self.ps, {id(p) for p in own}):
             yield part, [p for p in own if part in ('', label_of(p)) or label_of(p).startswith(part+'.')]
 
 def describe_part(part, own):
-    "Return the name and size of an untrained module, as the beginning of a sentence. `part`: path of the module; `own`: its parameters."
+    "Describe an untrained part of the model by name and size, to begin a sentence. `part`: path of the module; `own`: its parameters."
     n = 'one parameter' if len(own)==1 else f'{len(own):,} parameters'
     return f"{name_module(part) if part else 'The whole model'} ({n}, {total_elements(own):,} values)"
 
 def report_part(h, part, own, explanation, first, reason):
-    """Return a finding about an untrained module. `part`: path of the module; `own`: its parameters.
+    """Report an untrained part of the model, as a finding. `part`: path of the module; `own`: its parameters.
 
     `explanation`: sentence, severity and advice. `reason`: why the parameters are not trained, see `why_not`.
     """
@@ -61,12 +61,12 @@ def report_part(h, part, own, explanation, first, reason):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #b6d4c25e
 def enclosing_modules(path):
-    "Return the paths of all modules that contain a module, the innermost first."
+    "Return the paths of all modules that enclose a module (contain it), the innermost first."
     names = path.split('.')
     return ['.'.join(names[:i]) for i in range(len(names)-1, 0, -1)]
 
 def find_users(h, paths):
-    "Return the paths of all modules that use an output of the modules `paths`, directly or through other modules."
+    "Find the users of the modules `paths`: paths of all modules that use an output of them, directly or through other modules."
     seen,todo = set(),[q for p in paths for q in (p, *enclosing_modules(p)) if q]
     while todo:
         new = [u for u in h.graph.users.get(todo.pop(), ()) if u not in seen]
@@ -75,7 +75,7 @@ def find_users(h, paths):
     return seen
 
 def find_trained_users(h, own, learn):
-    "Return the paths of trained modules that depend on outputs of untrained modules. `own`: untrained, `learn`: trained parameters."
+    "Find trained users of untrained modules: paths of trained modules that depend on their outputs. `own`: untrained, `learn`: trained parameters."
     paths,trained = [p['path'] for p in own],{p['path'] for p in learn}
     last = max((h.graph.position(p) for p in paths), default=0)
     users = find_users(h, paths)
@@ -83,7 +83,7 @@ def find_trained_users(h, own, learn):
     return sorted(direct, key=h.graph.position) or find_next_trained(h, paths, trained)
 
 def find_next_trained(h, paths, trained):
-    """Return a list with the path of the first trained layer after the modules `paths`. The list is empty if there is none.
+    """Find the next trained layer after the modules `paths`. Return a list with its path, or an empty list.
 
     It is also empty if the source of the next layer's input is known. The source is unknown in models that compute
     between modules.
@@ -116,7 +116,7 @@ def is_before_all_trained(h, known, own):
     return bool(known.learn) and max(h.graph.position(p['path']) for p in own)<min(h.graph.position(p['path']) for p in known.learn)
 
 def explain_forgotten(h, known, part, own, held):
-    "Return a sentence about parameters of a module that are missing from the optimizer, the severity of the finding, and advice."
+    "Explain forgotten parameters: a module's parameters are missing from the optimizer. Return a sentence, the severity, and advice."
     what,has_gradient = describe_part(part, own),any(p.get('gradient') for p in own)
     # 'warning' if a weight changed at least once, by `load_state_dict` or by an optimizer that rarely steps
     wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own)
@@ -135,7 +135,7 @@ def explain_forgotten(h, known, part, own, held):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #94c07f74
 def explain_cut_off(h, known, part, own):
-    "Return a sentence about a called module without gradients, the severity and advice. Return None if no parameter is trained."
+    "Explain a called module that is cut off: it has no gradients. Return a sentence, severity and advice, or None if no parameter is trained."
     if not known.learn or not len(h.steps): return None
     what = describe_part(part, own)
     if later := find_trained_users(h, own, known.learn): return (
@@ -150,7 +150,7 @@ def explain_cut_off(h, known, part, own):
         "If its output should matter, use it in the loss. If not, remove the part, or call requires_grad_(False).")
 
 def explain_not_called(part, own):
-    "Return a sentence about a module that is never called, the severity of the finding, and advice."
+    "Explain a module that is not called in any step. Return a sentence, the severity of the finding, and advice."
     return (f"{describe_part(part, own)} is never called, so it has no effect.", 'warning',
         "Call this module in forward(), or remove it from the model. A parameter used without a call of its module would get gradients; this one got none.")
 
@@ -169,7 +169,7 @@ def is_unexpected(h, known, own, part):
     return between and weighty and total<part and not all(any(w in label_of(p).lower() for w in frozen_names) for p in own)
 
 def explain_frozen(h, known, part, own, most):
-    "Return a sentence about a frozen module, the severity of the finding, and advice."
+    "Explain a frozen module. Return a sentence, the severity of the finding, and advice."
     what = describe_part(part, own)
     if not known.learn: return f"{what} is frozen, so nothing is trained.", 'warning', "To train it: model.requires_grad_(True)."
     if is_unexpected(h, known, own, most): return (f"{what} is frozen, while the layers before and after it are trained.", 'warning',
@@ -182,7 +182,7 @@ def explain_frozen(h, known, part, own, most):
 other_optimizer = 'trained by another optimizer'
 
 def find_trained_elsewhere(known, h):
-    """Yield a finding about parameters trained by an optimizer that was not passed to torchEmber.
+    """Find parameters that are trained elsewhere: by an optimizer that was not passed to torchEmber. Yield a finding.
 
     Yield a second finding about parameters of such an optimizer whose changes are unknown.
     """
@@ -201,7 +201,7 @@ def find_trained_elsewhere(known, h):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #77b5d3b8
 def find_never_changed(h, known, reported, least, tiny, most):
-    """Yield findings about weights that keep the same values, although they get gradients.
+    """Find weights that never changed, although they get gradients. Yield findings.
 
     reported: names of parameters that already have a finding
     least, tiny, most: as in `not_trained`
@@ -230,11 +230,11 @@ def gets_gradients(w, grad, least=3):
     return grad is not None and int((grad.rms[grad.steps<w.steps[-1]]>0).sum())>=least
 
 def has_values(s):
-    "Return True if a tensor was recorded and is not zero in at least one step. `s`: its `Series`, or None."
+    "Return True if a tensor has values: it was recorded, and is not zero in at least one step. `s`: its `Series`, or None."
     return s is not None and bool((s.rms>0).any())
 
 def report_no_change(h, still):
-    "Return a finding that no weight of the run changes. `still`: list of the `Series` of the weights that get gradients."
+    "Report that no weight of the run changes, as a finding. `still`: list of the `Series` of the weights that get gradients."
     n = 'the only trained weight has' if len(still)==1 else f'all {len(still)} trained weights have'
     return finding('', f"No weight changed in {len(h.steps)} steps, although there are gradients: {n} the same numbers in the first "
         "and the last step.", h.steps[0], h.steps[-1], look="updates(run)", ttype='weight', parameters=len(still),
@@ -243,7 +243,7 @@ def report_no_change(h, still):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #5d1e0a62
 def find_only_frozen(h, known):
-    "Yield a finding if all parameters of the optimizer are frozen."
+    "Find an optimizer with only frozen parameters. Yield a finding."
     held = [p for p in known.ps if p.get('optimizer') is True]
     if not held or any(p['requires_grad'] is not False or p.get('gradient') or p.get('changes') for p in held) or not len(h.steps): return
     # True if parameters change, so that an optimizer unknown to torchEmber trains them
@@ -255,14 +255,14 @@ def find_only_frozen(h, known):
         advice="Call requires_grad_(True) for the parameters that the optimizer has. If a loop freezes all parameters, run it before you add new layers.")
 
 def longest_pause(s):
-    """Return the largest number of steps between two changes of a weight.
+    """Return the longest pause (number of steps) between two changes of a weight.
 
     An optimizer may step only in every 10th step. Pauses of this length do not show that the weight stopped changing.
     """
     return int(np.diff(np.flatnonzero(find_changes(s))).max(initial=0))
 
 def last_change(h, least):
-    "Return the number of the last step in which any trained weight changed. Return None if fewer than `least` recorded steps follow."
+    "Return the step number of the last change of any trained weight. Return None if fewer than `least` recorded steps follow."
     ws = [w for k,w in h.weights.items() if k in h.grads and len(w)>=2*least and w.dtype not in half_digit and not w.skipped.any()]
     at = [int(w.steps[i[-1]+1]) for w in ws if len(i := np.flatnonzero(find_changes(w)))]
     if not at or len(at)<len(ws): return None
@@ -270,12 +270,12 @@ def last_change(h, least):
     return max(at) if left>=max(least, 2*pause, .1*len(h.steps)) else None
 
 def has_gradients_after(h, step, share=.03):
-    "Return True if, after a step, more than half of the gradients have at least the fraction `share` of their size before."
+    "Return True if there are gradients after a step: more than half of them have at least the fraction `share` of their size before."
     sizes = [(median(g.rms[g.steps<step]), median(g.rms[g.steps>step])) for g in h.grads.values()]
     return bool(sizes) and np.mean([after>share*before>0 for before,after in sizes])>.5
 
 def find_all_stopped(h, least):
-    "Yield a finding if no weight changes after a step, although there are gradients, and no recorded learning rate is near zero."
+    "Find a step at which all weights stopped changing, despite gradients and a learning rate not near zero. Yield a finding."
     rates = [n for n in h.logged if n.name=='lr' or n.name.startswith('lr/')]
     if not rates or (step := last_change(h, least)) is None: return
     now = [float(n.values[-1]) for n in rates]
@@ -288,12 +288,12 @@ def find_all_stopped(h, least):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #5d1e0b02
 def explain_unreached(h):
-    "Return the reason why no weight gets a gradient, as the end of a sentence."
+    "Explain why no gradient reached a weight. Return the reason, as the end of a sentence."
     if any(term.get('end')=='AccumulateGrad' for term in h.losses): return 'the loss is computed from a new tensor, which is not connected to the model'
     return 'the loss does not depend on the model, or its gradients are not computed'
 
 def find_unreached(h, known, least):
-    "Yield a finding if no weight of the optimizer changes, and no weight has a recorded gradient. `least`: see `not_trained`."
+    "Find weights of the optimizer that no gradient reached: none changes or has a recorded gradient. Yield a finding. `least`: see `not_trained`."
     held = [p for p in known.ps if p.get('optimizer') is True and p['requires_grad']]
     if not held or h.grads or any(p.get('gradient') or p.get('changes') or p.get('elsewhere') for p in known.ps): return
     weights = [w for w in h.weights.values() if len(w)>=least and not w.skipped.any()]
@@ -307,7 +307,7 @@ def find_unreached(h, known, least):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #b31c9d70
 class StoppedWeight:
-    """A weight that is trained at first, but not from the step number `step` on.
+    """A weight that stopped: trained at first, but not from the step number `step` on.
 
     `gradient` describes its gradients since `step`: 'none' were recorded, all are 'zero', 'some' are not zero, or
     None if this is unknown.
@@ -327,7 +327,7 @@ class StoppedWeight:
         doc="Key for a dict: equal for weights that one sentence can describe")
 
 def find_training_end(s, p, grad):
-    """Return the index of the step from which a weight is no longer trained, or None.
+    """Find the end of the training of a weight: return the index of the step from which the weight is no longer trained, or None.
 
     None means that the weight was never trained, or is trained up to the end.
     """
@@ -338,7 +338,7 @@ def find_training_end(s, p, grad):
     return find_true_tail(~find_changes(s)) or None
 
 def find_stop(h, k, s, p, least, share):
-    """Return a `StoppedWeight` if a weight was trained at first, but not in the last steps.
+    """Find the stop of a weight that was trained at first, but not in the last steps. Return a `StoppedWeight`.
 
     Return None otherwise. `k`: (path, pname) of the weight `s`.
     """
@@ -350,7 +350,7 @@ def find_stop(h, k, s, p, least, share):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #ebc8766f
 def find_stops(h, entries, least, share):
-    "Return a `StoppedWeight` for each weight that stopped changing. Leave out weights that are not frozen if all weights stopped."
+    "Find the stops of weights: return a `StoppedWeight` for each. Leave out weights that are not frozen if all weights stopped."
     ps = {(p['path'], p['name']): p for p in entries}
     found = [s for k,w in h.weights.items() if k in ps and (s := find_stop(h, k, w, ps[k], least, share)) is not None]
     if not found: return []
@@ -358,7 +358,7 @@ def find_stops(h, entries, least, share):
     return [s for s in found if s.frozen or go_on and is_worth_reporting(s)]
 
 def is_worth_reporting(s, tiny=1e-4):
-    """Return True if no other rule reports the reason why a weight is no longer trained.
+    """Return True if a stopped weight is worth reporting: no other rule reports the reason why it is no longer trained.
 
     Other rules report gradients that become zero for another reason than freezing.
     """
@@ -371,7 +371,7 @@ stop_reasons = {'none': 'It no longer gets a gradient: it is frozen or cut off.'
     'some': 'It still gets gradients: its learning rate is zero, or the optimizer no longer has it.', None: 'It may be frozen.'}
 
 def explain_stopped(h, part, own, s, by_mistake=False):
-    """Return a sentence about the weights of a module that are no longer trained, the severity of the finding, and advice.
+    """Explain why weights of a module stopped being trained. Return a sentence, the severity of the finding, and advice.
 
     s: `StoppedWeight` of one of its weights
     by_mistake: True if the module was probably frozen by mistake, see `is_late_freeze`
@@ -390,7 +390,7 @@ def explain_stopped(h, part, own, s, by_mistake=False):
         "If this is intended, change nothing.")
 
 def is_late_freeze(h, known, groups, most=.5, longer=1.5):
-    """Return True if a small part of the model was frozen in one step while its parameters stay in the optimizer, probably by mistake.
+    """Return True if a small part of the model was frozen late, in one step, but stays in the optimizer: probably by mistake.
 
     Methods that freeze on purpose freeze layer after layer, or most of the model.
 
@@ -405,7 +405,7 @@ def is_late_freeze(h, known, groups, most=.5, longer=1.5):
     return bool((h.steps>=frozen_weights[0].step).mean()>=longer/(1+longer))
 
 def find_stopped_parts(h, known, reported, least, share=.1):
-    "Yield findings about modules with weights that change at first, but not in the last steps."
+    "Find parts of the model that stopped: their weights change at first, but not in the last steps. Yield findings."
     # if the metadata of the parameters is missing, create entries with unknown `requires_grad`
     entries = known.ps or [parameter_entry(path, name, s.shape, s.dtype, None) for (path,name),s in h.weights.items() if name]
     groups = {}

@@ -68,7 +68,7 @@ class EmberCallback(RecordingCallback, Tracker):
     tracker = RecordingCallback.te # Accelerate returns this attribute from `get_tracker(..., unwrap=True)`
 
     def connect(self, accelerator):
-        """Patch the methods of an Accelerator that prepare models and data loaders, call backward, and end the training.
+        """Connect to an Accelerator: patch its methods that prepare models and data loaders, call backward, and end the training.
 
         Also note if a checkpoint is loaded."""
         self.accelerator = accelerator
@@ -118,7 +118,7 @@ class EmberCallback(RecordingCallback, Tracker):
         return loader
 
     def mark_epoch(self, loader):
-        "Add the epoch number as a column to all following rows of the log."
+        "Mark all following rows of the log with the epoch number, in a column."
         if self.te is not None and self.te.model.training and hasattr(loader, 'iteration'):
             self.recording.mark(epoch=loader.iteration)
 

@@ -46,7 +46,7 @@ class EmberCallback(RecordingCallback):
         output_transform=output_as_dict, # Function of the output of `trainer` that returns a dict of numbers to record
         gradient_accumulation_steps:int=1 # Number of batches per step. Used to number the steps of a training that continues from a checkpoint
     ): # This callback
-        """Record each run of an Engine that trains a model.
+        """Attach this callback to an Engine that trains a model, to record each run of the Engine.
 
         Args:
             trainer: Engine that trains the model

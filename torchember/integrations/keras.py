@@ -43,7 +43,7 @@ def recordable_layers(layer):
     return [l for l in inner_layers(layer) if isinstance(l, nn.Module) and not isinstance(l, keras.layers.InputLayer)]
 
 class LayerParts(NamedTuple):
-    "Modules, parameters and buffers of a Keras layer, in the dicts that an `nn.Module` has."
+    "Parts of a Keras layer: its modules, parameters and buffers, in the dicts that an `nn.Module` has."
     modules:dict # Modules of the layer, by name
     parameters:dict # Parameters of the layer, by name
     buffers:dict # Buffers of the layer, by name
@@ -108,7 +108,7 @@ class LastBatchValue:
         self.patch = MethodPatch(metric, 'update_state', self.update)
 
     def update(self, run, values, sample_weight=None):
-        "Store the loss of a batch. Then call the original `update_state` to add the loss to the running mean."
+        "Update the loss: store the loss of a batch, then call the original `update_state`, which adds it to the running mean."
         if self.notify is not None: self.notify(values)
         self.latest = values.detach() if isinstance(values, torch.Tensor) else values,sample_weight
         return run(values, sample_weight)
@@ -179,7 +179,7 @@ class BatchScalars:
         self.values,self.rate,self.notify = {},None,notify
 
     def begin(self, model):
-        "Prepare for a batch: patch new loss metrics, and copy the learning rate before Keras changes it."
+        "Begin a batch: patch new loss metrics, and copy the learning rate before Keras changes it."
         for m in model.metrics:
             if type(m) is keras.metrics.Mean and id(m) not in self.values:
                 self.values[id(m)] = LastBatchValue(m, self.notify)
@@ -191,13 +191,13 @@ class BatchScalars:
         self.rate = rate.detach().clone() if isinstance(rate, torch.Tensor) else rate
 
     def end(self, logs) -> dict: # logs: dict that Keras passes to callbacks
-        "Return the scalars of a batch by name, after the batch has ended."
+        "End a batch, and return its scalars by name."
         losses = {v.name: v.pop() for v in self.values.values()}
         rate = {} if self.rate is None else {'learning_rate': self.rate}
         return {**rate, **logs, **{k: x for k,x in losses.items() if x is not None and k in logs}}
 
     def close(self):
-        "Restore the methods of the Keras metrics patched by `begin`."
+        "Close the collection of scalars: restore the methods of the Keras metrics patched by `begin`."
         for v in self.values.values(): v.patch.remove()
         self.values.clear()
 
@@ -278,7 +278,7 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         self.close()
 
     def close(self): # `Report` of the run, or None if nothing was recorded
-        """End the run. Call this method after an exception, because Keras does not notify callbacks of exceptions.
+        """Close the run. Call this method after an exception, because Keras does not notify callbacks of exceptions.
 
         Returns:
             `Report` of the run, or None if nothing was recorded

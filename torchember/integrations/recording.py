@@ -73,7 +73,7 @@ class MethodPatch:
     def __call__(self, *args, **kwargs): return self.call(self.run, *args, **kwargs)
 
     def remove(self):
-        "Restore the original method. If other code has wrapped this patch since, keep the patch, but make it only call the original method."
+        "Remove the patch: restore the original method. If other code has wrapped the patch since, make it only call the original method."
         if vars(self.o).get(self.name) is not self: self.call = lambda run, *args, **kwargs: run(*args, **kwargs)
         elif self.former is None: delattr(self.o, self.name)
         else: setattr(self.o, self.name, self.former)
@@ -141,11 +141,11 @@ class TrainingRecorder:
         if self.te is not None and (found := loggable_scalars(numbers, self.te.t.marked)): self.te.log(**found)
 
     def note_loss(self, loss): # loss: tensor with its autograd graph, before the backward pass
-        "Record predictions and targets of a loss, before the trainer runs the backward pass."
+        "Note a loss before its backward pass, to record its predictions and targets."
         if self.te is not None: self.te.recorder.losses.note({'loss': loss})
 
     def claim(self, *names):
-        "Reserve some names of scalars, such as the gradient norm, for the trainer: torchember does not record its own scalars with these names."
+        "Claim names of scalars, such as the gradient norm, for the trainer: torchember does not record its own scalars with these names."
         if self.te is not None: self.te.recorder.writer.lines.scalars.claim(names)
 
     def has_new_step(self): # False during gradient accumulation, and after a cancelled step
@@ -154,7 +154,7 @@ class TrainingRecorder:
         return self.te is not None and self.last_step!=previous
 
     def mark(self, **marks):
-        "Add columns, such as `epoch=2`, to all following rows."
+        "Mark all following rows with additional columns, such as `epoch=2`."
         if self.te is not None: self.te.mark(**marks)
 
     def record_only_if(self, is_recorded): # is_recorded: function of the phase of a pass ('eval', 'no_grad' or None), and True if the pass has gradients
@@ -162,11 +162,11 @@ class TrainingRecorder:
         if self.te is not None: self.te.recorder.events.pass_events.wanted = is_recorded
 
     def pause(self):
-        "Stop recording the model until `resume` is called, for example to leave out the forward passes of a validation."
+        "Pause the recording of the model until `resume` is called, for example to leave out the forward passes of a validation."
         if self.te is not None: self.te.disarm()
 
     def resume(self):
-        "Continue to record the model after `pause`."
+        "Resume the recording of the model after `pause`."
         if self.te is not None: self.te.arm()
 
     def end(self): # `Report` of the run, or None if nothing was recorded
@@ -199,7 +199,7 @@ class RecordingCallback:
         return self.recording.end()
 
     def close(self): # `Report` of the run, or None if nothing was recorded
-        "End the run. Call this method after an exception, if the trainer library does not call its callbacks then."
+        "Close the run. Call this method after an exception, if the trainer library does not call its callbacks then."
         return self.end()
 
     def __enter__(self): return self

@@ -179,7 +179,7 @@ class JaxTracker(Tracker):
         self.recorder.add_scalars(numbers)
 
     def unregister(self):
-        "Stop recording. After this call, `intercept` calls the user's function without recording."
+        "Unregister this tracker: stop recording. After this call, `intercept` calls the user's function without recording."
         self.recorder.is_open = False
 
     def __enter__(self): return self

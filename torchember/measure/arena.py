@@ -43,7 +43,7 @@ class Cursors:
         self.busy = np.zeros(1, np.int64)
 
     def new(self) -> Cursor:
-        "Return a cursor for a new tap."
+        "Return a new cursor (counter array) for a new tap."
         place = self.used%self.size
         if place==0: self.chunks.append(np.zeros((self.size, tap_width), np.int64))
         self.used += 1
@@ -96,15 +96,15 @@ class DeviceReadPlan:
         self.block = self.stream = None
 
     def set_rows(self, block, stream):
-        "Store the block (memory) that contains the tap's rows, and the stream that writes them."
+        "Set the rows of this plan: the block (memory) that contains the tap's rows, and the stream that writes them."
         self.block,self.stream = block,stream
 
     def fits(self, x):
-        "Return True if the dtype, shape, device and strides of `x` are equal to the values in this plan."
+        "Return True if the plan fits the tensor `x`: dtype, shape, device and strides are equal."
         return x.dtype is self.dtype and x.shape==self.shape and x.device==self.device and (x.is_contiguous() or x.stride()==self.stride)
 
     def read(self, x, rows, row, stream):
-        "Convert a tensor if needed, and launch the kernel that writes its summary into a row."
+        "Read a tensor into a row: convert it if needed, and launch the kernel that writes its summary."
         self.reading(x if self.made is None else x.to(self.made), rows, row, stream)
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90015
@@ -131,17 +131,17 @@ class Tap:
 
     @property
     def place(self):
-        "Device and stream id of the tap's current rows, as a pair. None if the tap has no rows."
+        "Place of the tap's current rows: device and stream id, as a pair. None if the tap has no rows."
         return None if self.rows.block is None else self.rows.block.key
 
     def use_rows(self, rows, at=0):
-        "Let the tap write its next rows into a range of rows, beginning with row `at` of the range."
+        "Use a range of rows for the next rows of the tap, beginning with row `at` of the range."
         self.rows,c = rows,self.cursor.array
         c[[NEXT, LAID]] = at,0
         if rows.block.out is not None: c[[ROWS, HEADS, LAID]] = *rows.block.addresses(rows.first),rows.size
 
     def deactivate_rows(self, turn):
-        "Keep the current rows of the tap for later: the tap uses these rows again when its tensors return to this stream and device."
+        "Deactivate the current rows of the tap, but keep them: the tap uses them again when its tensors return to this stream and device."
         self.elsewhere[self.place] = InactiveRows(self.rows, int(self.cursor.array[NEXT]), turn)
 
     def switch_rows(self, key, turn):
@@ -159,11 +159,11 @@ class Tap:
         return 2*rows.size or 1
 
     def all_rows(self):
-        "Return all ranges of rows used by the tap: current, former and parked."
+        "Return all ranges of rows that belong to the tap: current, former and parked."
         return [r for r in (self.rows, *self.former, *(p.rows for p in self.elsewhere.values())) if r.block is not None]
 
     def drop_rows(self):
-        "Delete all rows that this tap has written in the current step, because its tensors will be measured again."
+        "Drop all rows that this tap has written in the current step, because its tensors will be measured again."
         for block,first,size in self.all_rows():
             block.head[first:first+size, EVENT] = 0
             if not self.once: block.unshare_rows(first, size)
@@ -172,7 +172,7 @@ class Tap:
         self.turn += 1
 
     def plan_cpu_read(self, x):
-        "Make and return the `CpuReadPlan` for CPU tensors like `x`. Return None while the compiled loops are being loaded."
+        "Plan how to read CPU tensors like `x`: make and return a `CpuReadPlan`. Return None while the compiled loops are being loaded."
         dims,put = layout(x) if x.numel() and not x.is_contiguous() else None,None
         one_run = x.layout is torch.strided and not x.is_nested and (dims is None or dims[1:]==((1,), 1))
         fmt = formats.get(x.dtype) or converted_formats.get(x.dtype)
@@ -186,7 +186,7 @@ class Tap:
         return self.cpu
 
     def plan_device_read(self, x):
-        "Make and return the `DeviceReadPlan` for tensors like `x` on a device other than the CPU."
+        "Plan how to read tensors like `x` on a device other than the CPU: make and return a `DeviceReadPlan`."
         dtype,wanted = float_for(x.dtype),self.format.wanted
         gpu = None if sums_not_in_loops(wanted) or x.is_complex() else list_kernels(x, wanted, dtype)
         if gpu is not None: self.arena.was_read.add((x.device, x.dtype, wanted))
@@ -195,11 +195,11 @@ class Tap:
 
 # %% ../../nbs/20_measure/48_arena.ipynb #2e002f81
 def rows_of_pass(heads, micro, once):
-    "Return a boolean mask of the rows written in micro-batch `micro`. Rows of taps with only one row per step are left out."
+    "Return the rows of a pass as a boolean mask: rows written in micro-batch `micro`, except rows of taps with only one row per step."
     return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
 
 def with_empty_rows(which, heads, vectors, taps):
-    "Replace the summary vectors of the rows in the mask `which` by the summary of an empty tensor. Return `vectors`."
+    "Replace the rows in the mask `which` by empty rows: summaries of an empty tensor. Return the summary vectors, `vectors`."
     for i in np.flatnonzero(which): vectors[i] = empty_summary(taps[heads[i, TAP]].format.wanted)
     return vectors
 
@@ -209,7 +209,7 @@ def copy_rows(rows, which):
     return rows[:len(which)].copy() if which[-1]+1==len(which) else rows[which]
 
 def rows_to_host(block, used):
-    """Return the summary vectors of the rows `used` of a block. If the block is on a device, start a copy, and return a `Pending` without waiting.
+    """Copy rows of a block to the host: return the summary vectors of the rows `used`. On a device, return a `Pending` without waiting.
 
     `used`: ascending numbers of rows."""
     if block.out is not None: return copy_rows(block.out, used)
@@ -221,8 +221,9 @@ def rows_to_host(block, used):
 
 # %% ../../nbs/20_measure/48_arena.ipynb #4f569ad0
 def queue_of(arena, again):
-    """Return a function `queue(tensor, tap)` that queues tensors, to measure them later in one launch. Return None if a torch mode, a transform
-    or FSDP forbids queueing.
+    """Return a function `queue(tensor, tap)` that queues tensors, to measure them later in one launch. Return None if that is impossible now.
+
+    Queueing is impossible in a torch mode, in a transform, and with FSDP.
 
     `queue` returns False if the tensor cannot be queued: call `observe` then. `again`: True if a tensor replaces the last tensor of its tap."""
     if count_function_modes() or inside_transform() is not None or count_dispatch_modes() or may_free_parameters(): return None
@@ -266,7 +267,7 @@ class Arena:
 
     @contextmanager
     def locked(self):
-        "Return a context manager: inside it, neither another thread nor compiled code writes rows."
+        "Return a context manager with a locked arena: inside it, neither another thread nor compiled code writes rows."
         with self.lock:
             self.cursors.busy[0] += 1
             try: yield
@@ -288,7 +289,7 @@ class Arena:
             return t
 
     def add_rows(self, tap, device):
-        "Assign rows on `device` and its current stream to `tap`: its parked rows if one of them is free, else twice as many new rows as before."
+        "Add rows on `device` and its current stream to `tap`: a free parked row, else twice as many new rows as before."
         key = device, stream_of(device)
         if not (n := tap.switch_rows(key, self.turn)): return
         block = next((b for b in self.blocks if b.key==key and b.length==tap.format.length and len(b.head)-b.used>=n), None)
@@ -297,11 +298,11 @@ class Arena:
         tap.use_rows(RowRange(block, block.reserve(n), n))
 
     def in_graph(self):
-        "Return True if a CUDA graph is being captured on a device of the arena, so that a launch now would become part of the graph."
+        "Return True if launches now would become part of a CUDA graph, because a graph is being captured on a device of the arena."
         return any(b.out is None and is_being_captured(b.device.type) for b in self.blocks)
 
     def read_pending(self):
-        "Measure all queued tensors now, unless a CUDA graph is being captured."
+        "Read all pending (queued) tensors now to measure them, unless a CUDA graph is being captured."
         with self.lock:
             self.unread.assign_rows()
             if self.unread and not self.in_graph(): self.unread.read()
@@ -316,12 +317,12 @@ class Arena:
             self.seen.clear()
 
     def forget(self, tap):
-        "Delete the rows of `tap` in this step, and its queued tensors, because its tensors will be measured again."
+        "Forget the rows of `tap` in this step, and its queued tensors, because its tensors will be measured again."
         self.unread.drop(tap)
         tap.drop_rows()
 
     def drop_failed_pass(self, micro, earlier):
-        """Delete the rows of the failed pass `micro`, except rows of taps with one row per step.
+        """Drop the rows of the failed pass `micro`, except rows of taps with one row per step.
 
         In `earlier` snapshots of the step, replace them by empty summaries."""
         once = np.array([t.once for t in self.taps], dtype=bool)
@@ -335,7 +336,7 @@ class Arena:
         for s in earlier: s.parts = [(h, with_empty_rows(rows_of_pass(h, micro, once), h, np.array(v, dtype=np.float64), self.taps)) for h,v in s.parts]
 
     def renumber(self, micro):
-        "Assign all rows of the arena, and all further rows of this pass, to micro-batch `micro`."
+        "Renumber the micro-batch of all rows of the arena, and of all further rows of this pass: its new number is `micro`."
         with self.locked():
             self.unread.assign_rows()
             self.micro = micro
@@ -343,7 +344,7 @@ class Arena:
             self.cursors.set((LIKE+MICRO,), (micro,))
 
     def take(self, earlier=None, keep=None) -> Snapshot:
-        "Return all rows since the last call as a `Snapshot`, and empty the arena. `keep`: function to call with the rows before their memory is reused."
+        "Take all rows since the last call out of the arena, and return them as a `Snapshot`. `keep`: function called with these rows first."
         with self.locked():
             parts,error = [],None
             try:

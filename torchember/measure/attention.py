@@ -16,13 +16,13 @@ most_sequences,most_queries = 8,32
 most_logits = 1<<23 # largest number of logits that are computed for one call of attention: 32 MB of float32
 
 def spaced_queries(sequences, length, n, device=None):
-    "Return the positions of `n` equally spaced queries in each sequence, shape (sequences, n). The first position differs between sequences."
+    "Return the positions of `n` equally spaced queries in each sequence, shape (sequences, n). The start differs between sequences."
     if n>=length: return torch.arange(length, device=device).expand(sequences, length)
     offset = (torch.arange(sequences, device=device)*.618034+.5)%1
     return ((torch.arange(n, device=device)+offset[:, None])*(length/n)).long().clamp_max_(length-1)
 
 def choose_queries(q, n=most_queries):
-    """Return positions of queries as a (sequences, heads, m) tensor: first `n` at equal distances, then those with the largest norm.
+    """Choose queries: return positions (sequences, heads, m), first `n` at equal distances, then those with the largest norm.
 
     `q`: (sequences, heads, length, size). A sequence of at most 2n queries is taken whole, and each position once.
     Also return how many of the m positions are at equal distances.
@@ -38,13 +38,13 @@ def choose_queries(q, n=most_queries):
 hidden_below = -9000.
 
 def select_queries(x, rows):
-    "Return the queries at some positions of a tensor that broadcasts to (sequences, heads, length, n). `rows`: (sequences, heads, m) positions."
+    "Select the queries at some positions of a tensor that broadcasts to (sequences, heads, length, n). `rows`: (sequences, heads, m)."
     x = x.expand(*rows.shape[:2], *x.shape[2:])
     if x.shape[2]==1: return x
     return x.gather(2, rows[..., None].expand(*rows.shape, x.shape[-1]))
 
 def query_logits(q, k, rows, mask=None, causal=False, scale=None):
-    """Return the logits of some queries, and a boolean tensor of the visible keys. Both have the shape (sequences, heads, m, keys).
+    """Return the logits of some queries, and a mask of the visible keys. Both have the shape (sequences, heads, m, keys).
 
     `q`, `k`: (sequences, heads, length, size), where `k` may have fewer heads, each for a group of heads of `q`. `rows`: result of
     `choose_queries`. `mask`, `causal`, `scale`: as in `torch.nn.functional.scaled_dot_product_attention`.
@@ -62,7 +62,7 @@ def query_logits(q, k, rows, mask=None, causal=False, scale=None):
     return logits, visible.expand(logits.shape)
 
 def visible_keys(logits):
-    "Return a boolean tensor, True where a key is visible. `logits`: logits after the addition of the mask."
+    "Return a mask of the visible keys: a boolean tensor. `logits`: logits after the addition of the mask."
     return logits>hidden_below
 
 # %% ../../nbs/20_measure/57_attention.ipynb #cab206e5
@@ -71,20 +71,20 @@ def mean_over(values, chosen):
     return values.where(chosen, 0).sum((0, 2))/chosen.sum((0, 2))
 
 def weights_and_entropy(logits, visible):
-    "Return the weights of visible keys, and the entropy of the weights of each query."
+    "Return the attention weights of visible keys, and the entropy of the weights of each query."
     log_weights = logits.masked_fill(~visible, -torch.inf).log_softmax(-1)
     weights = log_weights.exp().masked_fill(~visible, 0.)
     return weights, -(weights*log_weights.masked_fill(~visible, 0.)).sum(-1)
 
 def future_and_reach(weights, visible, rows, chosen):
-    "Return 'future', the mean weight on keys after the query (over queries in `chosen`), and 'reach', the largest distance to a visible later key."
+    "Return 'future', the mean weight on keys after the query, and 'reach', the largest distance to a visible later key."
     distance = torch.arange(weights.shape[-1], device=rows.device)-rows[..., None]
     reach = torch.where(visible, distance, 0).amax((0, 2, 3))
     n = chosen.shape[2]
     return {'future': mean_over(torch.where(distance[:, :, :n]>0, weights[:, :, :n], 0.).sum(-1), chosen), 'reach': reach}
 
 def attention_numbers(logits, visible, rows, n, queries) -> dict:
-    """Return statistics of attention: name of the column -> tensor with a number for each head. All tensors stay on their device.
+    """Return numbers that describe attention: column name -> tensor with a number for each head. All tensors stay on their device.
 
     `logits`, `visible`: (sequences, heads, m, keys), as from `query_logits`; `rows`, `n`: as from `choose_queries`. The first `n` rows
     count for means. `queries`: number of queries of a sequence.
@@ -112,7 +112,7 @@ def spaced_sequences(x, heads, rows, keys):
     return x[::-(-len(x)//most)]
 
 def measure_products(q, k, mask=None, causal=False, scale=None) -> dict:
-    """Return statistics of attention from queries and keys: the columns of `attention_numbers`, and `logit_bound`.
+    """Measure attention from the products of queries and keys: return the columns of `attention_numbers`, and `logit_bound`.
 
     `q`, `k`: (sequences, heads, length, size), where `k` may have fewer heads. `mask` has four dimensions.
     Other arguments: as in `query_logits`.
@@ -125,7 +125,7 @@ def measure_products(q, k, mask=None, causal=False, scale=None) -> dict:
     return attention_numbers(logits, visible, rows, n, queries) | {'logit_bound': logit_bound(q, k, scale)}
 
 def measure_logits(x) -> dict:
-    "Return the statistics of `attention_numbers`, computed from masked logits of shape (sequences, heads, queries, keys)."
+    "Measure masked logits of shape (sequences, heads, queries, keys): return the statistics of `attention_numbers`."
     heads,queries,keys = x.shape[1:]
     some = spaced_sequences(x, heads, min(most_queries, queries), keys)
     rows = spaced_queries(len(some), queries, most_queries, x.device)[:, None].expand(len(some), heads, min(most_queries, queries))

@@ -65,7 +65,7 @@ class Block:
         return self.used-n
 
     def unshare_rows(self, first, n):
-        "Copy the summary vectors of `n` rows into all other rows that refer to these vectors, before the `n` rows are overwritten."
+        "Stop sharing of `n` rows: copy their summary vectors into all other rows that refer to them, before the `n` rows are overwritten."
         if self.source is None: return
         others = np.flatnonzero((self.source>=first) & (self.source<first+n) & (self.head[:, EVENT]!=0))
         others = others[(others<first) | (others>=first+n)]

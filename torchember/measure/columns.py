@@ -18,7 +18,9 @@ sets = dict(basic=('shape', 'mean', 'std', 'max', 'min'),
     numerics=('shape', 'mean', 'std', 'abs_mean', 'abs_max', 'abs_min', 'rms', 'rm4', 'rm8', 'exponents'))
 
 def stat_names(stats) -> tuple:
-    "Return the names of the statistics in `stats`: a named set such as 'basic', one name, or a list. Raises ValueError for an unknown name."
+    """Return the names of the statistics in `stats`, which is a named set such as 'basic', one name, or a list.
+
+    Raises ValueError for an unknown name."""
     if isinstance(stats, str):
         if stats in sets: return sets[stats]
         if not is_statistic(stats): raise ValueError(unknown('set of statistics', stats, [*sets, *known], also_called))
@@ -39,7 +41,7 @@ def is_statistic(name):
 
 # %% ../../nbs/20_measure/09_columns.ipynb #6f7f4346
 def as_columns(vectors, names, shapes) -> dict:
-    """Compute statistics of n summary vectors.
+    """Return the statistics of n summary vectors as columns: a dict of lists or arrays by name.
 
     Return a dict: the key is the name of a statistic, the value a column of n numbers or lists. `vectors`: shape (n, width), or (n, wide)
     with exponent counts. `shapes`: list of the n shapes of the tensors, which become the column 'shape'."""
@@ -54,7 +56,7 @@ def as_columns(vectors, names, shapes) -> dict:
     return columns
 
 def as_dicts(vectors, names, shapes) -> list:
-    "Return the statistics of each summary vector as a dict of Python numbers, one dict per tensor. Arguments: as in `as_columns`."
+    "Return the statistics of summary vectors as dicts of Python numbers, one dict per tensor. Arguments: as in `as_columns`."
     columns = as_columns(vectors, names, shapes)
     lists = [[list(s) for s in c] if n=='shape' else c.tolist() for n,c in columns.items()]
     return [dict(zip(columns, values, strict=True)) for values in zip(*lists, strict=True)]

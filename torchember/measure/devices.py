@@ -40,7 +40,7 @@ def accelerator():
     return current and current.type
 
 def chosen_device():
-    "Return the current device of the accelerator, such as cuda:0."
+    "Return the chosen device of the accelerator: torch's current device, such as cuda:0."
     return torch.device(accelerator(), torch.get_device_module(accelerator()).current_device())
 
 def on(device):
@@ -63,7 +63,7 @@ def stream_of(device):
 # %% ../../nbs/20_measure/01_devices.ipynb #ac12ef5a
 @contextmanager
 def after(stream, device):
-    """Return a context manager in which the current stream waits for the work of `stream`.
+    """Return a context manager for work after the work of `stream`: the current stream waits for `stream`.
 
     When the context ends, `stream` waits for the current stream."""
     here = current_stream(device)
@@ -90,7 +90,7 @@ def is_being_captured(kind):
 
 # %% ../../nbs/20_measure/01_devices.ipynb #48afe234
 def disturbs(kind) -> bool:
-    "Return True if the user has an active autocast, torch mode or function transform, which would change the operations of torchember."
+    "Return True if an active autocast, torch mode or function transform of the user disturbs (changes) torchember's operations."
     return torch.is_autocast_enabled(kind) or count_dispatch_modes()>0 or count_function_modes()>0 or inside_transform() is not None
 
 @contextmanager
@@ -105,7 +105,7 @@ class Pinned:
     def __init__(self): self.free = {}
 
     def take(self, n):
-        "Return pinned host memory of at least `n` bytes. Raises RuntimeError if the device that used the memory before has failed."
+        "Take at least `n` bytes of pinned host memory from the pool, and return them. Raises RuntimeError for memory of a failed device."
         size = max(512, 1<<(n-1).bit_length())
         free = self.free.setdefault(size, deque())
         try: host,done = free.popleft()
@@ -115,7 +115,7 @@ class Pinned:
         return self.allocate_pinned(size)
 
     def allocate_pinned(self, size):
-        "Return new pinned host memory of `size` bytes."
+        "Allocate and return new pinned host memory of `size` bytes."
         # device='cpu' is given, because a user may have set another default device
         host = torch.empty(size, dtype=torch.uint8, pin_memory=True, device='cpu')
         # an extra reference keeps the memory until the process ends, because a device may still write into it
@@ -123,7 +123,7 @@ class Pinned:
         return host
 
     def release(self, host, done=None):
-        "Return pinned memory to the pool. Later copies may use this memory as soon as the event `done` has happened."
+        "Release pinned memory to the pool. Later copies may use this memory as soon as the event `done` has happened."
         self.free.setdefault(len(host), deque()).append((host, done))
 
 pinned = Pinned()
@@ -134,7 +134,7 @@ unsent = 0xa5
 unknown_to_numpy = torch.bfloat16,*(d for n,d in vars(torch).items() if n.startswith('float8'))
 
 def has_arrived(host):
-    "Return True if a copy to the host is complete: no element has only bytes `unsent`, which fill the memory before the copy."
+    "Return True if a copy has arrived on the host: no element has only bytes `unsent`, which fill the memory before the copy."
     return not (host.reshape(-1).view(torch.uint8).view(-1, host.element_size())==unsent).all(1).any()
 
 class Pending:
@@ -145,7 +145,7 @@ class Pending:
         self.shape,self.numbers,self.lock = tuple(host.shape),None,threading.Lock()
 
     def spread(self, which):
-        "Select and order rows of the result: row `i` of the result will be row `which[i]` of the copy."
+        "Spread the rows of the copy over the result: row `i` of the result will be row `which[i]` of the copy."
         self.which,self.shape = which,(len(which), *self.host.shape[1:])
         return self
 
@@ -161,7 +161,7 @@ class Pending:
             return self.numbers.copy() # returns a copy, because the caller may write into the array
 
     def release(self, done=None):
-        "Return the pinned memory of this copy to the pool."
+        "Release the pinned memory of this copy to the pool."
         if self.memory is not None: pinned.release(self.memory, done)
         self.host = self.memory = None
 
@@ -182,7 +182,7 @@ def start_copy(x):
 
 @cache
 def copies_async(device) -> bool:
-    "Return True if copies from this device to the host can run in the background. The first call tests a copy; later calls return the cached answer."
+    "Return True if this device copies to the host asynchronously (in the background). The first call tests it. The answer is cached."
     if device.type!=accelerator() or device.type=='mps': return False
     try: return np.array_equal(np.asarray(start_copy(torch.arange(5, device=device))), range(5))
     except (RuntimeError, TypeError, AttributeError, NotImplementedError): return False

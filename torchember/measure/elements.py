@@ -13,10 +13,10 @@ from ..capture.private_torch import is_wrapped
 
 # %% ../../nbs/20_measure/05_elements.ipynb #f793027f
 class Unmeasurable(TypeError):
-    "Raised for a tensor whose values cannot be read. The message says why."
+    "Raised for an unmeasurable tensor: its values cannot be read. The message says why."
 
 def flat(x) -> tuple:
-    "Return the elements of a strided tensor in memory order, and how often each element occurs: more than once if the tensor was expanded."
+    "Return the elements of a strided tensor as a flat tensor, and how often each occurs: more than once if the tensor was expanded."
     times = 1
     if x.is_contiguous(): return x.view(-1), times
     for d in range(x.dim()):
@@ -26,7 +26,7 @@ def flat(x) -> tuple:
 
 # %% ../../nbs/20_measure/05_elements.ipynb #7f3911f8
 def layout(x) -> tuple:
-    """Describe the memory of a strided tensor with as few dimensions as possible, by merging contiguous dimensions.
+    """Return the memory layout of a strided tensor with as few dimensions as possible: contiguous dimensions are merged.
 
     Return their sizes and strides, outermost first, and how often each element occurs (more than once in an expanded tensor)."""
     times,dims = 1,[]
@@ -40,7 +40,7 @@ def layout(x) -> tuple:
 
 # %% ../../nbs/20_measure/05_elements.ipynb #932e2d64
 def dense(x):
-    "Return the stored elements of `x` as a strided tensor, and the number of zeros that a sparse tensor does not store."
+    "Return the stored elements of `x` as a dense (strided) tensor, and the number of zeros that a sparse tensor does not store."
     if is_wrapped(x): raise Unmeasurable('the tensor is inside vmap, grad or another function transform of torch')
     if type(x) in ordinary and x.layout is torch.strided and without_memory(x):
         raise Unmeasurable('the tensor has no memory: its storage was freed, or torch represents its zeros without memory')
@@ -61,13 +61,13 @@ def dense(x):
 ordinary = (torch.Tensor, torch.nn.Parameter)
 
 def without_memory(x):
-    "Return True if the memory of a strided tensor was freed, as FSDP does. False for meta and fake tensors: they never have memory."
+    "Return True for a strided tensor without memory, because it was freed as by FSDP. False for meta and fake tensors."
     try: return x.data_ptr()==0 and x.numel()>0 and not x.is_meta
     except RuntimeError: return False
 
 # %% ../../nbs/20_measure/05_elements.ipynb #d10a0006
 class MemoryView:
-    "Gives numpy access to the memory of a CPU tensor, by the array interface, and keeps the tensor alive. `Tensor.numpy` would forbid resizing it."
+    "View of the memory of a CPU tensor for numpy, by the array interface. Keeps the tensor alive. `Tensor.numpy` would forbid resizing it."
     kinds = {getattr(torch, n): np.dtype(n) for n in ('float32', 'float64', 'complex128')}
     def __init__(self, x):
         kind,self.tensor = self.kinds[x.dtype],x
@@ -96,5 +96,5 @@ formats = {getattr(torch, f): f for f in ('float32', 'float64', 'bfloat16', 'flo
 converted_formats = {getattr(torch, f): f for f in ('int64', 'int32', 'int16', 'int8', 'uint8', 'bool')}
 
 def format_for(dtype):
-    "Return the name of the float dtype for measuring tensors of `dtype`: a float dtype itself, or 'float32' or 'float64' for other dtypes."
+    "Return the float format for measuring tensors of `dtype`: the name of a float dtype itself, 'float32' or 'float64' for other dtypes."
     return formats.get(dtype) or ('float32' if dtype in narrow else 'float64')

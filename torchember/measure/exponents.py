@@ -15,7 +15,7 @@ from ..ground.needs import needs
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #4a674bb9
 def exponents(v, lo=-16, hi=16) -> np.ndarray:
-    """Return how many elements have each binary exponent: below `lo`, each from `lo` to `hi`, above `hi`. The shape is (..., hi-lo+3).
+    """Return the counts of binary exponents: elements below `lo`, with each exponent from `lo` to `hi`, and above. Shape: (..., hi-lo+3).
 
     `v`: summary vectors with exponent counts, shape (..., wide)."""
     v = np.asarray(v)
@@ -30,12 +30,12 @@ def exponents(v, lo=-16, hi=16) -> np.ndarray:
 farthest = 1100 # largest magnitude of an exponent in a valid log; float64 has exponents from -1074 to 1023
 
 def with_counts(df) -> np.ndarray:
-    "Return a boolean mask: for each row of a table, True if it has valid exponent counts."
+    "Return a mask of the table's rows with counts: True if a row has valid exponent counts."
     if 'exponents' not in df or 'exponent_min' not in df: return np.zeros(len(df), bool)
     return np.array([are_counts(c, m) for c,m in zip(df['exponents'], df['exponent_min'], strict=True)], bool)
 
 def are_counts(counts, lo):
-    "Return True if `counts` is a list of non-negative numbers, and their exponents, starting with `lo`, are possible for float64."
+    "Return True if `counts` are valid exponent counts: non-negative numbers, with exponents from `lo` on that float64 can have."
     if not isinstance(counts, list|tuple|np.ndarray) or not isinstance(lo, int|float|np.number) or isinstance(lo, bool): return False
     if len(counts)<3 or not lo>=-farthest or lo+len(counts)-3>farthest or lo!=int(lo): return False
     try: c = np.asarray(counts)
@@ -56,7 +56,7 @@ def exponent_range(name):
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #51df359b
 def limits(dtype) -> dict:
-    """Return three exponents of a number format such as 'float8_e4m3fn': of its largest, smallest normal and smallest positive number.
+    """Return three exponents that limit a number format such as 'float8_e4m3fn': of its largest, smallest normal and smallest number above 0.
 
     The keys are 'max', 'normal' and 'subnormal'. Raises ValueError for an unknown format."""
     formats = needs('ml_dtypes', for_='headroom')
@@ -72,7 +72,7 @@ def headroom(
     dtype:str, # Name of a number format
     zeros=0 # Number of zeros, shape (...). The first count includes the zeros, but every format can represent zero
 ) -> dict: # Dict with 'over', 'subnormal' and 'under': shares of the non-zero elements, arrays of shape (...)
-    """Return the shares of elements that overflow, lose digits (become subnormal) or become zero in the number format `dtype`.
+    """Return the shares of elements that overflow, lose digits (become subnormal) or become zero in the format `dtype`.
     Raises ValueError if the counts do not cover the limits of the format.
 
     Args:
@@ -95,7 +95,7 @@ def headroom(
 def exponents_for(
     *dtypes:str # Names of number formats
 ) -> str: # Name of a statistic, such as 'exponents(-24, 15)' for float16
-    """Return the name of the statistic with all exponent counts that `headroom` needs for some number formats.
+    """Return the statistic `exponents(...)` with all counts that `headroom` needs for some number formats.
 
     Args:
         *dtypes: Names of number formats
@@ -108,5 +108,5 @@ def exponents_for(
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #081b2289
 def reach(dtype):
-    "Return the three exponents of `limits` for a number format, each at least -126, because counts put all smaller exponents into one bin."
+    "Return the exponents within reach of counts for a number format: those of `limits`, each at least -126."
     return {k: max(x, -126) for k,x in limits(dtype).items()}

@@ -21,12 +21,12 @@ from .tap import divide_early, remove_transforms
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #57009b40
 class NotMeasuredBefore(Unmeasurable):
-    "Raised during the capture of a CUDA graph, if no tensor of the same dtype and device was measured before the capture"
+    "Raised in the capture of a CUDA graph if no tensor of this dtype and device was measured before"
     def __init__(self, x): super().__init__(f"no {str(x.dtype)[6:]} tensor on {x.device} was measured before the capture, and the first measurement of a kind "
         "cannot be in a CUDA graph. Record a step before the capture, as part of the warm-up that torch asks for")
 
 class StatisticsChanged(Unmeasurable):
-    "Raised if the requested statistics of a tensor were changed after a CUDA graph with a row of this tensor was captured"
+    "Raised if the statistics of a tensor were changed after the capture of a CUDA graph with a row of this tensor"
     def __init__(self): super().__init__("its statistics were changed after the CUDA graph was captured, and the graph "
         "measures the former ones. Capture the graph again")
 
@@ -78,7 +78,7 @@ class GraphRows:
         return block, block.reserve(1)
 
     def read(self, x, wanted, was_read, scale=None) -> GraphTensor:
-        "Add the measuring of a tensor to the CUDA graph being captured. `was_read`: `Arena.was_read`. `scale`: as in `observe`."
+        "Read a tensor in each replay: add its measuring to the CUDA graph being captured. `was_read`: `Arena.was_read`. `scale`: as in `observe`."
         kind = x.device.type
         if kind in ('cpu', 'meta'): raise Unmeasurable(f"the tensor is on the device {kind!r}: "
             "it cannot be measured in a CUDA graph, because no Python runs when the graph is replayed")
@@ -92,7 +92,7 @@ class GraphRows:
         return GraphTensor(x, frozenset(wanted), block, row)
 
     def row_of(self, x, wanted, scale, block, row):
-        "Return the number of the row with the summary of a tensor. If no row has it, add a launch to the graph that writes the summary into `row`."
+        "Return the number of the row of a tensor's summary. If there is none, add a launch to the graph that writes the summary into `row`."
         # None for an inference tensor: without a version counter, changes of its values cannot be detected
         was = None if x.is_inference() else (x._version, address(x))
         same,then,groups,where,its = self.seen.get(id(x), (lambda: None, None, (), None, 0))
@@ -103,11 +103,11 @@ class GraphRows:
         self.seen[id(x)] = weakref.ref(x),was,frozenset(wanted),block,row
         return row
 
-def keep_until_freed(*held): "Finalizer of a CUDA graph: do nothing, but keep the arguments (rows and work memory) alive as long as the graph."
+def keep_until_freed(*held): "Keep the arguments (rows and work memory) until a CUDA graph is freed: finalizer of the graph, which does nothing else."
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #40dfd9f6
 def prepare_replay(arena, rows):
-    """Prepare a replay of a CUDA graph: move used rows to other blocks, and let the current stream wait for the stream used before.
+    """Prepare the replay of a CUDA graph: move used rows to other blocks, and let the current stream wait for the former one.
 
     `rows`: `GraphRows` of the graph."""
     with arena.lock:
@@ -144,6 +144,6 @@ def assign_graph_row(x, tap, call):
         a.filled += tap.format.share
 
 def drop_graph_rows(arena, rows):
-    "Delete the rows written by a CUDA graph, because its replay has raised an exception. `rows`: `GraphRows` of the graph."
+    "Drop the rows of a CUDA graph, because its replay has raised an exception. `rows`: `GraphRows` of the graph."
     with arena.lock:
         for b in rows.blocks: b.head[:, EVENT] = 0

@@ -19,7 +19,7 @@ dtype_names = [] # names of dtypes. The head of a row contains an index into thi
 most_dtypes = 1<<16 # maximum number of dtypes: far more than torch and JAX have
 
 def dtype_number(name:str) -> int:
-    "Return the number that represents a dtype in heads of rows. A new name gets the next free number."
+    "Return the number of a dtype in heads of rows (integer columns). A new name gets the next free number."
     if name not in dtype_names: dtype_names.append(name)
     return dtype_names.index(name)
 

@@ -12,22 +12,22 @@ from .summary import index, empty_summary, parts, sums, width
 
 # %% ../../nbs/20_measure/12_inverse.ipynb #2f499918
 class LogColumns:
-    "Gives access to the columns of a log as attributes. A missing column is all NaN."
+    "Columns of a log as attributes. A missing column is all NaN."
     def __init__(self, columns, n): self.columns,self.missing = columns,np.full(n, np.nan)
     def __getattr__(self, name): return np.asarray(self.columns[name], np.float64) if name in self.columns else self.missing
 
 def first_number(*values):
-    "Merge arrays of one shape: for each position, take the first number that is not NaN."
+    "Return the first number of several arrays at each position: the first that is not NaN."
     out = values[-1]
     for v in values[-2::-1]: out = np.where(np.isnan(v), out, v)
     return out
 
 def finite_only(x):
-    "Return `x` with NaN in place of infinite numbers."
+    "Return only the finite numbers of `x`, with NaN in place of infinite numbers."
     return np.where(np.isfinite(x), x, np.nan)
 
 def mean_and_m2(c, n):
-    "Return the mean of each tensor, and the sum of squared differences from this mean. If only l2 or rms is known, assume a mean of 0."
+    "Return the mean of each tensor, and M2, the sum of squared differences from this mean. If only l2 or rms is known, assume a mean of 0."
     mean,size = first_number(c.finite_mean, finite_only(c.mean)),first_number(c.l2**2, c.rms**2*n)
     spread = first_number(c.finite_std**2, finite_only(c.std)**2, finite_only(c.var))*(n-1)
     m2 = first_number(np.where(n==1, 0., spread), np.maximum(size-n*mean**2, 0))
@@ -37,7 +37,7 @@ def mean_and_m2(c, n):
 neutral = np.array([p in sums and p not in ('count', 'nan', 'posinf', 'neginf') for p in (*parts, *['']*(width-len(parts)))])
 
 def vectors_of(columns, count) -> np.ndarray:
-    """Restore the summaries of tensors from their statistics: float64, shape (n, width). Unknown sums are NaN.
+    """Return the summary vectors of tensors, restored from their statistics: float64, shape (n, width). Unknown sums are NaN.
 
     `columns`: dict from the name of a statistic to an array of numbers, NaN for rows without the statistic; with `nan`, `posinf` and `neginf`.
     `count`: number of elements of each tensor."""
@@ -59,7 +59,7 @@ def vectors_of(columns, count) -> np.ndarray:
 
 # %% ../../nbs/20_measure/12_inverse.ipynb #bde0d670
 def scaled(vectors, factor) -> np.ndarray:
-    "Return summary vectors as if each tensor had been multiplied by a positive factor. Shapes: vectors (n, width), factors (n,)."
+    "Return scaled summary vectors, as if each tensor had been multiplied by a positive factor. Shapes: vectors (n, width), factors (n,)."
     factor,out = np.asarray(factor, np.float64),np.array(vectors, np.float64)
     for p,s in sums.items():
         by = np.where(factor==1, 1., np.nan) if s.degree is None else factor**s.degree

@@ -33,7 +33,7 @@ def as_float(x):
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #49109b45
 def read_by_loops(x, wanted=('basic',)) -> np.ndarray:
-    "Measure a strided CPU tensor by compiled loops. Return its summary vector."
+    "Read a strided CPU tensor by compiled loops, to measure it. Return its summary vector."
     fmt = formats.get(x.dtype)
     if fmt is None: return read_by_pieces(x, wanted)
     if x.is_contiguous(): return loops().read_on_cores(x.data_ptr(), x.numel(), fmt, wanted, torch.get_num_threads())
@@ -45,7 +45,7 @@ def read_by_loops(x, wanted=('basic',)) -> np.ndarray:
     return v if times==1 else repeat(v, times)
 
 def read_by_pieces(x, wanted):
-    "Read a CPU tensor of a dtype that the compiled loops do not support, by converting one piece at a time."
+    "Read a CPU tensor by pieces, converting one at a time, because the compiled loops do not support its dtype."
     x,times = flat(x)
     to,got = float_for(x.dtype),[]
     for p in x.split(piece) if x.numel() else ():
@@ -60,7 +60,7 @@ def compiled_row_writer(tap, fmt, wanted):
 
 # %% ../../nbs/20_measure/08_kernels.ipynb #3ca31281
 def read(x, wanted=('basic',)):
-    """Measure a tensor by the fastest correct reader. Return its summary vector: a numpy array for a CPU tensor, else a tensor on the device of `x`.
+    """Read a tensor by the fastest correct reader, to measure it. Return its summary vector: a numpy array for a CPU tensor, else on its device.
 
     Raises `Unmeasurable` if the values of `x` cannot be read."""
     x,zeros = dense(x.detach())
@@ -75,7 +75,7 @@ def read(x, wanted=('basic',)):
     return merge(np.stack([v, zero_vector(zeros, wanted)])) if zeros else v
 
 def add_expressions(v, x, wanted):
-    "Compute the sums that no compiled reader computes, by their Python expressions. Write them into `v`, the summary vector of the CPU tensor `x`."
+    "Add the sums that no compiled reader computes, by their Python expressions, to `v`, the summary vector of the CPU tensor `x`."
     todo = sums_not_in_loops(wanted)
     if not todo: return
     x,times = flat(x)
@@ -90,7 +90,7 @@ def add_expressions(v, x, wanted):
 repeated = [index[p] for p,s in sums.items() if s.merge in ('sum', 'moments') and p!='mean']
 
 def repeat(v, times):
-    "Return the summary vector of a tensor with `times` copies of each element. `v`: summary vector of the elements, each once."
+    "Return the summary vector of a tensor with repeated elements: `times` copies of each. `v`: summary vector of the elements, each once."
     v = v.copy()
     v[repeated] *= times
     v[width:] *= times
@@ -103,25 +103,25 @@ def zero_vector(n, wanted):
 # %% ../../nbs/20_measure/08_kernels.ipynb #88620c32
 @cache
 def gpu_kernels(device):
-    "Return the Python module `measure.readers.triton` if its kernels run on `device`, else None."
+    "Return the Python module with the GPU kernels (`measure.readers.triton`) if its kernels run on `device`, else None."
     if device.type in ('cpu', 'meta', 'mps'): return None
     from torchember.measure.readers import triton as gpu
     return gpu if gpu.available(device) else None
 
 def kernels_for(x, wanted, dtype=None): # dtype: dtype to which `x` is converted before it is read
-    "Return the Python module with the Triton kernels (`measure.readers.triton`) if the kernels measure tensors like `x` correctly, else None."
+    "Return the kernels (Python module `measure.readers.triton`) if they measure tensors like `x` correctly, else None."
     dtype = dtype or x.dtype
     gpu = gpu_kernels(x.device) if dtype in formats and type(x) in ordinary else None
     return gpu if gpu is not None and gpu.reads(dtype, wanted, x.device) else None
 
 def list_kernels(x, wanted, dtype=None): # dtype: dtype to which `x` is converted before it is read
-    "Return the Python module with the Triton kernels if they can read `x` without a copy, in one launch with other tensors. Else return None."
+    "Return the kernels (a Python module) if they can read `x` without a copy, in a list: one launch with other tensors. Else return None."
     if type(x) not in ordinary or x.layout is not torch.strided: return None
     gpu = kernels_for(x, wanted, dtype)
     return gpu if gpu is not None and (x.is_contiguous() or gpu.has_no_gaps(x)) else None
 
 def read_on_device(x, zeros, wanted, out=None): # out: row of the arena for the result, or None to return a new vector
-    "Return the summary vector of a tensor on a device other than the CPU. `zeros`: number of zeros not stored by a sparse tensor."
+    "Read a tensor on a device other than the CPU: return its summary vector. `zeros`: number of zeros not stored by a sparse tensor."
     x,times = flat(x)
     if zeros or times>1: x = torch.cat([x.expand(times, -1).reshape(-1), x.new_zeros(zeros)])
     if x.dtype not in formats and type(x) in ordinary and gpu_kernels(x.device) is not None: x = as_float(x)
@@ -132,22 +132,22 @@ def read_on_device(x, zeros, wanted, out=None): # out: row of the arena for the 
     return v
 
 def read_into(x, wanted, row):
-    "Measure a tensor that is not on the CPU, and write its summary vector into `row` on the same device."
+    "Read a tensor that is not on the CPU into `row`, on the same device: measure it, and write its summary vector there."
     x,zeros = dense(x.detach())
     v = read_on_device(x, zeros, wanted, row)
     if v is not row: row.copy_(v)
 
 def read_by_operations(x, wanted):
-    "Measure a flat tensor by torch operations on its device. If these operations give wrong numbers, measure a copy on the CPU."
+    "Read a flat tensor by torch operations on its device. If these operations give wrong numbers, measure a copy on the CPU."
     if type(x) not in ordinary or x.is_meta or operations_are_right(x.device, x.dtype if x.dtype in formats else torch.float32, wanted):
         return read_device(x, wanted)
     return torch.as_tensor(read(x.cpu(), wanted), dtype=widest(x.device)).to(x.device)
 
 @cache
 def operations_are_right(device, dtype, wanted):
-    "Return True if torch operations compute correct sums on a device. The first call tests them; later calls return the same answer."
+    "Return True if torch operations are right on a device: they compute correct sums. The first call tests them. The answer is cached."
     def read_on_tested_device(x, wanted):
-        "Measure the tensor `x` by torch operations on the tested device. Return the summary vector on the CPU."
+        "Read the tensor `x` by torch operations on the tested device. Return the summary vector on the CPU."
         with on(device): return read_device(flat(x.to(device))[0], wanted).cpu()
     why = run_checks(lambda: find_reader_mistake(read_on_tested_device, dtype, wanted, rel=1e-9 if has_float64(device.type) else 1e-3))
     if why: warn(f"Operations of torch on {device} give wrong numbers: {why}. Tensors of {str(dtype)[6:]} are copied to the CPU to be measured, "

@@ -37,11 +37,11 @@ def check_loops(cpu, fmt):
     "Test the compiled loops for a number format, such as 'float32', on this processor. Return a description of the first error, or ''."
     dtype = next(d for d,f in (formats | converted_formats).items() if f==fmt)
     def by_address(x, wanted):
-        "Measure a tensor with the compiled loops, given the address of its elements."
+        "Measure a tensor with the compiled loops by the address of its elements."
         sizes,strides,_ = layout(x)
         return cpu.read_at(x.data_ptr(), x.numel(), fmt, wanted, *(() if x.is_contiguous() else (sizes, strides)))
     def into_row(x, wanted):
-        "Measure a tensor with the compiled loops, and write its summary into a new row. Return the row."
+        "Measure a tensor with the compiled loops into a new row. Return the row."
         x,row,head,tap = x.contiguous(),np.zeros(length(wanted)),np.zeros(head_width, np.int64),np.zeros(tap_width, np.int64)
         put = cpu.prepare_cursor(tap, fmt, wanted)
         tap[[ROWS, HEADS, LAID]] = address_of(row),address_of(head),1
@@ -75,7 +75,7 @@ class Loader:
         self.lock = threading.RLock()
 
     def has(self, fmt):
-        "Return True if the compiled loops for a number format can be used now. If not, load them, or let a background thread load them."
+        "Return True if the loader has the compiled loops for a number format. If not, load them, or let a background thread load them."
         if fmt in self.loaded: return True
         if self.failed: return self.report_error()
         if self.in_thread: self.request(fmt)
@@ -83,7 +83,7 @@ class Loader:
         return fmt in self.loaded
 
     def request(self, what, load=None):
-        """Start a background thread that loads compiled code. `what`: number format of the loops to load, such as 'float32'.
+        """Request that a background thread loads compiled code. `what`: number format of the loops to load, such as 'float32'.
 
         `load`: function that loads other compiled code, called with `what`."""
         if what in self.requested or self.closed: return
@@ -124,7 +124,7 @@ class Loader:
         if not self.in_thread: self.report_error()
 
     def report_error(self):
-        "Warn once, with the reason, that the compiled loops cannot be used. Do not warn if numba is not installed. Return False."
+        "Report the error once as a warning: the compiled loops cannot be used. Do not warn if numba is not installed. Return False."
         error,self.error = self.error,None
         if error: warn(f"numba does not work, so tensors are measured by plain torch operations, which is slower: {error}")
         return False
@@ -139,13 +139,13 @@ class Loader:
             for t in list(self.threads): t.join(timeout)
 
     def close(self):
-        "Start no further background threads, and wait until the running thread has loaded its number format."
+        "Close this loader: start no further background threads, and wait until the running thread has loaded its number format."
         self.closed = True
         # acquire the lock to wait for a loading thread, which holds the lock until it has finished
         with self.lock: pass
 
     def start_in_child(self):
-        "Create a new lock and no threads in a forked child process, because the background threads of its parent do not exist there."
+        "Start again in a forked child process: create a new lock and no threads, because the threads of the parent do not exist there."
         self.lock,self.threads,self.requested,self.finished = threading.RLock(),[],set(),0
 
 loader = Loader()
@@ -155,11 +155,11 @@ atexit.register(lambda: loader.close())
 
 # %% ../../nbs/20_measure/07_loading.ipynb #8d1f0d01
 def loops():
-    "Return the Python module `measure.readers.numba` with the compiled loops. Return None if numba is not installed, or while a thread is loading."
+    "Return the compiled loops: the Python module `measure.readers.numba`. Return None without numba, or while a thread is loading."
     return loader.module if loader.has('float32') else None
 
 def warm(tensors=(), *more):
-    """Load the compiled loops for the dtypes of `tensors`, such as the parameters of a model, so that no training step has to wait.
+    """Warm up: load the compiled loops for the dtypes of `tensors`, such as the parameters of a model, so that no training step has to wait.
 
     With TORCHEMBER_WAIT=0 a background thread loads, and this function returns at once. `more`: functions that load other compiled code."""
     loader.in_thread = os.environ.get('TORCHEMBER_WAIT', '')=='0'
@@ -169,7 +169,7 @@ def warm(tensors=(), *more):
     loader.times.arming += loader.times.total-loader.times.in_thread-before
 
 def ready(timeout=None) -> bool:
-    "Wait until the background threads have loaded the compiled loops, for at most `timeout` seconds. Return True if there are compiled loops."
+    "Return True if the compiled loops are ready. Wait for the background threads that load them, for at most `timeout` seconds."
     loader.wait(timeout)
     return loops() is not None
 

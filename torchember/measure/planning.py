@@ -20,7 +20,7 @@ from .loading import loader, loops
 
 # %% ../../nbs/20_measure/53_planning.ipynb #277959b6
 def is_wanted():
-    "Return False if the environment variable TORCHEMBER_PLAN is 0, which switches off compiled plans for module calls."
+    "Return True if compiled plans for module calls are wanted: unless the environment variable TORCHEMBER_PLAN is 0."
     return os.environ.get('TORCHEMBER_PLAN')!='0'
 
 @cache
@@ -47,11 +47,11 @@ def objects():
 
 # %% ../../nbs/20_measure/53_planning.ipynb #5c1b0e02
 def load_quickly():
-    "Load the compiled functions from numba's cache on disk. If the cache does not have them, compile them only with TORCHEMBER_PLAN=1."
+    "Load the compiled functions quickly, from numba's cache on disk. If they are not cached, compile them only with TORCHEMBER_PLAN=1."
     if is_wanted() and objects() is None and loops() is not None and (os.environ.get('TORCHEMBER_PLAN')=='1' or objects_are_cached()): load_objects()
 
 def objects_are_cached() -> bool:
-    "Return True if numba's cache on disk has the compiled functions."
+    "Return True if the compiled functions of `measure.readers.objects` are in numba's cache on disk."
     try:
         from torchember.measure.readers import objects
         return not objects.why_unavailable() and objects.are_cached()
@@ -59,12 +59,12 @@ def objects_are_cached() -> bool:
     except Exception: return True
 
 def load_in_thread():
-    "Start a background thread that loads the compiled functions, or compiles them if needed. Later calls do nothing."
+    "Load the compiled functions in a background thread, or compile them there if needed. Later calls do nothing."
     if is_wanted(): loader.request('objects', lambda what: load_objects())
 
 # %% ../../nbs/20_measure/53_planning.ipynb #fdbe30e5
 class WatchedDicts:
-    "Stores the keys and values of some dicts. Its method `unchanged` uses compiled code to detect changes of the dicts."
+    "Watched dicts: stores their keys and values. The method `unchanged` uses compiled code to detect changes."
     def __init__(self, dicts):
         self.kinds,dicts = objects(),list(dicts)
         # False for a ScriptModule, because its attributes are not ordinary dicts
@@ -80,12 +80,12 @@ class WatchedDicts:
         self.address,self.check = address_of(self.words),self.kinds.entries()[3] if self.is_possible else None
 
     def unchanged(self):
-        "Return True if no key or value of the dicts has changed since this object was made."
+        "Return True if the dicts are unchanged: no key or value has changed since this object was made."
         return self.is_possible and not self.freed and self.check(self.address, len(self.dicts))==1
 
 # %% ../../nbs/20_measure/53_planning.ipynb #5c1b0e07
 class WatchedLists:
-    "Stores the addresses of the objects in some lists. Its method `unchanged` uses compiled code to detect changes of the lists."
+    "Watched lists: stores the addresses of the objects in them. The method `unchanged` uses compiled code to detect changes."
     def __init__(self, lists):
         self.kinds = objects()
         self.is_possible = self.kinds is not None and all(type(x) is list for x in lists)
@@ -94,5 +94,5 @@ class WatchedLists:
         self.address,self.check = address_of(self.words),self.kinds.entries()[4] if self.is_possible else None
 
     def unchanged(self, lists):
-        "Return True if `lists` are the list objects given at construction, and if their contents have not changed since."
+        "Return True if `lists` are unchanged: the list objects given at construction, with the same contents."
         return self.is_possible and [*map(id, lists)]==self.at and self.check(self.address, len(self.at))==1

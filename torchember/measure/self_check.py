@@ -15,11 +15,11 @@ from .summary import fast, index, parts, read_array, width
 
 # %% ../../nbs/20_measure/02_self_check.ipynb #21610a1e
 def wave(n):
-    "Return `n` test numbers of both signs."
+    "Return `n` test numbers of both signs in the form of a wave."
     return 3*np.sin(1.7*np.arange(n))+.25
 
 def trials(dtype, block=64) -> dict:
-    """Return small CPU tensors for testing a reader, such as an empty tensor or one with NaN, as a dict by name.
+    """Return tensors for trials of a reader: a dict of small CPU tensors by name, such as an empty tensor or one with NaN.
 
     `block`: number of elements read at once by a kernel."""
     # device='cpu' is given, because a user may have set another default device
@@ -38,7 +38,7 @@ def trials(dtype, block=64) -> dict:
 exact = 'count', 'min', 'max', 'min_abs', 'zeros', 'nan', 'posinf', 'neginf'
 
 def difference(v, x, wanted, rel):
-    """Compare a summary vector with the result of numpy. Return the first difference, such as 'mean is 2 instead of 1', or None.
+    """Return the first difference between a summary vector and numpy's result, such as 'mean is 2 instead of 1'. Return None if they agree.
 
     `x`: the elements, float64. `rel`: tolerance of each sum, relative to its magnitude."""
     want,ok = read_array(x, tuple(wanted)),x[np.isfinite(x)]
@@ -53,8 +53,9 @@ def difference(v, x, wanted, rel):
 
 # %% ../../nbs/20_measure/02_self_check.ipynb #aa0ff7c2
 def find_reader_mistake(read, dtype, wanted, block=64, rel=1e-9):
-    """Test a reader on all tensors of `trials`. `read`: function of a CPU tensor and groups of sums that returns a summary vector. Return a
-    description of the first wrong result, None if all are right.
+    """Find the first mistake of a reader on the tensors of `trials`: return a description of the wrong result, None if all are right.
+
+    `read`: the reader, a function of a CPU tensor and groups of sums that returns a summary vector.
 
     `block`: as in `trials`. `rel`: as in `difference`."""
     for name,x in trials(dtype, block).items():

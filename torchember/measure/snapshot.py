@@ -17,7 +17,7 @@ from .summary import bins, derive, finite, index, merge, sums, width
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0006
 def unscaled(vectors):
-    """Remove the scale factor of each tensor, such as a loss scale, from its summary vector. Change the array `vectors` in place, and return it.
+    """Return unscaled summary vectors: remove the scale factor of each tensor, such as a loss scale. Change the array `vectors` in place.
 
     Column `SCALE` of `vectors` has the factor of each tensor, or NaN."""
     s = vectors[:, SCALE]
@@ -30,7 +30,7 @@ def unscaled(vectors):
     return vectors
 
 def shift_counts(counts, by):
-    "Return the exponent counts that a tensor has after a division by 2**by. `counts`: its counts before the division."
+    "Shift exponent counts: return the counts that a tensor has after a division by 2**by. `counts`: its counts before the division."
     return np.bincount(np.clip(np.arange(bins)-by, 0, bins-1), counts, bins) if by else counts
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0009
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     again:np.ndarray # True for a row that an earlier snapshot of the step contained already
 
     def at(self, which):
-        "Return the rows that `which` selects. `which`: a boolean mask or an array of indices."
+        "Return the rows at the indices `which` (an array), or where `which` (a boolean mask) is True."
         return Rows(*(a[which] for a in self))
 
     def in_order(self):
@@ -51,7 +51,7 @@ class Rows(NamedTuple):
         return self.at(np.lexsort((self.head[:, EVENT], self.owner)))
 
 def count_before(keys):
-    "Count for each row of the array `keys` how many earlier rows are equal to it."
+    "Count the earlier rows before each row of the array `keys` that are equal to this row."
     _,group = np.unique(keys, axis=0, return_inverse=True)
     at = np.argsort(group.ravel(), kind='stable')
     first = np.flatnonzero(np.diff(group.ravel()[at], prepend=-1))
@@ -60,10 +60,9 @@ def count_before(keys):
     return out
 
 def merge_passes(rows, taps) -> Rows:
-    """Merge the rows of all micro-batches: rows of one snapshot, tap and call become one row. Drop a merged row if earlier snapshots had all its
-    parts.
+    """Merge the passes (micro-batches) of each snapshot: rows of one tap and call become one row.
 
-    `taps`: all taps of the arena, in the order of their numbers."""
+    A merged row is dropped if earlier snapshots had all its parts. `taps`: all taps of the arena, in the order of their numbers."""
     head,vectors,owner,again = rows
     if not again.any() and not head[:, MICRO].any(): return rows
     # number the rows of each (tap, call, micro-batch), because rows of the same micro-batch must not be merged
@@ -81,7 +80,7 @@ def merge_passes(rows, taps) -> Rows:
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0015
 class Columns:
-    "Rows of taps with the same statistics, in the order of measurement. Its methods compute columns of numbers for all rows at once."
+    "Columns of numbers for rows of taps with the same statistics, in the order of measurement, computed for all rows at once."
     def __init__(self, rows, taps): self.head,self.vectors,self.owner,self.again,self.taps = *rows,taps
 
     def __len__(self): return len(self.head)
@@ -107,11 +106,11 @@ class Columns:
         return as_columns(self.vectors, self.names, shapes)
 
     def rms(self):
-        "Return the root mean square of each row's tensor."
+        "Return the rms (root mean square) of each row's tensor."
         return derive(self.vectors, ['rms'])['rms']
 
     def plain(self):
-        "Return a boolean mask of the ordinary rows: without NaN and infinity, and not contained in an earlier snapshot."
+        "Return a mask of the plain rows: rows without NaN and infinity that no earlier snapshot contains."
         return (finite(self.vectors)==self.vectors[:, index['count']]) & ~self.again
 
     def dicts(self):
@@ -138,7 +137,7 @@ class Snapshot:
     def __len__(self): return sum(len(h) for h,_ in self.parts)
 
     def merge_into_pass(self, micro):
-        "Return a new snapshot with the rows of this and earlier snapshots, all assigned to the micro-batch `micro`."
+        "Merge all rows into one pass: return a new snapshot with the rows of this and earlier snapshots in micro-batch `micro`."
         parts = [(h.copy(), v) for s in (*self.earlier, self) for h,v in s.parts]
         for h,_ in parts: h[:, MICRO] = micro
         return Snapshot(parts, self.taps, [])
@@ -148,21 +147,21 @@ class Snapshot:
         return sorted((r for c in columns_of([self]) for r in c.rows()), key=lambda r: r['event'])
 
 def columns_of(snapshots) -> list:
-    """Merge the micro-batches of each snapshot of an arena. Return the rows as one `Columns` for each set of statistics.
+    """Return the columns of snapshots of an arena, after merging their micro-batches: one `Columns` for each set of statistics.
 
     `owner` of a row is the index of its snapshot in `snapshots`."""
     lengths = dict.fromkeys(v.shape[1] for s in snapshots for _,v in s.parts)
     return [c for n in lengths for c in group_by_names(rows_of_length(snapshots, n), snapshots[0].taps)]
 
 def rows_of_length(snapshots, length):
-    "Return the rows of the snapshots with summary vectors of `length` numbers, merged over micro-batches."
+    "Return the rows of the snapshots with summary vectors of the length `length`, merged over micro-batches."
     found = [Rows(h, np.asarray(v, dtype=np.float64), np.full(len(h), i), np.full(len(h), s is not by))
         for i,by in enumerate(snapshots) for s in (*by.earlier, by) for h,v in s.parts if v.shape[1]==length]
     rows = Rows(*map(np.concatenate, zip(*found, strict=True)))
     return merge_passes(rows._replace(vectors=unscaled(rows.vectors)).in_order(), snapshots[0].taps)
 
 def group_by_names(rows, taps):
-    "Split rows by the statistics of their taps. Return one `Columns` for each set of statistics."
+    "Group rows by the names of their statistics. Return one `Columns` for each set of statistics."
     c = Columns(rows, [taps[i] for i in rows.head[:, TAP].tolist()])
     choices = dict.fromkeys(t.names for t in c.taps)
     return [c] if len(choices)==1 else [c[[i for i,t in enumerate(c.taps) if t.names==names]] for names in choices]

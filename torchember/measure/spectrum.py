@@ -19,11 +19,11 @@ from .kernels import no_autocast
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #1d63ed0f
 class SpectrumError(ValueError):
-    "Raised if the eigenvalues do not exist, or could not be computed."
+    "Raised if the eigenvalues (spectrum) do not exist, or could not be computed."
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #afbeeb1a
 def features_at(x, axis):
-    """Return the index of the dimension of `x` that contains the features, counted from 0.
+    """Return the dimension of `x` with the features, as an index counted from 0.
 
     `axis`: as in `samples`. Raises SpectrumError if the tensor has no such dimension."""
     if not isinstance(x, torch.Tensor): raise TypeError(f"a spectrum needs a tensor, got {an(x)}. torch.as_tensor converts an array.")
@@ -35,7 +35,9 @@ def features_at(x, axis):
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #4b511bba
 def samples(x, axis=None) -> torch.Tensor:
-    """Return a matrix with features as columns: `(N, C, H, W)` becomes `(N*H*W, C)`, `(B, T, D)` becomes `(B*T, D)`, and `(D,)` is one sample.
+    """Return the samples of a tensor as the rows of a matrix, features as columns: `(B, T, D)` becomes `(B*T, D)`.
+
+    `(N, C, H, W)` becomes `(N*H*W, C)`, and `(D,)` is one sample.
 
     `axis`: dimension that holds the features. None: 1 for 4 dimensions or more, else the last. The result is a view of `x` if strides allow this."""
     at = features_at(x, axis)
@@ -45,11 +47,11 @@ def samples(x, axis=None) -> torch.Tensor:
 CHUNK = 2**18 # number of elements converted to float64 at a time, to limit the memory
 
 def to_float64_device(x):
-    "Detach a tensor. Move it to the CPU if its device has no float64."
+    "Detach a tensor, and move it to a device with float64: to the CPU if its own device has none."
     return (x.detach().cpu() if x.device.type=='mps' else x.detach())
 
 def pieces(y, limit):
-    "Split a tensor with the features in its last dimension. Yield matrices (rows, features) of about `limit` numbers."
+    "Yield pieces of a tensor: matrices (rows, features) of about `limit` numbers. The last dimension of `y` has the features."
     if y.dim()==1: y = y[None]
     try: y = y.view(-1, y.shape[-1])
     # `view` fails if the dimensions cannot be merged without a copy, so loop over the first dimension
@@ -73,7 +75,7 @@ def rough_mean(y):
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #03bc3c8c
 def add_gram(gram, rows):
-    "Add `rows.T @ rows` to the matrix `gram`. For many columns only the upper triangle is computed: see `both_halves`."
+    "Add the Gram matrix `rows.T @ rows` to `gram`. For many columns only the upper triangle is computed: see `both_halves`."
     C = len(gram)
     block = max(128, C//8)
     if C<=block: gram.addmm_(rows.T, rows)
@@ -81,11 +83,11 @@ def add_gram(gram, rows):
         for i in range(0, C, block): gram[i:i+block, i:].addmm_(rows[:, i:i+block].T, rows[:, i:])
 
 def both_halves(gram):
-    "Return the full symmetric matrix, given its upper triangle."
+    "Return a symmetric matrix with both halves, given its upper triangle."
     return gram.triu()+gram.triu(1).T
 
 def feature_gram(x, at):
-    "Return the mean of each feature, and the matrix (C, C) of sums of products of centred features. `at`: dimension of the features."
+    "Return the Gram matrix of centred features (C, C), after the mean of each feature. `at`: dimension of the features."
     y = x.movedim(at, -1)
     n,C = x.numel()//x.shape[at],x.shape[at]
     shift = rough_mean(y)
@@ -107,7 +109,7 @@ def feature_gram(x, at):
     return shift+off, both_halves(gram).addr_(off, off, alpha=-n)
 
 def sample_gram(x, at):
-    "Return the mean of each feature, and the matrix (N, N) of inner products of centred samples. `at`: dimension of the features."
+    "Return the Gram matrix of centred samples (N, N), after the mean of each feature. `at`: dimension of the features."
     y = samples(x, at)
     shift = rough_mean(y)
     mean,gram = torch.empty_like(shift),shift.new_zeros(len(y), len(y))
@@ -122,7 +124,7 @@ def sample_gram(x, at):
 # %% ../../nbs/20_measure/30_spectrum.ipynb #ba02d4e9
 @dataclass(eq=False)
 class Spectrum:
-    "Eigenvalues of a covariance matrix: all of them, or estimates for a large matrix."
+    "Spectrum of a covariance matrix: all of its eigenvalues, or estimates for a large matrix."
     values:np.ndarray|None # All eigenvalues, largest first. None if only estimates are known
     largest:float # The largest eigenvalue of the covariance matrix
     trace:float # Sum of the eigenvalues: the total variance
@@ -167,7 +169,9 @@ def eigenvalues(matrix):
         raise SpectrumError(f"the eigenvalues of a {len(matrix)} x {len(matrix)} matrix did not converge. Message of LAPACK: {e}") from e
 
 def from_gram(gram, features, count):
-    "Return the `Spectrum` of a covariance. `gram`: result of `feature_gram` or `sample_gram`; both have the same eigenvalues. `count`: number of samples."
+    """Return the `Spectrum` of a covariance from a Gram matrix: `gram`, from `feature_gram` or `sample_gram`.
+
+    Both have the same eigenvalues. `features`: number of features. `count`: number of samples."""
     known = eigenvalues(gram).cpu().numpy()/(count-1)
     trace = gram.trace().item()/(count-1)
     values = np.zeros(features)
@@ -188,7 +192,7 @@ class Covariance:
 
     @cached_property
     def spectrum(self) -> Spectrum:
-        "Eigenvalues of the covariance matrix, computed on first access."
+        "Spectrum (eigenvalues) of the covariance matrix, computed on first access."
         got,self.gram = from_gram(self.gram, self.features, self.count),None
         return got
 
@@ -199,7 +203,7 @@ KEPT = 1024 # maximum number of rows of a stored matrix; of a larger matrix, onl
 LARGE = 8192 # for matrices with this number of rows or more, eigenvalues are estimated
 
 def sizes_of(x, axis):
-    "Return the dimension of the features, and the numbers of samples and features. Raises SpectrumError for too few samples or features."
+    "Return sizes of a tensor: the dimension of the features, and the numbers of samples and features. Raises SpectrumError if too few."
     at = features_at(x, axis)
     C = x.shape[at]
     n = x.numel()//max(C, 1)
@@ -209,12 +213,12 @@ def sizes_of(x, axis):
     return at, n, C
 
 def refuse_infinite(x, need):
-    "Raise SpectrumError if `x` has NaN or infinite numbers. `need`: first words of the error message, such as 'a covariance needs'."
+    "Refuse infinite numbers: raise SpectrumError if `x` has NaN or infinity. `need`: first words of the message, as 'a covariance needs'."
     bad = x.numel()-int(x.isfinite().sum())
     if bad: raise SpectrumError(f"{need} finite numbers, but {bad} of {x.numel()} are NaN or infinite.")
 
 def check_trace(x, trace):
-    "Raise SpectrumError if `trace`, the sum of the variances of `x`, is not finite."
+    "Check that `trace`, the sum of the variances of `x`, is finite. Otherwise raise SpectrumError."
     if math.isfinite(trace): return
     refuse_infinite(x, 'a covariance needs')
     raise SpectrumError("the numbers are finite, but their squares are too large for float64. Divide the tensor by its largest number.")
@@ -256,8 +260,10 @@ def covariance(
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #b7ad14d7
 def centred_product(x, at, n, C):
-    """Return a function to multiply the covariance matrix, or the smaller matrix of samples, by vectors without storing the
-    matrix. Also return the trace of the matrix, and the mean of each feature."""
+    """Return a function to multiply vectors by the product of centred data with itself (covariance), without storing this matrix.
+
+    For fewer samples than features, the matrix is the smaller matrix of samples.
+    Also return the trace of the matrix, and the mean of each feature."""
     y = x.movedim(at, -1)
     shift = rough_mean(y)
     off,square = torch.zeros_like(shift),torch.zeros_like(shift)
@@ -277,7 +283,7 @@ def centred_product(x, at, n, C):
     left = (off/unit).to(of)
 
     def blocks():
-        "Yield matrices of consecutive samples, each with the slice of its sample numbers."
+        "Yield blocks of consecutive samples as matrices, each with the slice of its sample numbers."
         first = 0
         for rows in pieces(y, 16*CHUNK if centre is None else 4*CHUNK):
             rows = rows.to(of) if centre is None else rows.to(of)-centre
@@ -285,7 +291,7 @@ def centred_product(x, at, n, C):
             first += len(rows)
 
     def multiply_features(v):
-        "Return X'Xv / (n-1), where X is the centred matrix of samples."
+        "Multiply a vector by the matrix of features: return X'Xv / (n-1), where X is the centred matrix of samples."
         low,out,total = v.to(of),torch.zeros_like(v),0
         away = low@left
         for rows,_ in blocks():
@@ -295,7 +301,7 @@ def centred_product(x, at, n, C):
         return (out/unit-total[:, None]*left)*(unit**2/(n-1))
 
     def multiply_samples(v):
-        "Return XX'v / (n-1), where X is the centred matrix of samples."
+        "Multiply a vector by the matrix of samples: return XX'v / (n-1), where X is the centred matrix of samples."
         low,mid,out = v.to(of),v.new_zeros(len(v), C),torch.empty_like(v)
         for rows,at_ in blocks(): mid += low[:, at_].contiguous()@rows
         mid = (mid/unit-v.sum(1)[:, None]*left).to(of)
@@ -332,7 +338,7 @@ def lanczos(multiply, size, device, steps=96, probes=16):
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #e102bfa4
 def bracket(nodes, i, size, most):
-    """Return a lower bound, an estimate and an upper bound of one eigenvalue.
+    """Return a bracket of one eigenvalue: a lower bound, an estimate and an upper bound.
 
     `i`: its index, from the largest, of `size` in all. `nodes`: result of `lanczos`."""
     theta,weight = nodes
@@ -351,7 +357,7 @@ def bracket(nodes, i, size, most):
     return low, min(max(near, low), high), high
 
 def estimate_covariance(x, at, n, C, steps=96, probes=16):
-    "Return a `Covariance` with a spectrum estimated by `lanczos`, for a matrix that is too large to form."
+    "Estimate the covariance of a matrix too large to form: return a `Covariance` with a spectrum estimated by `lanczos`."
     multiply,trace,mean = centred_product(x, at, n, C)
     if not trace>0: return Covariance(n, mean, 0., spectrum=Spectrum(np.zeros(C), 0., 0., C, n))
     size = min(n, C)
@@ -364,7 +370,7 @@ def cal_cov_matrix(
     x, # Tensor of at least two samples
     axis=None # Dimension of the features. None: dimension 1 of 4 or more dimensions, else the last dimension
 ) -> torch.Tensor: # Shape (features, features), in the dtype of the tensor, or the default dtype for integers
-    """Return the covariance matrix of the features of a tensor, summed in float64: `torch.cov` of the transposed `samples`.
+    """Calculate the covariance matrix of the features of a tensor, summed in float64: `torch.cov` of the transposed `samples`.
 
     Args:
         x: Tensor of at least two samples
@@ -384,7 +390,7 @@ def cal_cov_matrix(
 def cal_eig(
     matrix # Symmetric matrix, shape (n, n)
 ) -> torch.Tensor: # n numbers, in the dtype of the matrix
-    """Return the eigenvalues of a symmetric matrix, largest first, computed in float64.
+    """Calculate the eigenvalues of a symmetric matrix, largest first, in float64.
 
     Args:
         matrix: Symmetric matrix, shape (n, n)

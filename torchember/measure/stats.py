@@ -15,7 +15,7 @@ def get_stats(
     tensor, # Any tensor
     stats='basic' # Name of a set of statistics such as 'basic', or list of statistics
 ) -> dict: # Dict: name of a statistic -> number; for `shape` and `exponents`, a list
-    """Return statistics of one tensor; by default exactly `shape`, `mean`, `std`, `max` and `min`.
+    """Get statistics of one tensor. By default these are exactly `shape`, `mean`, `std`, `max` and `min`.
 
     Args:
         tensor: Any tensor

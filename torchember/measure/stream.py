@@ -12,7 +12,7 @@ from torch import nn
 
 # %% ../../nbs/20_measure/58_stream.ipynb #48160b4b
 def summing_dtype(x):
-    "Return the dtype in which norms and medians of a tensor are computed: float32, or float64 for a tensor of float64."
+    "Return the dtype for summing: the dtype of norms and medians of a tensor. Float32, or float64 for a tensor of float64."
     return torch.float64 if x.dtype==torch.float64 else torch.float32
 
 most_tokens = 256 # largest number of sampled tokens: a copy of 4 MB for 4,096 channels in float32
@@ -25,7 +25,7 @@ def channels_last(x, block):
     return x.movedim(1, -1) if x.dim()>2 and x.shape[1] in found and x.shape[-1] not in found else x
 
 def sample_tokens(x):
-    "Return a copy of at most 256 tokens, at equal distances, shape (tokens, channels). `x`: tensor with the channels as last dimension."
+    "Return a sample of at most 256 tokens, at equal distances, shape (tokens, channels). `x`: tensor with the channels as last dimension."
     tokens,n = x.shape[:-1],x.numel()//x.shape[-1]
     at = torch.arange(0, n, -(-n//most_tokens), device=x.device)
     return x[torch.unravel_index(at, tokens)].to(summing_dtype(x))
@@ -44,7 +44,7 @@ def largest_of(x) -> dict:
     return {'largest': flat[at].abs().float(), 'channel': at%x.shape[-1], 'token': token%x.shape[-2] if x.dim()>2 else token}
 
 def block_numbers(x, sample, size) -> dict:
-    """Return the residual stream columns of a block: name of a column -> tensor with one number, on the device of `x`.
+    """Return the numbers of a block in the residual stream: column name -> tensor with one number, on the device of `x`.
 
     `x`: output of the block, with channels last; `sample`: result of `sample_tokens` for the input; `size`: rms of the input.
     """

@@ -64,7 +64,7 @@ def length(wanted):
 
 # %% ../../nbs/20_measure/00_summary.ipynb #0a08bc59
 def empty_summary(wanted=scalars):
-    "Return the summary vector of a tensor without elements. `wanted`: groups of sums; the sums of other groups are NaN."
+    "Return an empty summary: the vector of a tensor without elements. `wanted`: groups of sums. The sums of other groups are NaN."
     v = np.full(length(wanted), np.nan)
     v[width:] = 0
     for g in wanted:
@@ -73,7 +73,7 @@ def empty_summary(wanted=scalars):
 
 # %% ../../nbs/20_measure/00_summary.ipynb #93e27f4f
 def parts_in(wanted) -> tuple:
-    "Return the names of the sums in the groups `wanted`, each name once."
+    "Return the parts (names of the sums) in the groups `wanted`, each name once."
     return tuple(dict.fromkeys(p for g in wanted for p in groups[g]))
 
 @cache
@@ -95,7 +95,7 @@ def compute_named_sum(part, x, xp=np, ok=None):
 
 # %% ../../nbs/20_measure/00_summary.ipynb #d4787f50
 def read_array(x, wanted=scalars) -> np.ndarray:
-    "Return the summary vector of an array, computed by numpy in float64, in several passes. Complex numbers are measured by magnitude."
+    "Read an array by numpy to measure it, in float64, in several passes. Return its summary vector. Complex numbers: by magnitude."
     v,x = empty_summary(wanted),np.asarray(values_of(x))
     x = (np.abs(x) if np.iscomplexobj(x) else x).astype(np.float64).ravel()
     ok = x[np.isfinite(x)]
@@ -118,7 +118,7 @@ def finite(v):
 moments = ('mean', 'm2', 'm3', 'm4')
 
 def merged_moments(n, mean, m2, m3, m4, xp=np) -> tuple:
-    """Merge the means and centred moments (m2, m3, m4) of several tensors along the last axis. Return the mean and moments of all their elements.
+    """Return the merged moments of several tensors along the last axis: mean and centred moments (m2, m3, m4) of all their elements.
 
     `n`: number of finite elements of each tensor. `xp`: numpy, torch or jax.numpy, also inside `jax.jit`."""
     total = n.sum(-1)
@@ -144,7 +144,7 @@ def merge(vectors) -> np.ndarray:
 
 # %% ../../nbs/20_measure/00_summary.ipynb #8e2722a2
 class Parts:
-    "Gives access to the sums of summary vectors by attributes. Its methods set statistics of tensors with NaN or infinity."
+    "Parts (sums) of summary vectors, as attributes. The methods set statistics of tensors with NaN or infinity."
     def __init__(self, v):
         self.v,self.n,self.asked = v,finite(v),set()
         self.bad = v[..., index['nan']]>0
@@ -157,35 +157,37 @@ class Parts:
         return self.v[..., index[name]]
 
     def known(self, x):
-        "Return the statistic `x`, with NaN for tensors without finite elements."
+        "Return the statistic `x` where it is known, with NaN for tensors without finite elements."
         return np.where(self.has_finite, x, np.nan)
     def spoiled(self, x):
-        "Return the statistic `x`, with NaN for tensors that have NaN, infinity or no finite element."
+        "Return the statistic `x`, with NaN if it is spoiled: for tensors with NaN, infinity or no finite element."
         return np.where(self.bad|self.pos|self.neg|~self.has_finite, np.nan, x)
     # for sums over elements, which are 0 for an empty tensor
     def added(self, x):
-        "Return the sum `x`, with infinity for tensors that have infinite elements, and NaN for tensors that have NaN."
+        "Return the added-up sum `x`, with infinity for tensors with infinite elements, and NaN for tensors with NaN."
         return np.where(self.bad, np.nan, np.where(self.pos|self.neg, np.inf, x))
     # for magnitudes such as the rms, which are NaN for an empty tensor
     def sized(self, x):
-        "Return the magnitude `x`, such as the rms, with NaN or infinity for tensors with such elements, and NaN for empty tensors."
+        "Return the size (magnitude) `x`, such as the rms: NaN or infinity for tensors with such elements, and NaN for empty tensors."
         return np.where(self.count==0, np.nan, self.added(x))
     def signed(self, x):
         "Return the mean `x`, with signed infinity for tensors that have infinite elements, and NaN if the mean is undefined."
         x = np.where(self.pos, np.inf, np.where(self.neg, -np.inf, x))
         return np.where(self.bad|(self.pos&self.neg)|(self.count==0), np.nan, x)
     def ends(self, x, first, inf):
-        "Return the minimum or maximum `x`, with `inf` for tensors in the mask `first`: they have an element of -infinity (or infinity)."
+        """Return an end of the range: the minimum or maximum `x`, with `inf` for tensors with an element of -infinity (or infinity).
+
+        `first`: mask of these tensors."""
         return np.where(self.bad|(self.count==0), np.nan, np.where(first, inf, np.where(self.has_finite, x, -inf)))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #5a445b73
 def spread(p):
-    "Return the unbiased variance of the finite elements of each tensor."
+    "Return the spread of the finite elements of each tensor: their unbiased variance."
     return np.where(p.n>1, p.m2/np.maximum(p.n-1, 1), np.nan)
 
 # %% ../../nbs/20_measure/00_summary.ipynb #759bc021
 def squares(p):
-    "Return the sum of squares of the finite elements."
+    "Return the sum of the squares of all finite elements."
     return p.m2 + p.n*p.mean**2
 
 def sums_of_squares(vectors) -> np.ndarray:
@@ -235,7 +237,7 @@ also_called = dict(norm='l2', norm2='l2', l2_norm='l2', norm1='l1', l1_norm='l1'
 # %% ../../nbs/20_measure/00_summary.ipynb #d28891d1
 @cache
 def additional_groups(name):
-    "Return the groups of sums that a statistic needs in addition to the group 'basic'."
+    "Return the additional groups of sums that a statistic needs, besides the group 'basic'."
     if name.startswith('exponents'): return 'exponents',
     p = Parts(empty_summary())
     with np.errstate(all='ignore'): derived.get(name, lambda p: None)(p)
@@ -243,7 +245,7 @@ def additional_groups(name):
 
 # %% ../../nbs/20_measure/00_summary.ipynb #d0c56084
 def derive(v, names=tuple(derived)) -> dict:
-    """Compute statistics from summary vectors of shape (..., width).
+    """Derive statistics from summary vectors of shape (..., width).
 
     Return a dict of arrays of shape (...), by name. A statistic is NaN if its sums were not measured. Raises ValueError for an unknown
     name."""
@@ -259,7 +261,7 @@ def groups_for(names) -> tuple:
 # %% ../../nbs/20_measure/00_summary.ipynb #9683bc68
 @cache
 def value_of_null(name, nan, posinf, neginf) -> float:
-    """Return the value of a statistic that a file has stored as null: NaN or infinity.
+    """Return the value of a null in a file: a statistic stored as null is NaN or infinity.
 
     `nan`, `posinf`, `neginf`: True if the tensor had such elements."""
     # all elements were finite: the tensor was empty, or the statistic is too large for a float. Both cases give NaN
@@ -271,7 +273,7 @@ def value_of_null(name, nan, posinf, neginf) -> float:
 
 # %% ../../nbs/20_measure/00_summary.ipynb #de71363d
 class Summary:
-    """A few sums that describe many numbers. `Summary.of(a)+Summary.of(b)` is the summary of all numbers in `a` and `b`.
+    """Summary of many numbers by a few sums. `Summary.of(a)+Summary.of(b)` is the summary of all numbers in `a` and `b`.
 
     Args:
         vector: Vector of the sums, in the order of `parts`
@@ -307,7 +309,7 @@ class Summary:
     def dict(self,
         names=tuple(derived) # Names of statistics
     ) -> dict: # Dict: name of a statistic -> number
-        """Return statistics as Python numbers.
+        """Return a dict of statistics as Python numbers.
 
         Args:
             names: Names of statistics

@@ -23,7 +23,7 @@ from .summary import parts_in, sums
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90002
 def divide_early(x, wanted, scale) -> tuple:
-    """Divide a tensor by a factor `scale` (number, tensor or None), unless the factor can be divided out of the tensor's summary later.
+    """Divide a tensor early, before measuring, by a factor `scale`. Do nothing if its summary can be divided later.
 
     Return the tensor to measure, and the factor to store in its row (None if there is no factor, or if the tensor was divided)."""
     powers = scale is None or 'exponents' not in wanted or not isinstance(scale, torch.Tensor) and math.frexp(scale)[0]==.5
@@ -32,11 +32,11 @@ def divide_early(x, wanted, scale) -> tuple:
 
 @cache
 def divides_out(wanted):
-    "Return True if a factor of the tensor can be divided out of all sums in the groups `wanted` later."
+    "Return True if a factor of the tensor divides out: all sums in the groups `wanted` can be divided by it later."
     return all(sums[p].degree is not None for p in parts_in(wanted))
 
 def remove_transforms(x):
-    "Return the tensor without the wrappers of `vmap`, `grad` and similar transforms of torch. Inside `vmap`, the result contains all samples."
+    "Remove the wrappers of torch's function transforms, as `vmap` or `grad`, from a tensor. Inside `vmap`, the result has all samples."
     while is_wrapped(x): x = unwrap(x)
     return x
 
@@ -66,7 +66,7 @@ def write_cpu_row(x, tap, call):
     if has_version: arena.seen[id(x)] = weakref.ref(x),version,at,groups,row,tap,tap.turn,None
 
 def read_vector(x, tap):
-    "Return the summary vector of a CPU tensor. If `Arena.seen` contains a valid vector, return it; else measure the tensor."
+    "Read the summary vector of a CPU tensor: from `Arena.seen` if it has a valid vector, else by measuring the tensor."
     arena,has_version = tap.arena,not x.is_inference()
     version = x._version if has_version else 0
     known,here,groups = arena.seen.get(id(x)) if has_version else None,address(x),tap.format.groups
@@ -81,7 +81,7 @@ def read_vector(x, tap):
 
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90008
 def find_row(known, x, version, at, tap, scale):
-    "Return the row number in `known`, an entry of `Arena.seen`, if the row still has the summary of `x` for `tap`. Else return None."
+    "Find the row in `known`, an entry of `Arena.seen`. Return its number if it still has the summary of `x` for `tap`, else None."
     ref,was,place,measured,row,by,turn,of = known
     if type(of) is not tuple or of[0] is not tap.rows.block or of[1] is not scale: return None
     if ref() is not x or was!=version or place!=at or not tap.format.groups<=measured or by.turn!=turn: return None
@@ -89,7 +89,7 @@ def find_row(known, x, version, at, tap, scale):
     return row
 
 def cache_row(x, version, at, tap, row, scale):
-    "Store in `Arena.seen` the row that has the summary of `x`. Rows of weights are not stored, because a later measurement may replace them."
+    "Cache in `Arena.seen` the row that has the summary of `x`. Rows of weights are not cached: a later measurement may replace them."
     if not tap.once: tap.arena.seen[id(x)] = weakref.ref(x),version,at,tap.format.groups,row,tap,tap.turn,(tap.rows.block, scale)
 
 def write_device_row(x, tap, call, later):
@@ -133,7 +133,7 @@ def write_device_row(x, tap, call, later):
     return True
 
 def read_into_row(x, tap, row, scale):
-    "Measure a tensor on a device into row number `row`. If a different row already has the summary, refer to that row instead."
+    "Read a tensor on a device into row number `row`. If a different row already has the summary, refer to that row instead."
     arena,block,wanted = tap.arena,tap.rows.block,tap.format.wanted
     seen = None if x.is_inference() else arena.seen.get(id(x))
     known = None if seen is None else find_row(seen, x, x._version, address(x), tap, scale)
@@ -157,7 +157,7 @@ class InGraph(Unmeasurable):
         "Passes outside of graphs are recorded. torchEmber(..., cuda_graphs=True) also records passes in graphs")
 
 def observe_any(x, tap, call, scale, later):
-    "Measure any tensor into the next row of `tap`, without torch modes, transforms and autocast."
+    "Observe any tensor: measure it into the next row of `tap`, without torch modes, transforms and autocast."
     kind = x.device.type
     if kind=='meta': raise OnMetaDevice()
     if is_being_captured(kind): raise InGraph()
@@ -166,7 +166,7 @@ def observe_any(x, tap, call, scale, later):
     with without_torch_modes(kind): write_row(x, tap, call, scale, later)
 
 def write_row(x, tap, call=None, scale=None, later=False):
-    "Measure any tensor into the next row of `tap`, while no torch mode or transform is active. Arguments: as in `observe`."
+    "Write the next row of `tap` for any tensor, while no torch mode or transform is active. Arguments: as in `observe`."
     y,scale = divide_early(x, tap.format.wanted, scale)
     # do not queue `y` if it is a copy of `x`: queued copies of all gradients would need as much memory as the model
     waits = later and y is x and not may_free_parameters() and list_kernels(y, tap.format.wanted)
@@ -191,7 +191,7 @@ def write_row(x, tap, call=None, scale=None, later=False):
 
 # %% ../../nbs/20_measure/50_tap.ipynb #a7869dc2
 def observe(x, tap, call=None, scale=None, later=False):
-    """Measure the tensor `x` into the next row of `tap`. Raises `Unmeasurable` if its values cannot be read.
+    """Observe the tensor `x`: measure it into the next row of `tap`. Raises `Unmeasurable` if its values cannot be read.
 
     `call`: number of the call in its pass, None for the next number. `scale`: factor that `x` contains, such as a loss scale, to be divided out.
     `later`: True if `x` does not change before `Arena.read_pending`, so that it may be measured then."""

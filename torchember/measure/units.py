@@ -16,7 +16,7 @@ from .devices import widest
 
 # %% ../../nbs/20_measure/40_units.ipynb #ae156f00
 def by_unit(x, axis=None):
-    """Reshape a tensor to (all dimensions before the units, units, all dimensions after the units). Units are channels or features.
+    """Reshape a tensor by units (channels or features): to (all dimensions before, units, all dimensions after).
 
     `axis`: dimension of the units. None: 1 for 4 dimensions or more, else the last."""
     if not isinstance(x, torch.Tensor): raise TypeError(f"units need a tensor, got {type(x).__name__}. torch.as_tensor converts an array.")
@@ -34,7 +34,7 @@ def by_unit(x, axis=None):
     return x.reshape(math.prod(x.shape[:axis]), units, after)
 
 def cache_pieces(x):
-    "Split a result of `by_unit` into pieces for reading one after another: small pieces on the CPU, which fit the cache, and large ones elsewhere."
+    "Return pieces of a result of `by_unit` for reading one after another: small pieces on the CPU, which fit the cache, and large ones elsewhere."
     if x.device.type!='cpu': return x.split(max((1<<26)//max(x[0].numel(), 1), 1)) if len(x) else ()
     before = x.split(max((1<<18)//max(x.shape[1]*x.shape[2], 1), 1)) if x.numel() else ()
     return (q for p in before for q in (p.split(1<<16, 2) if x.shape[2]>1<<16 else (p,)))
@@ -42,16 +42,16 @@ def cache_pieces(x):
 # %% ../../nbs/20_measure/40_units.ipynb #88542511
 @torch.no_grad()
 def channel_stats(x, axis=None) -> tuple:
-    """Return the mean and the unbiased standard deviation of each unit, as float64 vectors. `axis`: as in `by_unit`.
+    """Return statistics of each unit (channel or feature): mean and unbiased standard deviation, as float64 vectors.
 
-    Both are NaN for a tensor without values. The deviation is NaN for one value, too."""
+    `axis`: as in `by_unit`. Both are NaN for a tensor without values. The deviation is NaN for one value, too."""
     x = by_unit(x, axis)
     n,(mean,squares) = len(x)*x.shape[2],unit_moments(x, True)
     return mean, (squares/(n-1 if n>1 else math.nan)).sqrt()
 
 @torch.no_grad()
 def channel_means(x, axis=None):
-    "Return the mean of each unit, as a float64 vector; NaN for a tensor without values. `axis`: as in `by_unit`."
+    "Return the mean of each channel (unit), as a float64 vector. NaN for a tensor without values. `axis`: as in `by_unit`."
     x = by_unit(x, axis)
     if x.dtype not in summable: return unit_moments(x, False)[0]
     total = torch.zeros(x.shape[1], dtype=widest(x.device), device=x.device)
@@ -63,7 +63,7 @@ summable = torch.float64,torch.float32,torch.bfloat16,torch.float16
 
 # %% ../../nbs/20_measure/40_units.ipynb #d25fb64e
 def unit_moments(x, squared):
-    "Return for each unit its mean, and the sum of squared distances from the mean (None unless `squared`). `x`: result of `by_unit`."
+    "Return the moments of each unit: mean, and sum of squared distances from it (None unless `squared`). `x`: result of `by_unit`."
     exact = torch.float32 if x.device.type=='cpu' and x.dtype in fits_float32 else widest(x.device)
     got = distances(x, exact, squared)
     if exact==torch.float32 and x.device.type=='cpu' and x.numel() and is_too_narrow(*got, squared): got = distances(x, torch.float64, squared)
@@ -74,7 +74,7 @@ def unit_moments(x, squared):
 fits_float32 = torch.float32,torch.bfloat16,torch.float16,torch.float8_e4m3fn,torch.float8_e5m2,torch.bool,torch.uint8,torch.int8,torch.int16
 
 def distances(x, dtype, squared):
-    "Return for each unit (channel or feature) a number near its mean, and the sums of the distances and squared distances from this number."
+    "Return for each unit a number near its mean, and the sums of distances and squared distances from this number."
     to = {'dtype': widest(x.device), 'device': x.device}
     first,second = torch.zeros(x.shape[1], **to),torch.zeros(x.shape[1], **to)
     base = torch.zeros(x.shape[1], dtype=dtype, device=x.device)
@@ -94,7 +94,7 @@ def near_mean(p):
     return torch.where(mean.isfinite(), mean, torch.zeros_like(mean))
 
 def is_too_narrow(base, first, second, squared):
-    "Return True if the sums, or sums of squares, in a result of `distances` overflow or underflow in float32."
+    "Return True if float32 is too narrow for a result of `distances`: sums, or sums of squares, overflow or underflow."
     odd = ~first.isfinite()
     if squared: odd |= ~second.isfinite() | (second<1e-30) & (first!=0)
     return bool(odd.any())
@@ -102,7 +102,7 @@ def is_too_narrow(base, first, second, squared):
 # %% ../../nbs/20_measure/40_units.ipynb #3b75d028
 @torch.no_grad()
 def activity(x, axis=None):
-    """Return the fraction of values above zero for each unit, as a float64 vector. `axis`: as in `by_unit`.
+    """Return the activity of each unit: the fraction of its values above zero, as a float64 vector. `axis`: as in `by_unit`.
 
     The result is NaN without values, and for a unit that has a NaN but no value above zero."""
     x = by_unit(x, axis)
@@ -116,7 +116,7 @@ def activity(x, axis=None):
 
 @torch.no_grad()
 def dead_share(x, axis=None) -> float:
-    """Return the fraction of dead units: units with no value above zero in the batch. NaN without units or values. `axis`: as in `by_unit`.
+    """Return the share of dead units: units with no value above zero in the batch. NaN without units or values. `axis`: as in `by_unit`.
 
     A unit with a NaN is not dead."""
     x = by_unit(x, axis)
@@ -124,7 +124,7 @@ def dead_share(x, axis=None) -> float:
 
 @torch.no_grad()
 def saturated_share(x, low, high, within=.01, axis=None) -> float:
-    """Return the fraction of saturated units: all their values in the batch are at one of two bounds. NaN without units or values.
+    """Return the share of saturated units: all their values in the batch are at one of two bounds. NaN without units or values.
 
     `low`, `high`: the bounds, such as -1 and 1 for tanh. `within`: tolerance, as a fraction of the distance of the bounds. `axis`: as in `by_unit`.
     A unit with a NaN is not saturated."""
@@ -151,7 +151,7 @@ def above_zero(p):
 # %% ../../nbs/20_measure/40_units.ipynb #6c666c66
 @torch.no_grad()
 def mean_gap(means, running_mean, running_var) -> float:
-    """Return how far batch means are from the running mean of a norm layer: the mean distance, divided by the norm of the running deviations.
+    """Return the gap between batch means and a norm layer's running mean: the mean distance, divided by the norm of the running deviations.
 
     `means`: for each batch, a vector with the mean of each unit. NaN without batches, or if all running variances are zero."""
     to = widest(running_var.device)
@@ -163,14 +163,14 @@ def mean_gap(means, running_mean, running_var) -> float:
 
 @torch.no_grad()
 def std_gap(stds, running_var) -> float:
-    """Return how far the standard deviations of batches are from the running standard deviation of a norm layer, divided by its norm.
+    """Return the gap between batches' standard deviations and the running one of a norm layer: mean distance, divided by the latter's norm.
 
     Arguments: as in `mean_gap`."""
     return mean_gap(stds, running_var.detach().to(widest(running_var.device)).sqrt(), running_var)
 
 # %% ../../nbs/20_measure/40_units.ipynb #854d361a
 class Sketch:
-    """A random projection of a vector of `numel` numbers to at most `size` numbers. It approximately preserves norms and inner products.
+    """Sketch of vectors: a random projection from `numel` numbers to at most `size`. Norms and inner products are approximately preserved.
 
     An even size is reduced by one, because no rotation of the rows may be its own inverse. `seed`: seed of the random signs and rotations."""
     def __init__(self, numel, size=4096, seed=0):
@@ -185,7 +185,7 @@ class Sketch:
 
     @property
     def exact(self):
-        "True if the projection keeps all numbers, because `numel` is not larger than `size`."
+        "True if the projection is exact: it keeps all numbers, because `numel` is not larger than `size`."
         return self.size==self.numel
 
     @torch.no_grad()
@@ -199,9 +199,9 @@ class Sketch:
         return self.on_cpu(x, to) if x.device.type=='cpu' else self.on_device(x, to)
 
     def signed_rows(self, x, to, rows):
-        """Cut the vector `x` into rows of `size` numbers, and multiply each column by its sign.
+        """Yield the vector `x` as signed rows: cut it into rows of `size` numbers, and multiply each column by its sign.
 
-        Yield `rows` rows at a time, and the number of the first of them."""
+        Each item has `rows` rows, and the number of the first of them."""
         signs,n = self.signs.to(x.device, to),rows*self.size
         for i,p in enumerate(x.split(n)):
             p = p.to(to)
@@ -250,7 +250,9 @@ class SignalToNoise:
 
     @property
     def value(self) -> float:
-        "Signal-to-noise ratio of all vectors added so far. NaN for fewer than two vectors, or only zeros; infinite for equal vectors."
+        """Value of the signal-to-noise ratio of all vectors added so far.
+
+        NaN for fewer than two vectors, or only zeros. Infinite for equal vectors."""
         if self.k<2: return math.nan
         signal,noise = self.mean.norm().item(),math.sqrt(float(self.squares)/(self.k-1))
         return signal/noise if noise>0 else math.inf if signal>0 else math.nan
@@ -265,13 +267,15 @@ class Signs:
         self.numel,self.above,self.below = w.numel(),*(torch.cat([packed_bits(of(p)) for p in parts]) for of in (lambda p: p>0, lambda p: p<0))
 
     def flipped(self, other):
-        "Return an int64 vector with one bit for each number: 1 if the number has the opposite sign in `other`, the `Signs` of the tensor at another time."
+        """Return a bit for each number, packed in an int64 vector: 1 if the sign has flipped (to the opposite) in `other`.
+
+        `other`: the `Signs` of the tensor at another time."""
         if other.numel!=self.numel:
             raise ValueError(f"the signs of two tensors can be compared only if both have the same number of elements, got {self.numel:,} and {other.numel:,}.")
         return self.above & other.below | self.below & other.above
 
 def packed_bits(mask):
-    "Pack a tensor of booleans into bits: an int64 vector, 64 booleans in each number."
+    "Return booleans of a tensor as packed bits: an int64 vector, 64 booleans in each number."
     mask = mask.reshape(-1)
     if len(mask)%64: mask = torch.nn.functional.pad(mask, (0, -len(mask)%64))
     # the multiplication collects the lowest bits of eight bytes in one byte

@@ -15,7 +15,7 @@ from .kernels import list_kernels
 
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0006
 class ListPlan:
-    "Plan for measuring the tensors of several taps in one kernel launch, in every step. It writes the heads of all their rows at once."
+    "Plan for a list of tensors of several taps: measures them in one kernel launch, in every step. It writes the heads of all rows at once."
     def __init__(self, taps): # taps: list of taps, each with a `DeviceReadPlan`
         one = taps[0]
         self.taps,self.block,self.wanted = taps,one.rows.block,one.format.wanted
@@ -28,7 +28,7 @@ class ListPlan:
         self.cursors = [(c, [t.cursor.place for t in taps if t.cursor.chunk is c]) for c in chunks.values()]
 
     def is_current(self):
-        "Return True if no tap has changed its rows or its `DeviceReadPlan` since this plan was made."
+        "Return True if this plan is current: no tap has changed its rows or its `DeviceReadPlan` since."
         return all(t.device is d and t.rows is r for t,(d,r) in zip(self.taps, self.known, strict=True))
 
     def write_heads(self, events, replaces) -> bool:
@@ -50,7 +50,7 @@ def is_freed(x):
     return x.numel()>0 and x.untyped_storage().nbytes()==0
 
 def read_in_one_launch(block, wanted, scale, xs, rows):
-    "Measure the tensors `xs` in one launch, into some rows of a block. `rows`: numbers of these rows. `scale`: factor of the tensors, or None."
+    "Read the tensors `xs` in one launch into some rows of a block. `rows`: numbers of these rows. `scale`: factor of the tensors, or None."
     with without_torch_modes(block.device.type), after(block.stream, block.device):
         numbers = block.rows.data
         list_kernels(xs[0], wanted).read_list(xs, wanted, numbers, rows)
@@ -60,7 +60,7 @@ def read_in_one_launch(block, wanted, scale, xs, rows):
 
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0017
 class UnreadTensors:
-    "Tensors measured later, in one kernel launch; their values must not change until then. Callers must hold the lock of the arena."
+    "Unread tensors: measured later, in one kernel launch. Their values must not change until then. Callers must hold the lock of the arena."
     def __init__(self):
         # tap -> its queued tensor: (tensor, event number, True if the tensor replaces the last tensor of the tap)
         self.queued = {}
@@ -72,7 +72,7 @@ class UnreadTensors:
     def __bool__(self): return bool(self.by_row or self.lists)
 
     def add(self, block, row, tensor): # tensor: (tensor, names of the groups of sums to compute, scale factor)
-        "Queue a tensor, and the row of a block into which the summary of the tensor will be written."
+        "Add a tensor to the queue, with the row of a block into which its summary will be written."
         self.by_row[block, row] = tensor
         if block.source is not None: block.source[row] = row
 
@@ -113,21 +113,23 @@ class UnreadTensors:
         return p
 
     def split_lists(self, which=lambda xs: True):
-        "Move tensors from lists to `by_row`, where single tensors can be removed. `which`: function that returns True for the lists to move."
+        "Split lists of tensors: move tensors from lists to `by_row`, where single ones can be removed. `which`: True for lists to move."
         lists,self.lists = self.lists,[]
         for p,xs in lists:
             if which(xs): self.by_row |= {(p.block, row): (x, p.wanted, None) for x,row in zip(xs, p.rows, strict=True)}
             else: self.lists.append((p, xs))
 
     def drop(self, tap):
-        "Remove all tensors of a tap from the queue, so that they are not measured."
+        "Drop all tensors of a tap from the queue, so that they are not measured."
         self.queued.pop(tap, None)
         self.split_lists()
         for block,first,size in tap.all_rows() if self.by_row else ():
             for i in range(size): self.by_row.pop((block, first+i), None)
 
     def read(self):
-        "Measure all queued tensors that have a row, with one kernel launch per block and set of sums. If a launch fails, drop all these rows."
+        """Read (measure) all queued tensors that have a row, with one kernel launch per block and set of sums.
+
+        If a launch fails, drop all these rows."""
         # lists with a freed tensor are moved to `by_row`, where each tensor is checked
         self.split_lists(lambda xs: not all([x.data_ptr() for x in xs]))
         by_row,self.by_row,lists,self.lists = self.by_row,{},self.lists,[]

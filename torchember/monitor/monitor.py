@@ -34,7 +34,9 @@ from ..store.rotation import check_store
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #e7f14e06
 def find_modules(key, tracked) -> tuple: # tracked: a `moduleTrack` for each module of the model
-    "Return (modules selected by a key of the configuration, as `moduleTrack`s; True if the key is a path). Raise ValueError without modules."
+    """Find the modules that a key of the configuration selects, as `moduleTrack`s. Also return True if the key is a path.
+
+    Raise ValueError without modules."""
     paths = {p: t for t in tracked for p in (t.path, *t.aliases)}
     if isinstance(key, str):
         # path without the prefixes that DataParallel and torch.compile add
@@ -62,7 +64,7 @@ def find_quantity(what) -> type:
     raise TypeError(f"a quantity must be a name, a subclass of SingleStepQuantity or MultiStepQuantity, or a function, got {an(what)}.{hint}")
 
 def config_pairs(asked, key):
-    "Yield (quantity, schedule) for each quantity that the configuration requests for the modules of a key."
+    "Yield the configuration's requests for the modules of a key as pairs: (quantity, schedule)."
     if isinstance(asked, str|type|Quantity) or callable(asked): asked = [asked]
     if not isinstance(asked, list|tuple|set):
         raise TypeError(f"the quantities of {key!r} must be a list of names or pairs [name, schedule], "
@@ -77,7 +79,7 @@ def config_pairs(asked, key):
 # %% ../../nbs/47_monitor/50_monitor.ipynb #0bc94fed
 # t: `moduleTrack` of the module; key: key of the configuration; is_path: True if the key is the path of the module
 def check_fit(what, t, key, is_path):
-    "Raise ValueError if a quantity cannot be computed for a module. `what`: the quantity, or its class."
+    "Check that a quantity fits a module: raise ValueError if it cannot be computed there. `what`: the quantity, or its class."
     c = type(what) if isinstance(what, Quantity) else what
     if reason := c.unfit(t.module):
         name = repr(key) if isinstance(key, str) else getattr(key, '__name__', key)
@@ -87,7 +89,7 @@ def check_fit(what, t, key, is_path):
         raise ValueError(f"this {c.__name__} was created for another module than {t.name}. Pass the class of the quantity, or its name.")
 
 def parse_config(config, tracked) -> dict: # path of a module -> (`moduleTrack`, {name of a quantity: (class or quantity, schedule)})
-    "Return the quantities that the configuration requests for each module. Raise ValueError or TypeError for a wrong configuration."
+    "Parse the configuration: return the quantities that it requests for each module. Raise ValueError or TypeError for a wrong configuration."
     if not isinstance(config, dict):
         raise TypeError(f"a configuration must be a dict such as {{'fc1': ['WeightNorm']}}, got {an(config)}.")
     # by_path: pairs (path, quantity) from keys that are paths. Such pairs override pairs from other keys
@@ -109,11 +111,11 @@ def parse_config(config, tracked) -> dict: # path of a module -> (`moduleTrack`,
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #377bfeb4
 def row_ttype(q) -> str:
-    "Return the tensor type (ttype) that the log rows of a quantity have."
+    "Return the ttype (tensor type) of a quantity's rows in the log."
     return next((t for t,*_ in (*q.needs, *captured_needs(q))), 'weight')
 
 def describe_tensor(ttype, module, described): # described: (tname, call, dtype) of captured tensors, from `CapturedTensors.described`
-    "Return (tname, pname, call, dtype) of a module's tensor, for its row in the log."
+    "Describe a module's tensor for its row in the log: return (tname, pname, call, dtype)."
     if ttype in described:
         tname,call,dtype = described[ttype]
         return tname, None, call, dtype
@@ -133,13 +135,13 @@ class QuantityValues:
         self.in_log = {} # (path of a module, quantity) -> steps with values that are only in the log
 
     def add(self, path, name, step, value):
-        "Store the value of a quantity at a step in memory."
+        "Add the value of a quantity at a step to the values in memory."
         self.values.setdefault(path, {}).setdefault(name, {})[step] = value
         self.numbers += size_in_memory(value)
         if self.numbers>self.most_numbers: self.drop_older_half()
 
     def drop_older_half(self):
-        "Remove the older half of the values from memory. The log still contains the removed values."
+        "Drop the older half of the values from memory. The log still contains the removed values."
         for path,names in self.values.items():
             for name,steps in names.items():
                 old = list(steps)[:(len(steps)+1)//2]
@@ -161,16 +163,16 @@ class QuantityValues:
         return {p: {n: dict(sorted(steps.items())) for n,steps in names.items()} for p,names in out.items()}
 
     def clear(self):
-        "Delete all values from memory."
+        "Clear the memory: delete all values from it."
         self.values,self.numbers,self.in_log = {},0,{}
 
 def size_in_memory(value):
-    "Return the count of numbers by which a value adds to the memory limit: its size, plus 10 for its Python objects."
+    "Return the size of a value in memory, for the memory limit: its count of numbers, plus 10 for its Python objects."
     return getattr(value, 'size', 1)+10
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #f0789139
 class QuantityRows:
-    "Computes the due quantities of a module, and returns log rows. After an error, it warns once and writes the error into the row."
+    "Rows of quantities: computes the due quantities of a module, and returns log rows. After an error, warns once and writes it into the row."
     def __init__(self, values, on_error='warn'): self.values,self.notices = values,Notices(on_error) # values: `QuantityValues`
 
     def __call__(self, w, qs, step) -> list: # Rows as tuples for `Recorder.add_rows`
@@ -208,14 +210,14 @@ class QuantityRows:
             return {name: math.nan, 'error': f'{name}: {type(e).__name__}: {e}'}
 
     def make_row(self, w, ttype, stats):
-        "Return (key of the row, call, dtype, statistics) for a tensor type of a module."
+        "Make the row for a tensor type of a module: return (key of the row, call, dtype, statistics)."
         tname,pname,call,dtype = describe_tensor(ttype, w.track.module, w.captured.described)
         stats = {k: v.tolist() if isinstance(v, np.ndarray) else v for k,v in stats.items()}
         if ttype in parameter_ttypes: ttype = ttype.replace('bias', 'weight')
         return (w.track.name, ttype, tname, pname, None, 0), call, dtype, stats
 
     def report(self, w, q, e):
-        "Warn about an exception in a quantity, once for each kind of exception. If `on_error` is 'raise', raise the exception."
+        "Report an exception in a quantity: warn once for each kind of exception. If `on_error` is 'raise', raise the exception."
         if self.notices.on_error=='raise': raise e
         if missing := isinstance(e, MissingTensor): what = f"{e} This step has no value."
         else: what = f"{type(e).__name__}: {e} The row contains this error."
@@ -234,7 +236,7 @@ class OwnRun:
         self.t.begin(base, {} if resume else {'structure': tree_dict(root)})
 
     def add_rows(self, step, rows): # rows: results of `QuantityRows.make_row`
-        "Write rows of a step to the log."
+        "Add rows of a step to the log."
         ts,marks = now(),{**self.rank, **self.t.marked}
         self.t.put(lambda: [one_row(key, call, None, dtype, stats, step, ts, marks, {}) for key,call,dtype,stats in rows], True)
 
@@ -248,7 +250,7 @@ def step_number(step):
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #7a246089
 class Monitor:
-    """Compute quantities of chosen modules while a model trains. Call `Monitor.track` with the number of each step, after its backward pass.
+    """Monitor that computes quantities of chosen modules during training. Call `Monitor.track` with the number of each step, after backward.
 
     Args:
         model: The model. It may be wrapped by `torch.compile` or `DistributedDataParallel`
@@ -307,7 +309,7 @@ class Monitor:
     def track(self,
         global_step:int # Number of the step that was just computed
     ):
-        """Compute the quantities that are due at this step. Call `track` after backward and before `zero_grad`.
+        """Track a step: compute the quantities that are due. Call `track` after backward and before `zero_grad`.
 
         Args:
             global_step: Number of the step that was just computed
@@ -339,7 +341,7 @@ class Monitor:
             if (of := {n: steps[step] for n,steps in names.items() if step in steps})}
 
     def get_output(self) -> dict: # Dict {path of a module: {name of a quantity: {step: value}}}. Values are numpy scalars or arrays
-        """Return the values of all quantities, for all steps so far.
+        """Get the output of the monitor: return the values of all quantities, for all steps so far.
 
         Returns:
             Dict {path of a module: {name of a quantity: {step: value}}}. Values are numpy scalars or arrays
@@ -353,13 +355,13 @@ class Monitor:
         return out
 
     def clean_mem(self):
-        "Delete the values from memory. The log still contains them."
+        "Clean the memory: delete the values from it. The log still contains them."
         self.outputs.clear()
         for w in self.watches:
             for q in w.quantities: q.clean_mem()
 
     def close(self):
-        "Remove all hooks from the model, and write all pending rows to the log."
+        "Close this monitor: remove all hooks from the model, and write all pending rows to the log."
         self._leave()
         for w in self.watches: w.forget()
         (self.t.end if isinstance(self.run, OwnRun) else self.t.barrier)()
@@ -371,7 +373,7 @@ class Monitor:
     def __del__(self): self._leave()
 
     def _leave(self):
-        "Remove the listeners (hooks) of this monitor from the model."
+        "Leave the model: remove the listeners (hooks) of this monitor."
         for st in getattr(self, 'states', ()): st.detach()
         self.states = []
 

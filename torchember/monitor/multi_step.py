@@ -18,7 +18,7 @@ class _BatchNormGap(MultiStepQuantity):
     "Base class of quantities that compare statistics of batches with the running statistics of batch normalisation."
     @classmethod
     def unfit(cls, module):
-        "Return the reason why the quantity cannot be computed for a module. Return None if the quantity can be computed."
+        "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
         if getattr(module, 'running_mean', None) is not None: return None
         return 'it has no running_mean, as batch normalisation with running statistics has'
 
@@ -69,12 +69,13 @@ class WeightParamJump(MultiStepQuantity):
     needs,unfit = (Need('weight', lambda x, axis, module: Signs(x)),),classmethod(missing_parameter)
     last = None # signs of the weights at the last tracked step
     def _compute_ones(self, global_step):
+        "Return the sign changes of the weight in this step, packed as bits. Return None at the first tracked step."
         signs = self.reduced()
         last,self.last = self.last,signs
         return signs.flipped(last) if last is not None and last.numel==signs.numel else None
 
     def _keep(self, one):
-        "Merge the sign changes of this step with the sign changes of earlier steps in the cache."
+        "Keep the sign changes of this step in the cache, merged with the sign changes of earlier steps."
         if one is not None: self.cache[:] = [self.cache[0]|one if self.cache else one]
 
     def _compute(self, global_step): return count_bits(self.cache[0])/max(self.last.numel, 1) if self.cache else 0.
@@ -95,9 +96,10 @@ class UpdateEffectiveRank(MultiStepQuantity):
     last = None # weight at the last due step
     def _compute_ones(self, global_step): pass
     def _keep(self, one):
-        "Do nothing, because the value depends only on the weights at two due steps, and not on the steps between."
+        "Keep nothing, because the value depends only on the weights at two due steps, and not on the steps between."
         pass
     def _compute(self, global_step):
+        "Return the effective rank of the change of the weight. Return None at the first due step."
         last,self.last = self.last,self.reduced().clone()
         return None if last is None or last.shape!=self.last.shape else effective_rank(self.last-last)
 
@@ -106,7 +108,7 @@ class UpdateEffectiveRank(MultiStepQuantity):
 sketches = {}
 
 def sketch(x):
-    "Return a random linear projection of a gradient to at most 4096 numbers, with unbiased squared norms."
+    "Return a sketch of a gradient: a random linear projection to at most 4096 numbers, with unbiased squared norms."
     if x.numel() not in sketches: sketches[x.numel()] = Sketch(x.numel())
     return sketches[x.numel()](x)
 
@@ -127,10 +129,10 @@ class GradSNR(MultiStepQuantity):
     sums = cached_property(lambda self: SignalToNoise())
     def _compute_ones(self, global_step): return self.reduced()
     def _keep(self, one):
-        "Add the gradient of this step to the running sums."
+        "Keep the gradient of this step in the running sums."
         self.sums.add(one)
     def _restart(self):
-        "Reset the running sums after the value was computed."
+        "Restart the running sums, after the value was computed."
         self.sums = SignalToNoise()
     def _compute(self, global_step): return self.sums.value
 
@@ -148,7 +150,7 @@ class UnitActivity(MultiStepQuantity):
     needs = Need('output', lambda x, axis, module: activity(x, axis)),
     def _compute_ones(self, global_step): return self.reduced()
     def _keep(self, one):
-        "Add the fractions of a step to the sum of fractions in the cache."
+        "Keep the fractions of a step: add them to the sum of fractions in the cache."
         total,n = self.cache or (0., 0)
         self.cache[:] = [total+one, n+1]
 

@@ -30,7 +30,7 @@ captured_ttypes = ('input', 'output', 'input_grad', 'output_grad')
 parameter_ttypes = ('weight', 'bias', 'weight_grad', 'bias_grad')
 
 class Need(NamedTuple):
-    "A tensor that a quantity needs, and a function that reduces the tensor to a smaller value, such as the mean."
+    "Need of a quantity: a tensor, and a function that reduces the tensor to a smaller value, such as the mean."
     ttype:str # Tensor type: one of `captured_ttypes` or `parameter_ttypes`
     # Function of (tensor, axis of the features, module) that returns the value to store. None: store the tensor
     reduce:object
@@ -60,7 +60,7 @@ def is_parametrized(module, name):
     return name in (getattr(module, 'parametrizations', None) or ())
 
 def read_parameter(module, name):
-    "Return a parameter of a module, or None. A parametrization of the parameter runs in eval mode, to keep its state unchanged."
+    "Read a parameter of a module. Return None if it does not exist. A parametrization runs in eval mode, to keep its state unchanged."
     if not is_parametrized(module, name): return getattr(module, name, None)
     parts = list(module.parametrizations[name].modules())
     was_training = [m.training for m in parts]
@@ -71,13 +71,15 @@ def read_parameter(module, name):
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #cc99c4b2
 def unscale(g, scale):
-    "Return a gradient divided by the loss scale. Return the gradient unchanged if the scale is None."
+    "Unscale a gradient: return it divided by the loss scale. Return the gradient unchanged if the scale is None."
     # convert to float32 first, because the quotient could underflow in float16
     return g if scale is None else (g.float() if g.dtype.itemsize<4 else g)/scale
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #68632be6
 def read_parameter_tensor(view, ttype):
-    "Return a parameter of a module, or its unscaled gradient. Raise `MissingTensor` with the reason if there is none. `view`: its `View`."
+    """Read a tensor about a parameter of a module: the parameter, or its unscaled gradient.
+
+    Raise `MissingTensor` with the reason if there is none. `view`: the `View` of the module."""
     name = ttype.removesuffix('_grad')
     p = read_parameter(view, name)
     if p is None: raise MissingTensor(f"the module {view._name} has no {name}. Choose another quantity or another module.")
@@ -102,7 +104,7 @@ def reduce_into(view, ttype, f, x):
     view._reduced[ttype, f] = got
 
 def reduce_need(view, need):
-    "Return the reduced value of a tensor that a quantity needs, such as its mean. Compute the value once, and store it in the view."
+    "Reduce a tensor that a quantity needs: return the reduced value, such as its mean. Compute it once, and store it in the view."
     key = need.ttype,need.reduce
     if key not in view._reduced:
         reduce_into(view, *key, read_parameter_tensor(view, need.ttype) if need.ttype in parameter_ttypes else getattr(view, need.ttype))
@@ -112,7 +114,7 @@ def reduce_need(view, need):
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #93e7fce6
 def stored_value(value):
-    "Return a copy of the value of a quantity, with floats in place of numbers, and numpy arrays in place of tensors."
+    "Return the value of a quantity in the form to be stored: a copy with floats in place of numbers, and numpy arrays in place of tensors."
     if isinstance(value, torch.Tensor):
         single = value.dtype.is_floating_point and value.dtype not in (torch.float32, torch.float64)
         # copy the tensor, because a tensor that shares its memory by .numpy() cannot be resized later
@@ -139,7 +141,7 @@ classes = {} # name of a quantity -> its class
 builtin = set() # names of the quantities that torchember defines
 
 def is_builtin(c):
-    "Return True if the class `c` is defined in torchember, and not by the user."
+    "Return True if the class `c` is built in: defined in torchember, and not by the user."
     return (c.__module__ or '').startswith('torchember.')
 
 def register_quantity(c):
@@ -172,7 +174,7 @@ class Quantity:
 
     @classmethod
     def unfit(cls, module) -> str|None:
-        "Return the reason why the quantity cannot be computed for a module. Return None if the quantity can be computed."
+        "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
 
     # ---- methods about the tensors that the quantity needs
 
@@ -199,34 +201,34 @@ class Quantity:
     # ---- methods about the values of the quantity
 
     def _should_compute(self, global_step):
-        "Return True if the schedule of the quantity selects this step."
+        "Return True if the value should be computed at this step: the schedule of the quantity selects the step."
         return self._track_schedule(global_step)
 
     def should_show(self, global_step) -> bool:
-        "Return True if the quantity is due at this step, by its schedule."
+        "Return True if the value should be shown at this step: the quantity is due, by its schedule."
         return bool(self._should_compute(global_step))
 
     def _compute(self, global_step):
-        "Return the value of the quantity at this step. Subclasses must define this method."
+        "Compute and return the value of the quantity at this step. Subclasses must define this method."
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute(global_step) that returns its value.")
 
     def _save(self, global_step, result):
-        "Store the value of the quantity at a step."
+        "Save the value of the quantity at a step."
         self._output[global_step] = stored_value(result)
 
     @torch.no_grad()
     def track(self, global_step):
-        "Compute and store the value of the quantity at this step, if the quantity is due."
+        "Track a step: compute and store the value of the quantity, if the quantity is due."
         if not self._should_compute(global_step): return
         result = self._compute(global_step)
         if result is not None: self._save(global_step, result)
 
     def get_output(self) -> dict:
-        "Return the stored values as a dict. Keys are steps, values are numpy scalars or arrays."
+        "Get the output of the quantity: return the stored values as a dict. Keys are steps, values are numpy scalars or arrays."
         return {step: numpy_value(v) for step,v in self._output.items()}
 
     def clean_mem(self):
-        "Delete the stored values from memory."
+        "Clean the memory: delete the stored values from it."
         self._output.clear()
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #6816e049
@@ -250,20 +252,20 @@ class MultiStepQuantity(Quantity):
     cache = cached_property(lambda self: [])
 
     def _compute_ones(self, global_step):
-        "Return the result of one step, to store in `cache` for `_compute`. Subclasses must define this method."
+        "Compute and return the result of one step, to store in `cache` for `_compute`. Subclasses must define this method."
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute_ones(global_step) that returns "
             "the value of one step. This value is added to `cache`.")
 
     def _keep(self, one):
-        "Add the result of `_compute_ones` for a step to the cache."
+        "Keep the result of `_compute_ones` for a step in the cache."
         self.cache.append(one)
     def _restart(self):
-        "Clear the cache after the value was computed."
+        "Restart with an empty cache, after the value was computed."
         self.cache.clear()
 
     @torch.no_grad()
     def track(self, global_step):
-        "Add the result of `_compute_ones` for this step to the cache. If the quantity is due, compute and store its value, and clear the cache."
+        "Track a step: add its result of `_compute_ones` to the cache. If the quantity is due, compute and store its value, and clear the cache."
         one,is_due,result = self._compute_ones(global_step),True,None
         try:
             self._keep(one)
@@ -279,7 +281,9 @@ eigenvalue_arguments = {f'{t}_eigs': t for t in captured_ttypes}
 argument_names = (*captured_ttypes, *parameter_ttypes, *eigenvalue_arguments, 'module', 'step')
 
 def read_arguments(f):
-    "Return the names of the required arguments of a user's function. Raise ValueError if one is not a tensor type, 'module' or 'step'."
+    """Read the arguments of a user's function: return the names of the required arguments.
+
+    Raise ValueError if one is not a tensor type, 'module' or 'step'."""
     names = [n for n,p in inspect.signature(f).parameters.items()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for n in names:
@@ -292,7 +296,7 @@ def read_arguments(f):
 # %% ../../nbs/47_monitor/10_quantities.ipynb #3bef23eb
 @contextmanager
 def refuse_changes(tensors, name):
-    "In a `with` block, check `tensors`. Raise RuntimeError if the quantity `name` has changed one of them in place."
+    "Return a context manager that refuses changes of `tensors`: raises RuntimeError if the quantity `name` has changed one in place."
     before = [(x, x._version) for x in tensors if not x.is_inference()]
     yield
     if any(x._version!=v for x,v in before):
@@ -307,7 +311,7 @@ def call_function(f, arguments):
     return got.clone() if isinstance(got, torch.Tensor) else got
 
 def reduction_by(f, names, ttype):
-    "Return a function for `Need.reduce` that calls the user's function `f` with the captured tensor."
+    "Return a reduction by the user's function `f`: a function for `Need.reduce` that calls `f` with the captured tensor."
     def call_with_tensor(x, axis, module):
         "Call the user's function with the arguments that it names: the tensor, the module, or parameters."
         return call_function(f, {n: x if n==ttype else module if n=='module' else read_parameter_tensor(module, n)
@@ -321,7 +325,7 @@ def all_eigenvalues(spectrum, f):
     raise ValueError(f"{f.__name__} needs all eigenvalues, but only some are computed for {spectrum.features:,} features. Choose a smaller module.")
 
 def missing_parameter(cls, module):
-    "Return the reason why a module lacks a parameter that the quantity `cls` needs. Return None if no parameter is missing."
+    "Return the message about a missing parameter that the quantity `cls` needs in a module. Return None if no parameter is missing."
     for n in cls.needs:
         name = n.ttype.removesuffix('_grad')
         if n.ttype not in parameter_ttypes: continue
@@ -336,7 +340,7 @@ class _FunctionQuantity(SingleStepQuantity):
     unfit = classmethod(missing_parameter)
 
     def _compute(self, global_step):
-        "Return the result of the user's function for this step."
+        "Compute and return the result of the user's function for this step."
         if self.at_once: return self.reduced()
         given = {'module': self._module, 'step': global_step}
         for n in self.names:

@@ -20,7 +20,7 @@ from .quantities import reduce_to_covariance, reduce_to_means, reduce_to_summary
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #34a4686b
 def too_few_features(module, side, attributes):
-    "Return a reason if a module has only one feature, because a covariance needs two. Otherwise return None."
+    "Return the message that a module has too few features: a covariance needs two. Return None if it has enough."
     n = next((getattr(module, a) for a in attributes if isinstance(getattr(module, a, None), int)), None)
     return f"it has one {side} feature, and a covariance needs two" if n==1 else None
 
@@ -31,12 +31,12 @@ class _InputCov(SingleStepQuantity):
 
     @classmethod
     def unfit(cls, module):
-        "Return the reason why the quantity cannot be computed for a module. Return None if the quantity can be computed."
+        "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
         return too_few_features(module, *cls.side)
 
     @property
     def spectrum(self):
-        "Eigenvalues of the covariance matrix."
+        "Spectrum (eigenvalues) of the covariance matrix."
         return self.reduced().spectrum
 
 class _OutputGradCov(_InputCov):
@@ -312,7 +312,7 @@ class WeightEffectiveRank(SingleStepQuantity):
 
     @classmethod
     def unfit(cls, module):
-        "Return the reason why the quantity cannot be computed for a module. Return None if the quantity can be computed."
+        "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
         w = read_parameter(module, 'weight')
         if w is None: return 'it has no weight'
         return 'its weight is a vector, which has rank 1' if not nn.parameter.is_lazy(w) and w.dim()<2 else None
@@ -357,7 +357,7 @@ class SaturatedUnits(SingleStepQuantity):
 
     @classmethod
     def unfit(cls, module):
-        "Return the reason why the quantity cannot be computed for a module. Return None if the quantity can be computed."
+        "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
         return None if activation_bounds(module) else 'it is not a bounded activation function'
 
     def _compute(self, global_step): return self.reduced()

@@ -22,7 +22,9 @@ features_last = (nn.Linear, nn.LayerNorm, nn.Embedding, nn.EmbeddingBag, nn.Mult
 
 @cache
 def feature_layout(c):
-    "Return the position of the feature dimension of a module class: 'last', 'second', or the number of dimensions after it. None if unknown."
+    """Return the layout of features in a module class: position of the feature dimension. None if unknown.
+
+    The position is 'last', 'second', or the number of dimensions after it."""
     if issubclass(c, features_last) or c.__name__.endswith(('RMSNorm', 'LayerNorm')): return 'last'
     # tensors of these modules always have a batch dimension, so features are in dimension 1
     if issubclass(c, nn.BatchNorm1d|nn.BatchNorm2d|nn.BatchNorm3d|nn.SyncBatchNorm|nn.GroupNorm): return 'second'
@@ -30,7 +32,7 @@ def feature_layout(c):
 
 # %% ../../nbs/47_monitor/00_views.ipynb #5b9519fe
 def feature_axis(module, x) -> int:
-    "Return the index of the dimension of `x` that contains features or channels. `x`: an input or output of the module."
+    "Return the axis of features or channels in `x`: the index of the dimension. `x`: an input or output of the module."
     last = max(x.dim()-1, 0)
     layout = feature_layout(module.__class__)
     if x.dim()<2 or layout=='last': return last
@@ -40,7 +42,7 @@ def feature_axis(module, x) -> int:
 
 # %% ../../nbs/47_monitor/00_views.ipynb #0ff6b595
 class MissingTensor(AttributeError):
-    "Exception for a quantity that reads a tensor that was not captured in this step."
+    "Raised for a missing tensor: a quantity reads a tensor that was not captured in this step."
 
 tensor_descriptions = {'input': 'its input', 'output': 'its output', 'input_grad': 'the gradient of its input',
     'output_grad': 'the gradient of its output'}
@@ -49,7 +51,7 @@ tensor_attributes = {**{t: t for t in tensor_descriptions}, 'input_eig_data': 'i
 
 # %% ../../nbs/47_monitor/00_views.ipynb #5059560f
 class View:
-    "Gives a quantity access to the attributes of a module, and to the tensors of the module that were captured in the current step."
+    "View of a module for a quantity: gives access to its attributes, and to its tensors captured in the current step."
     def __init__(self, module, name=''): # module: the module, stored as a weak reference; name: name of the module in messages
         self._real,self._name = weakref.ref(module),name or type(module).__name__
         # _reduced: (ttype, reduction) -> result; _missing: ttype -> reason why the tensor is missing
@@ -78,7 +80,7 @@ class View:
         return not (self._extended or self._reduced or self._missing)
 
     def forget_tensors(self):
-        "Delete all tensors of the current step from the view."
+        "Forget all tensors of the current step: delete them from the view."
         for a in (*tensor_attributes, *self._extended): self.__dict__.pop(a, None)
         self._extended.clear(); self._reduced.clear(); self._missing.clear()
 
@@ -93,7 +95,7 @@ def view_of(module) -> View:
 
 # %% ../../nbs/47_monitor/00_views.ipynb #5751b2df
 class Extension:
-    "Hook that captures a tensor in each call of a module, and stores the tensor in the module's `View`."
+    "Extension (hook) of a module: captures a tensor in each call, and stores the tensor in the module's `View`."
     backward = False # True if the extension stores gradients
     _name = None # Attribute of the view in which the value is stored
 
@@ -109,15 +111,15 @@ class Extension:
         v._extended[self._name] = self
 
     def extract(self, module, input, output):
-        "Return the value to store for a call, computed by a method named after the module's class, or by `_default`."
+        "Extract the value to store from a call, by a method named after the module's class, or by `_default`. Return the value."
         return getattr(self, f'_{module.__class__.__name__}', self._default)(module, input, output)
 
     def _default(self, module, input, output):
-        "Return the value to store. Subclasses must define this method."
+        "Return the value to store, by default for all classes of modules. Subclasses must define this method."
         raise NotImplementedError(f"{type(self).__name__} needs a method _default(module, input, output) that returns the value to store.")
 
     def is_equivalent(self, other) -> bool:
-        "Return True if another extension has the same class and arguments, so that both store the same value."
+        "Return True if another extension is equivalent: same class and arguments, so that both store the same value."
         if type(other) is not type(self) or vars(other).keys()!=vars(self).keys(): return False
         pairs = [(a, vars(other)[k]) for k,a in vars(self).items()]
         return all(a is b or type(a) is type(b) in (str, int, float, bool) and a==b for a,b in pairs)
@@ -138,32 +140,36 @@ class _TensorExtension(Extension):
 
 # %% ../../nbs/47_monitor/00_views.ipynb #96bc8506
 class ForwardInputExtension(_TensorExtension):
-    "Store the first input tensor of a module as `input`."
+    "Extension that stores the first input tensor of a module in the forward pass, as `input`."
     _name = ttype = 'input'
 
 # %% ../../nbs/47_monitor/00_views.ipynb #37fb81a3
 class ForwardOutputExtension(_TensorExtension):
-    "Store the first output tensor of a module as `output`."
+    "Extension that stores the first output tensor of a module in the forward pass, as `output`."
     _name = ttype = 'output'
 
 # %% ../../nbs/47_monitor/00_views.ipynb #7bcdf34f
 class ForwardInputEigOfCovExtension(_TensorExtension):
-    "Store the first input tensor of a module as `input_eig_data`: samples by features, ready for `cal_cov_matrix`."
+    """Extension that stores the first input tensor of a module for eigenvalues of its covariance, as `input_eig_data`.
+
+    The value has samples by features, ready for `cal_cov_matrix`."""
     _name,ttype,whole = 'input_eig_data','input',False
 
 # %% ../../nbs/47_monitor/00_views.ipynb #96594528
 class BackwardInputExtension(_TensorExtension):
-    "Store the gradient of the first input tensor of a module as `input_grad`."
+    "Extension that stores the gradient of the first input tensor of a module in the backward pass, as `input_grad`."
     _name = ttype = 'input_grad'
     backward = True
 
 # %% ../../nbs/47_monitor/00_views.ipynb #d8b22ed5
 class BackwardOutputExtension(_TensorExtension):
-    "Store the gradient of the first output tensor of a module as `output_grad`."
+    "Extension that stores the gradient of the first output tensor of a module in the backward pass, as `output_grad`."
     _name = ttype = 'output_grad'
     backward = True
 
 # %% ../../nbs/47_monitor/00_views.ipynb #aa62a84c
 class BackwardOutputEigOfCovExtension(_TensorExtension):
-    "Store the gradient of the first output tensor of a module as `output_grad_eig`: samples by features, ready for `cal_cov_matrix`."
+    """Extension that stores the gradient of the first output tensor for eigenvalues of its covariance, as `output_grad_eig`.
+
+    The value has samples by features, ready for `cal_cov_matrix`."""
     _name,ttype,whole,backward = 'output_grad_eig','output_grad',False,True

@@ -17,18 +17,18 @@ from ..recorder.gradients import Gradients
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #b9d07334
 def pass_rank(training, grad):
-    "Return how similar a forward pass is to training, as a number from 0 to 3. A pass in train() mode with gradients has 3."
+    "Return the rank of a forward pass, a number from 0 to 3 for its similarity to training. A pass in train() mode with gradients has 3."
     return 2*bool(grad)+bool(training)
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #28910dee
 class BestPassSelector:
-    "Selects the forward passes of each step that are most similar to training (by `pass_rank`), to ignore validation passes."
+    "Selects the best passes of each step: forward passes that are most similar to training (by `pass_rank`). Ignores validation passes."
     def __init__(self):
         # best rank of a pass in this step (best), in the step before (previous), and of ignored passes (ignored)
         self.best = self.previous = self.ignored = -1
 
     def accepts(self, rank):
-        "Return True if the pass belongs to the training: no higher rank in this step, and gradients if the last step had gradients."
+        "Return True to accept a pass as training: no pass in this step has a higher rank, and it has gradients if the last step had gradients."
         if rank<self.best or rank<2<=self.previous:
             self.ignored = max(self.ignored, rank)
             return False
@@ -36,7 +36,7 @@ class BestPassSelector:
         return True
 
     def end_step(self):
-        "Store the best rank of this step for the next step, and begin a new step."
+        "End the step: store its best rank for the next step."
         if self.best<0 and self.ignored<0: return # keep the rank of the step before if this step had no pass
         self.previous = self.best if self.best>=0 else self.ignored
         self.best = self.ignored = -1
@@ -73,7 +73,7 @@ class StepPredictor:
             or self.passes>self.usual_passes+self.patience)
 
     def begin_pass(self, rank=3):
-        "Store that a pass has begun. `rank`: `pass_rank` of this pass."
+        "Begin a pass: store that it has begun. `rank`: `pass_rank` of this pass."
         replaces = rank>self.ranks.best
         self.skipped = not self.ranks.accepts(rank)
         if self.skipped: return
@@ -81,7 +81,7 @@ class StepPredictor:
         self.pass_ += 1
 
     def end_step(self, step):
-        "Store that the step with the number `step` has ended."
+        "End the step with the number `step`."
         if self.last_step is not None:
             # after a wrong prediction, require 4 times as many steps with equal differences for the next prediction
             if self.passes and self.step not in (None, step): self.needed_steps *= 4
@@ -107,9 +107,9 @@ class QuantityGroups:
         self.groups.setdefault(key, (is_due, set()))[1].add(q)
 
     def due(self, step) -> frozenset:
-        "Return the keys of the groups that are due at a step. If the step is unknown (None), return the keys of all groups."
+        "Return the due groups at a step, as keys. If the step is unknown (None), return the keys of all groups."
         def may_be_due(schedule):
-            "Return True if a schedule selects the step, or if the step is unknown."
+            "Return True if quantities with this schedule may be due: it selects the step, or the step is unknown."
             return step is None or schedule is None or is_due_or_fails(schedule, step)
         return frozenset(k for k,(schedule,_) in self.groups.items() if may_be_due(schedule))
 
@@ -118,7 +118,7 @@ class QuantityGroups:
         return set().union(*(self.groups[k][1] for k in keys))
 
 def is_due_or_fails(schedule, step):
-    "Return True if a schedule selects the step, or raises an exception. The exception is raised again and reported later."
+    "Return True if a step is due by a schedule, or if the schedule fails. Its exception is raised again and reported later."
     try: return bool(schedule(step))
     except Exception: return True
 
@@ -146,7 +146,7 @@ class ModelPasses(Listener):
         return loss_scale(self.scaler) if self.scaler is not None and self.scaler.is_enabled() else None
 
     def due_watches(self, step) -> list: # list of pairs (`Watch`, due quantities)
-        "Return (`Watch`, due quantities) for each module with due quantities at a step."
+        "Return the watches with quantities that are due at a step, as pairs (`Watch`, due quantities)."
         due = self.groups.due(step)
         if due not in self.plans:
             wanted = self.groups.quantities(due)
@@ -166,18 +166,20 @@ class ModelPasses(Listener):
         self.running = self.predictor.skipped = False
 
     def pass_fails(self, state):
-        "Remove the tensors that were captured in a pass, because the pass raised an exception."
+        "Handle the failure of a pass by an exception: remove the tensors that were captured in it."
         for w in self.watches: w.pass_failed()
 
     def rank_of_lone_call(self, graph):
-        "Return the `pass_rank` of a call of a module outside of the root's forward. All such calls in a step form one pass."
+        """Return the `pass_rank` of a lone call: a call of a module outside of the root's forward.
+
+        All such calls in a step form one pass."""
         # use the mode of the root module, because a frozen module may be in eval() mode during training
         training = self.root.module.training
         if not self.predictor.passes: self.begin_pass(3)
         return pass_rank(training, training if graph else torch.is_grad_enabled())
 
     def begin_pass(self, rank):
-        "Begin a pass. If the due quantities differ from the due quantities of the last pass, request other tensors."
+        "Begin a pass. If the due quantities have changed since the last pass, request the tensors that they need."
         p = self.predictor
         p.begin_pass(rank)
         if p.skipped: return
@@ -199,7 +201,9 @@ class ModelPasses(Listener):
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #20b7c6d1
 def user_extensions(q):
-    "Return pairs (extension, True if it captures gradients) of a user's quantity. Quantities of torchember define `needs` instead."
+    """Return the extensions of a user's quantity: pairs (extension, True if it captures gradients).
+
+    Quantities of torchember define `needs` instead."""
     methods = (q.forward_extensions, False), (q.backward_extensions, True)
     own = [(f, b) for f,b in methods if not f.__func__.__module__.startswith('torchember.monitor.')]
     return [(e, b or e.backward) for f,b in own for e in f()]
@@ -211,7 +215,7 @@ def extension_ttypes(e, backward):
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #3373f4de
 def captured_needs(q):
-    "Return a list of pairs (tensor type, reduction or None) for the captured tensors that a quantity needs."
+    "Return the needs of a quantity for captured tensors: a list of pairs (tensor type, reduction or None)."
     out = [(n.ttype, n.reduce) for n in q.needs if n.ttype in captured_ttypes]
     for e,b in user_extensions(q): out += [(t, None) for t in extension_ttypes(e, b) if (t, None) not in out]
     return list(dict.fromkeys(out))
@@ -238,7 +242,7 @@ class CapturedTensors:
         return any(self.requests.values())
 
     def add(self, ttype, tname, x, call, copy):
-        "Store the requested reductions of a captured tensor in the view, or the tensor itself if a quantity requests it."
+        "Add a captured tensor to the view: store its requested reductions, or the tensor itself if a quantity requests it."
         self.described[ttype] = tname,call,str(x.dtype).removeprefix('torch.')
         scale = self.passes.scale() if ttype.endswith('_grad') else None
         x = unscale(x.detach(), scale)
@@ -253,19 +257,19 @@ class CapturedTensors:
         finally: self.passes.measuring = False
 
     def clear(self):
-        "Remove all captured tensors from the view."
+        "Clear the view of all captured tensors."
         self.described.clear()
         self.versions.clear()
         self.view.forget_tensors()
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #772fd378
 def is_transformed(named):
-    "Return True if tensors are inside a transformation such as `torch.func.vmap`. Such tensors have no values to read."
+    "Return True if tensors are transformed: inside a transformation such as `torch.func.vmap`, where they have no values to read."
     return bool(named) and is_wrapped(named[0][1])
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #191e147f
 class Watch(Listener):
-    "Listener for the calls of one module. It captures the tensors needed by the module's quantities."
+    "Watch of one module: a listener for its calls, which captures the tensors needed by the module's quantities."
     running = 1 # always 1 (a pass is running), so that a call of this module never begins a pass
     on = wants_any = True
     rank = -1 # `pass_rank` of the running call
@@ -285,7 +289,7 @@ class Watch(Listener):
         self.wants_any = self.captured.request(is_due)
 
     def pass_begins(self, state, grad=None):
-        "Return False, because this listener handles module calls and no passes."
+        "Return False to ignore a pass that begins, because this listener handles only module calls."
         return False
 
     def call_begins(self, state, inputs, compiled=False):
@@ -297,7 +301,7 @@ class Watch(Listener):
         return self.capture_call('output', state, outputs, compiled, not self.wants.inputs)
 
     def capture_call(self, ttype, state, named, compiled, begins): # begins: True for the first event of a module call
-        "Capture the first input or output of a call, and later its gradient. In compiled code, the returned value is passed to `gradient`."
+        "Capture a call: its first input or output, and later the gradient. In compiled code, the returned value is passed to `gradient`."
         if self.passes.measuring or is_transformed(named) or not self.counts(compiled, begins): return None
         if begins: state.number(self.pass_)
         call,requests = state.calls-1,self.captured.requests
@@ -308,7 +312,7 @@ class Watch(Listener):
         self.gradients.flow(state, ttype, named[:1], call, of)
 
     def counts(self, graph, begins):
-        "Return True if the tensors of the running call must be captured, because a quantity is due and the call belongs to the training."
+        "Return True if the running call counts: its tensors must be captured, because a quantity is due and the call belongs to the training."
         p = self.passes.predictor
         if begins: self.rank = self.passes.rank if self.passes.running else self.passes.rank_of_lone_call(graph)
         if p.skipped and self.passes.running or not self.ranks.accepts(self.rank): return False
@@ -318,7 +322,7 @@ class Watch(Listener):
         return self.wants_any
 
     def pass_failed(self):
-        "Delete the captured tensors if they are from the running pass, because the pass raised an exception."
+        "Handle a failed pass: delete the captured tensors if they are from the running pass."
         if self.pass_ is not None and self.pass_[0]==self.passes.predictor.pass_:
             self.captured.clear(); self.failed = True
 
@@ -335,13 +339,13 @@ class Watch(Listener):
             self.gradients.recomputed(state, inputs[:1], outputs[:1])
 
     def forget(self):
-        "Remove all captured tensors, and the hooks on leaf tensors."
+        "Forget all captured tensors, and remove the hooks on leaf tensors."
         self.gradients.handle_step_end()
         self.captured.clear()
         self.pass_ = None
 
     def end_step(self):
-        "Delete the captured tensors at the end of a step."
+        "End a step: delete the captured tensors."
         # this test saves 0.9 us per module in steps without captured tensors
         if self.pass_ is not None or not self.view._is_empty: self.forget()
         self.ranks.end_step()
@@ -349,7 +353,7 @@ class Watch(Listener):
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #d7f48c02
 def fill_view(watch):
-    "Store the loss scale in the view of a module, and the reason for each tensor that was not captured."
+    "Fill the view of a module with the loss scale, and with the reason for each tensor that was not captured."
     v,captured,passes = watch.view,watch.captured,watch.passes
     v._scale = None if has_unscaled(passes.scaler) else passes.scale()
     for ttype,version in captured.versions.items():
@@ -362,7 +366,7 @@ def fill_view(watch):
         if captured.needed[ttype] and ttype not in captured.described: v._missing[ttype] = explain_missing(watch, ttype)
 
 def explain_missing(watch, ttype):
-    "Return the reason why a tensor was not captured in this step."
+    "Explain a missing tensor: return the reason why it was not captured in this step."
     name,p,request = watch.view._name,watch.passes.predictor,watch.captured.requests[ttype]
     if watch.failed: return f"the last pass that called {name} raised an error."
     if not p.passes and p.ranks.ignored>=0 or watch.ranks.best<0<=watch.ranks.ignored:

@@ -18,7 +18,7 @@ from ..ground.needs import needs
 most_ranks = 2**20 # largest number of ranks in valid metadata; metadata with a larger number are ignored as damaged
 
 def is_below(x, limit):
-    "Return True if `x` is an integer from 0 to `limit`-1."
+    "Return True if `x` is an integer from 0 to `limit`-1, that is, below `limit`."
     return type(x) is int and 0<=x<limit
 
 def is_rank_group(ranks, about):
@@ -33,7 +33,7 @@ checks = dict(
     axes=lambda x, about: isinstance(x, dict) and all(is_rank_group(ranks, about) for ranks in x.values()))
 
 def validate_metadata(metadata) -> tuple: # metadata: rank -> metadata of the rank, as a dict
-    "Return the metadata of all ranks with valid metadata, and a message about each rank with invalid metadata, which are ignored."
+    "Validate the metadata of all ranks: return the valid metadata, and a message about each rank with ignored, invalid metadata."
     good,messages = {},[]
     for rank,about in metadata.items():
         about = {'rank': rank, 'world': None, 'axes': {}, **about}
@@ -59,11 +59,11 @@ class RankAxes:
         return self.lines[axis] if axis in self.lines else {tuple(range(self.world))}
 
     def line_of(self, axis, rank):
-        "Return the first rank of the group along a mesh axis that contains `rank`. Return `rank` itself if the metadata contain no such group."
+        "Return the line (group of ranks) along a mesh axis that contains `rank`: its first rank. Without such a group, return `rank`."
         return next((line[0] for line in self.rank_groups_along(axis) if rank in line), rank)
 
     def smallest_related(self, axes, rank):
-        "Return the smallest rank of all ranks that differ from `rank` only along the given mesh axes. `axes`: frozenset of axis names."
+        "Return the smallest rank that is related to `rank`: both differ only along the given mesh axes. `axes`: frozenset of axis names."
         if axes not in self._smallest:
             smallest = {r: r for r in range(max(self.world, rank+1))}
             for line in (line for a in axes for line in self.rank_groups_along(a)):
@@ -108,11 +108,11 @@ class Roles:
         return np.array([set(kind.values())<={*roles} for kind in self.kinds], bool)[self.code]
 
     def axes_with(self, *roles):
-        "Return the sorted names of the mesh axes along which at least one row has one of the given roles."
+        "Return the axes with the given roles: sorted names of mesh axes along which at least one row has one of these roles."
         return sorted({a for kind in self.kinds for a,r in kind.items() if r in roles})
 
     def set_role(self, rows, axis, role):
-        "Change the role along a mesh axis in the rows selected by the boolean mask `rows`."
+        "Set the role along a mesh axis in the rows selected by the boolean mask `rows`."
         for k in set(self.code[rows].tolist()):
             self.code[rows & (self.code==k)] = len(self.kinds)
             self.kinds.append({**self.kinds[k], axis: role})

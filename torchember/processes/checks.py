@@ -20,12 +20,12 @@ from ..ground.needs import needs
 
 # %% ../../nbs/42_processes/09_checks.ipynb #94ec42cc
 def steps_of_ranks(rows):
-    "Return a dict: rank -> (first step, last step) of the rows of this rank. `rows`: rows of all ranks, as `RankRows`."
+    "Return the steps of each rank as a dict: rank -> (first step, last step). `rows`: rows of all ranks, as `RankRows`."
     steps = rows.df.groupby(rows.rank)['step'].agg(['min', 'max'])
     return {int(r): (int(first), int(last)) for r,first,last in steps.itertuples()}
 
 def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last step), or None if unknown
-    "Yield messages about ranks without rows, and about ranks with rows that begin later or end earlier than the rows of another rank."
+    "Yield messages about missing ranks: without rows, or with rows that begin later or end earlier than the rows of another rank."
     missing,known = [r for r in range(world) if r not in steps],{r: s for r,s in sorted(steps.items()) if s is not None}
     if missing: yield f"Of {world} ranks, {join_ranks(missing)} left no rows, so shards are missing."
     worlds = defaultdict(list)
@@ -58,7 +58,7 @@ def unknown_axes(rows):
 
 # %% ../../nbs/42_processes/09_checks.ipynb #19895bea
 def drift_message(row, rank, first, step, n):
-    """Return the message that a tensor's replica on one rank differs from the replica on the first rank.
+    """Return the message about drift: a tensor's replica on one rank differs from the replica on the first rank.
 
     row: row of the tensor on this rank
     first: the first rank with a replica of the tensor
@@ -67,21 +67,23 @@ def drift_message(row, rank, first, step, n):
     return f"Replicas have drifted apart: {describe(row)} differs between rank {rank} and rank {first} since step {step}{more}. Rows show rank {first} only."
 
 class DriftWatch:
-    "Reports differences between replicas of a tensor during training. Replicas must be equal."
+    "Watches for drift during training: reports differences between replicas of a tensor, which must be equal."
     patience = 10 # number of consecutive steps in which two replicas must differ before the difference is reported
 
     # since: (rank, tensor) -> (first step, number of steps) in which the replica on this rank differed from the first replica
     def __init__(self): self.since,self.reported = {},False
 
     def note(self, rows, at, may) -> str|None: # at: for each row, the index of its first replica; may: mask of the rows to compare
-        "Compare the replicas of one step. Return a message, only once, if two replicas have differed in `patience` consecutive steps; else None."
+        """Note the replicas of one step, and compare them. Return a message, once, if two replicas have differed in `patience` steps; else None.
+
+        Only consecutive steps count."""
         if self.reported: return None
         df = rows.df
         different = np.flatnonzero(differs_from(df, at) & may)
         if not len(different) and not self.since: return None
         columns = [c for c in ('path', 'ttype', 'tname', 'call', 'micro') if c in df]
         def ranks_and_keys(i):
-            "Return a tuple for each row with an index in `i`. The tuple identifies the rank and the tensor of the row."
+            "Return the ranks and keys of the rows with an index in `i`: a tuple for each row, which identifies rank and tensor."
             return zip(rows.rank[i].tolist(), *(df[c].iloc[i].astype(object).tolist() for c in columns), strict=True)
         now,lasting = {},[]
         for place,step,i in zip(ranks_and_keys(different), df['step'].iloc[different].tolist(),
@@ -99,7 +101,7 @@ class DriftWatch:
 
 # %% ../../nbs/42_processes/09_checks.ipynb #9eeca408
 def find_drift(rows):
-    "Return a message about replicas that differ until the end of the run, or None without such replicas. `rows`: rows of all ranks."
+    "Find drift: return a message about replicas that differ until the end of the run, or None. `rows`: rows of all ranks."
     df = rows.df
     at,may = rows.shards.replicas(df['ttype'])
     different = differs_from(df, at) & may
@@ -120,7 +122,9 @@ def find_drift(rows):
 
 # %% ../../nbs/42_processes/09_checks.ipynb #7a7372a1
 def unknown_scale(rows):
-    "Return a message if it is unknown how the losses of the ranks are combined (sum or mean), or None. `rows`: rows of all ranks, as `RankRows`."
+    """Return a message if the scale of gradients is unknown: are the losses of the ranks summed or averaged? Return None if it is known.
+
+    `rows`: rows of all ranks, as `RankRows`."""
     unknown = rows.shards.roles.along('world', '?') & rows.shards.unsettled | rows.filled
     n = int((unknown & rows.df['ttype'].isin(['output_grad', 'input_grad']).to_numpy()).sum())
     if not n: return None
@@ -128,7 +132,7 @@ def unknown_scale(rows):
         "their mean, divide these gradients by the number of ranks.")
 
 def same_batch(rows):
-    "Return a message if all ranks train on the same samples in most steps, or None. `rows`: rows of all ranks, as `RankRows`."
+    "Return a message if all ranks train on the same batch (same samples) in most steps, or None. `rows`: rows of all ranks, as `RankRows`."
     pd = needs('pandas', for_='A table of rows')
     shards = rows.shards
     inputs = shards.roles.any_of('B') & (rows.df['ttype']=='input').to_numpy()

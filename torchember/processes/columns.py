@@ -20,7 +20,7 @@ from ..measure.summary import Parts, merge, squares
 
 # %% ../../nbs/42_processes/06_columns.ipynb #eb7eee97
 def merge_groups(vectors, group):
-    "Merge the summaries of the shards in each group. `vectors`: summary of each row; `group`: group number of each row."
+    "Merge the summaries in each group: of the shards of one tensor. `vectors`: summary of each row; `group`: group number of each row."
     n = np.bincount(group)
     out,at,ends = np.empty((len(n), vectors.shape[1])),np.argsort(group, kind='stable'),np.cumsum(n)
     for k in np.unique(n):
@@ -31,7 +31,7 @@ def merge_groups(vectors, group):
 
 # %% ../../nbs/42_processes/06_columns.ipynb #1947fc1f
 def count_elements(shape, numel):
-    "Return the number of elements of a tensor from the columns `shape` and `numel` of its row, or NaN if both are missing."
+    "Count the elements of a tensor from the columns `shape` and `numel` of its row. Return NaN if both are missing."
     if numel==numel and numel is not None: return float(numel)
     return float(prod(shape)) if isinstance(shape, list|tuple) else np.nan
 
@@ -63,14 +63,14 @@ def shape_of_batch(shape, roles, axes, ranks):
 
 # %% ../../nbs/42_processes/06_columns.ipynb #e9e6c9db
 class Term(NamedTuple):
-    "One rank's contribution to a tensor summed over ranks."
+    "Term of a sum over ranks: one rank's contribution to a tensor."
     mean: float
     count: float # Number of elements of the tensor
     roles: dict # Mesh axis -> role along this axis, such as 'P' (partial sum)
     rank: int
 
 def mean_of_sum(terms, axes):
-    "Return the mean of a tensor that is the sum of `Term`s. Of equal replicas, add only one. Average terms of different samples or shards."
+    "Return the mean of a tensor that is a sum of `Term`s. Of equal replicas, add only one. Average terms of different samples or shards."
     sums = defaultdict(dict)
     for t in terms:
         if 'P*' in t.roles.values(): return np.nan
@@ -82,7 +82,7 @@ def mean_of_sum(terms, axes):
 
 # %% ../../nbs/42_processes/06_columns.ipynb #2fcdcb0f
 def shift_exponents(counts, factor):
-    "Return the exponent counts of a tensor after a multiplication by `factor`, or None if `factor` is not a power of two or counts are missing."
+    "Shift the exponents of a tensor by a multiplication: return the new counts. None if `factor` is no power of two, or counts are missing."
     if not isinstance(counts, list|tuple|np.ndarray): return None
     counts,shift = np.asarray(counts),np.log2(factor)
     if shift==0: return counts
@@ -92,13 +92,13 @@ def shift_exponents(counts, factor):
     return out
 
 def add_exponents(lists, factors):
-    "Return the exponent counts of a whole tensor: the sum over its shards, each multiplied by its factor. None if they cannot be added."
+    "Add the exponent counts of all shards of a tensor, each multiplied by its factor. Return None if they cannot be added."
     counts = [shift_exponents(c, f) for c,f in zip(lists, factors, strict=True)]
     return sum(counts).tolist() if all(c is not None for c in counts) and len({len(c) for c in counts})==1 else None
 
 # %% ../../nbs/42_processes/06_columns.ipynb #0a2c9397
 def merge_ratios(ratio, vectors, group, wholes):
-    """Return the ratio of update norm to weight norm of each group of shards.
+    """Merge the ratios of update norm to weight norm: return one ratio for each group of shards.
 
     ratio: ratio of update norm to weight norm of each shard
     vectors, wholes: summaries of the shards' updates, and of the merged updates"""

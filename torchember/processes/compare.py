@@ -14,7 +14,7 @@ from ..measure.summary import derived
 
 # %% ../../nbs/42_processes/04_compare.ipynb #a215d900
 def group_codes(*columns):
-    "Return an array with a group number for each row. Rows with equal values in all the given columns form a group."
+    "Return group codes: an array with a group number for each row. Rows with equal values in all the given columns form a group."
     pd = needs('pandas', for_='A table of rows')
     return pd.DataFrame({i: c for i,c in enumerate(columns)}).groupby([*range(len(columns))], sort=False, dropna=False, observed=True).ngroup().to_numpy()
 
@@ -39,7 +39,7 @@ def without_statistics(df, n):
     return np.all(missing, axis=0) if missing else np.ones(n, bool)
 
 def first_dimensions(df):
-    "Return an array: for each row, the size of the first dimension of its tensor, or 1 for a scalar or an unknown shape."
+    "Return the first dimension of the tensor of each row as an array: its size, or 1 for a scalar or an unknown shape."
     shapes = df['shape'] if 'shape' in df else [None]*len(df)
     return np.array([s[0] if isinstance(s, list|tuple) and len(s) else 1 for s in shapes])
 
@@ -69,11 +69,13 @@ class Comparison:
         self.differs = self.find_different(df, without_statistics(df, len(group)))
 
     def find_different(self, df, no_statistics):
-        "Return a boolean mask of the groups (rows of one tensor) in which a compared row has different statistics, or none."
+        "Find groups (rows of one tensor) with different statistics in a compared row, or with none. Return a boolean mask of the groups."
         out = np.zeros(self.group.max()+1, bool)
         out[self.group[(differs_from(df, self.at) | no_statistics) & self.where]] = True
         return out
 
     def is_same(self, df, no_statistics):
-        "Return True if the same groups of rows differ in another step. `df`: columns of the rows in this step."
+        """Return True if a comparison of another step has the same result: the same groups of rows differ.
+
+        `df`: columns of the rows in this step."""
         return not (self.find_different(df, no_statistics)!=self.differs).any()

@@ -46,11 +46,11 @@ class MergePlan:
         self.several = np.bincount(self.whole, minlength=self.n)>1
 
     def roles_of(self, i):
-        "Return a dict for the row to merge with index `i`: mesh axis -> role of its tensor, such as 'S0' (sharded)."
+        "Return the roles of the row to merge with index `i` as a dict: mesh axis -> role of its tensor, such as 'S0' (sharded)."
         return self.roles.of(self.kept[i])
 
     def any_row(self, mask):
-        "Return a boolean mask of the merged table's rows: True if `mask` is True for at least one of the rows merged into this row."
+        "Return a mask of the merged table's rows: True if `mask` is True for any row that is merged into this row."
         return np.bincount(self.whole, mask, self.n)>0
 
 # %% ../../nbs/42_processes/08_merge.ipynb #8b7b2c38
@@ -59,12 +59,12 @@ merged_columns = 'nan', 'posinf', 'neginf', 'shape', 'numel', 'exponents', 'expo
 shard_columns = (*of_pieces, 'rank') # columns that describe a shard and are removed from the row of the whole tensor
 
 def describe(row):
-    "Return type, name and module of the tensor in a row, as text for a message."
+    "Describe the tensor in a row by its type, name and module, as text for a message."
     pname = row.get('pname')
     return f"tensor {pname if isinstance(pname, str) else row['tname']} ({row['ttype']}) of {row['path'] or 'the model'}"
 
 def shard_size_message(row, n, of, numel, whole):
-    """Return the message that the shards of a tensor have more or fewer elements than the whole tensor, in `n` of `of` merged rows.
+    """Return the message about a wrong size of shards: they have more or fewer elements than the whole tensor, in `n` of `of` merged rows.
 
     row: the first of these merged rows
     numel, whole: number of elements of this row's shards together, and of its whole tensor"""
@@ -95,7 +95,7 @@ class Merge:
         return column_of(self.rows, name, missing)
 
     def fill(self):
-        "Merge each column of the ranks' rows into the table of merged rows."
+        "Fill the table of merged rows: merge each column of the ranks' rows."
         plan,d,out = self.plan,self.rows,self.table
         # mask of the merged rows with statistics to compute: from several shards, or multiplied by a factor
         changed = plan.several | (self.factor!=1)[plan.first]
@@ -116,7 +116,7 @@ class Merge:
             self.table = fill_norms(out, d, plan.whole, WholeModelNorms(out, wholes, plan, self.column('global_shape')))
 
     def merge_statistics(self, wholes, changed, uncounted):
-        "Compute the statistics of the merged tensors from their merged summaries, and write them into the table."
+        "Merge the statistics of shards: compute them from the merged summaries, and write them into the table."
         plan,d,out = self.plan,self.rows,self.table
         stats = [c for c in d.columns if c in derived]
         values,spoiled = derive(wholes, stats),(finite(wholes)<wholes[:, index['count']]) | (finite(wholes)<2)
@@ -140,7 +140,7 @@ class Merge:
         return uncounted
 
     def merge_shapes(self, numel):
-        "Write the shape of each whole tensor into the table. Without a known shape, write the number of elements, from `numel`."
+        "Merge the shapes of shards: write the shape of each whole tensor into the table, or its number of elements, from `numel`."
         plan,out = self.plan,self.table
         known,shapes = self.column('global_shape').tolist(),self.rows['shape'].tolist()
         whole = out['shape'].astype(object).to_numpy(copy=True)
@@ -163,7 +163,7 @@ class Merge:
             self.messages.append(shard_size_message(out.iloc[o], len(contradicting), len(out), int(numel[o]), prod(whole[o])))
 
     def merge_exponents(self, changed):
-        "Return the exponent counts of each whole tensor: the sum over its shards, after multiplying each shard by its factor."
+        "Merge the exponent counts of the shards of each tensor: return their sum, after multiplying each shard by its factor."
         lists,lost,groups = self.rows['exponents'].tolist(),0,rows_by_group(self.plan.whole)
         whole = self.table['exponents'].astype(object).to_numpy(copy=True)
         for o in np.flatnonzero(changed):
@@ -174,7 +174,7 @@ class Merge:
         return whole
 
     def merge_sums(self):
-        "Write the mean of tensors that are sums over ranks into the table. Remove all their other statistics, which cannot be merged."
+        "Merge tensors that are sums over ranks: write their mean into the table. Remove all other statistics, which cannot be merged."
         plan,out = self.plan,self.table
         groups,sums = rows_by_group(plan.whole),np.unique(plan.whole[plan.partial])
         out.loc[sums, [c for c in self.rows.columns if c in derived]] = np.nan

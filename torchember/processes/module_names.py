@@ -28,7 +28,7 @@ def paths_in(tree) -> list:
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #1d9ded1a
 def numbered_children(paths):
-    "Return a dict: path of a container with numbered children, such as `nn.Sequential` -> number of children."
+    "Return the containers with numbered children, such as `nn.Sequential`: path -> number of children."
     children = defaultdict(set)
     for p in filter(None, paths):
         container,_,name = p.rpartition('.')
@@ -36,7 +36,7 @@ def numbered_children(paths):
     return {c: len(names) for c,names in children.items() if names=={str(i) for i in range(len(names))}}
 
 def with_containers(paths):
-    "Return a set with the given module paths and the paths of all modules that contain them, except the root."
+    "Return the given module paths with the paths of all their containers, except the root, as a set."
     return {'.'.join(p.split('.')[:i+1]) for p in paths for i in range(p.count('.')+1)}
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #e3c4c539
@@ -53,7 +53,7 @@ def add_offset(path, offsets):
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #a6b08854
 def whole_model_names(parts, tags) -> list:
-    """Return a list with a dict for each part of the model: path of a module in the part -> path in the whole model.
+    """Return the names of modules in the whole model: for each part of the model, a dict from the path in the part to the whole path.
 
     parts: paths of the modules of each part
     tags: suffix of each part, such as '@pp1'. A module that several parts have under one path gets the suffix"""
@@ -61,7 +61,7 @@ def whole_model_names(parts, tags) -> list:
     counts = [numbered_children(p) for p in paths]
     repeated = [c for c in set().union(*counts) if sum(c in n and n[c]>0 for n in counts)>1]
     def is_numbered_everywhere(c):
-        "Return True if a container has numbered children in every part of the model that contains it."
+        "Return True if a container is numbered everywhere: it has numbered children in every part of the model that contains it."
         return all(c in n or not any(p.startswith(f'{c}.') for p in ps) for n,ps in zip(counts, paths, strict=True))
     offsets = dict.fromkeys(sorted(filter(is_numbered_everywhere, repeated), key=len), 0)
     names = []
@@ -76,7 +76,9 @@ def whole_model_names(parts, tags) -> list:
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #5e40af3d
 def names_of_stages(metadata, paths) -> dict: # paths: function that returns the module paths of a rank
-    "Return a dict: rank -> dict from module paths on this rank to paths in the whole model. It is empty without several pipeline stages."
+    """Return the module names of pipeline stages: rank -> dict from paths on this rank to paths in the whole model.
+
+    The dict is empty without several pipeline stages."""
     inside = defaultdict(dict) # stage -> dict: (rank, path on this rank) -> path inside the stage
     for rank,about in metadata.items():
         for top,stage in about.get('stages', {}).items():
@@ -103,7 +105,7 @@ def display_name(module, new):
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #637cef36
 def rename_modules(df, rank, names, where=None): # rank: rank of each row; where: mask of the rows in which modules are renamed
-    "Return a copy of the table `df` with new paths and display names of modules. `names`: rank -> dict from old paths to new paths."
+    "Rename modules in a copy of the table `df`: return it with new paths and display names. `names`: rank -> dict from old to new paths."
     pd = needs('pandas', for_='A table of rows')
     path,module = (df[c].astype(object).to_numpy(copy=True) for c in ('path', 'module'))
     at = np.arange(len(df)) if where is None else np.flatnonzero(where)
@@ -115,10 +117,10 @@ def rename_modules(df, rank, names, where=None): # rank: rank of each row; where
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #05c763a8
 def join_names(names, most=5):
-    "Return at most `most` names as text for a sentence, followed by the number of further names: 'a, b and 3 more'."
+    "Join at most `most` names to text for a sentence, followed by the number of further names: 'a, b and 3 more'."
     names = [printable(str(n)) for n in names]
     return ', '.join(names[:most])+(f' and {len(names)-most} more' if len(names)>most else '')
 
 def join_ranks(ranks, most=5):
-    "Return at most `most` ranks as text for a sentence, followed by the number of further ranks: 'rank 0, rank 1 and 6 more'."
+    "Join at most `most` ranks to text for a sentence, followed by the number of further ranks: 'rank 0, rank 1 and 6 more'."
     return join_names([f'rank {r}' for r in ranks], most)

@@ -52,7 +52,7 @@ class WholeModelNorms:
         return {n: float(v[i]) for n,v in zip(norm_names, (self.norm, self.before_clipping), strict=True) if v[i]!=-1}
 
 def has_wrong_count(whole, global_shapes, wholes):
-    "Return a boolean mask of the merged rows for which all shards together have fewer or more elements than the whole tensor."
+    "Return a mask of the merged rows with a wrong count of elements: all shards together differ from the whole tensor."
     out = np.zeros(len(wholes), bool)
     for o,shape in zip(whole.tolist(), global_shapes.tolist(), strict=True):
         if isinstance(shape, list|tuple): out[o] = prod(shape)!=wholes[o, index['count']]
@@ -60,11 +60,11 @@ def has_wrong_count(whole, global_shapes, wholes):
 
 # %% ../../nbs/42_processes/07_norms.ipynb #618bcf85
 def rows_of_norms(table):
-    "Return the indices of the rows with the norm of all gradients."
+    "Return the rows of gradient norms: indices of the rows with the norm of all gradients."
     return np.flatnonzero((table['ttype']=='scalar') & (table['tname']==computed[0]))
 
 def fill_norms(table, rows, whole, norms): # whole: for each row in `rows`, the index of its merged row in `table`
-    "Return the merged table with the gradient norms of the whole model. Drop the rows of unknown gradient norms."
+    "Fill the table of merged rows with the gradient norms of the whole model, and return it. Drop rows of unknown norms."
     unknown = []
     for o in rows_of_norms(table).tolist():
         merged = rows[whole==o]

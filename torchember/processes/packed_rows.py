@@ -25,7 +25,7 @@ from ..store.reading import path_of
 fixed_columns = {*identity, *of_pieces, 'shape', 'exponent_min'}-{'step'}
 
 def number_kind(column, v):
-    "Return how a value is packed: 'f' (float) or 'i' (int) for a changing number, 'F' or 'I' for a list of numbers, None for a fixed value."
+    "Return the kind of number in a value: 'f' (float) or 'i' (int), 'F' or 'I' for a list of numbers, None for a fixed value."
     if column in fixed_columns: return None
     if type(v) is float: return 'f'
     if type(v) is int: return 'i' if abs(v)<=2**53 else None
@@ -34,8 +34,9 @@ def number_kind(column, v):
     return 'I' if kinds=={'i'} else 'F' if kinds<={'i', 'f'} else None
 
 def split_row(row):
-    """Split a row into values that change in each step and values that do not.
-    Return three things: a list of (column, `number_kind`, count), a dict of the fixed values, and a list of the changing numbers"""
+    """Split a row into values that change in each step and fixed values.
+
+    Return a list of (column, `number_kind`, count), a dict of the fixed values, and a list of the changing numbers."""
     columns,fixed,numbers = [],{},[]
     for k,v in row.items():
         if k=='ts': continue
@@ -46,7 +47,7 @@ def split_row(row):
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #749e154b
 class Packet:
-    "Rows of one rank in one step, to be sent: the changing numbers, and the layout (columns and fixed values), which rarely changes."
+    "Packet of the rows of one rank in one step: the changing numbers, and the layout (columns and fixed values), which rarely changes."
     def __init__(self, step, layout, text, numbers, ts, head):
         # head: dict with metadata of the rank, to send with the rows
         self.step,self.numbers,self.ts,self.head = step,numbers,ts,head
@@ -70,7 +71,7 @@ class Packer:
     def __init__(self): self.sent = set()
 
     def pack(self, p):
-        "Convert a packet to bytes. Include the text of its layout only if this layout was not sent before."
+        "Pack a packet: convert it to bytes. Include the text of its layout only if this layout was not sent before."
         forget = len(self.sent)>=self.most
         if forget: self.sent = set()
         is_new = p.layout not in self.sent
@@ -85,7 +86,7 @@ class Unpacker:
     def __init__(self): self.layouts = {} # hash of a layout -> layout as JSON
 
     def unpack(self, data):
-        "Convert bytes made by `Packer.pack` to a packet."
+        "Unpack a packet: convert the bytes made by `Packer.pack`."
         head,_,numbers = data.partition(b'\n')
         head = json.loads(head)
         step,layout,ts,text = (head.pop(k, None) for k in ('step', 'layout', 'ts', 'text'))
@@ -95,11 +96,11 @@ class Unpacker:
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #438ed88d
 def columns_key(ttype, tname, call):
-    "Return a dict key for the columns of a row: rows with the same key have the same columns."
+    "Return the key for the columns of a row: rows with the same key have the same columns."
     return ttype, tname if ttype=='scalar' else None, call
 
 class StepLayout:
-    "Table of the fixed values in the rows of all ranks, and the place (row and column) of each packed number in this table."
+    "Layout of a step: table of the fixed values in the rows of all ranks, and the place (row and column) of each packed number."
     def __init__(self, packets): # packets: rank -> `Packet` of this rank
         # cells: column -> (rows, index of the packed number of each row). lists: column -> list of (row, index of the first number, length)
         self.cells,self.lists = {},{}
@@ -120,7 +121,7 @@ class StepLayout:
         self.fixed = fixed_table(records)
 
     def add_cell(self, column, kind, n, row, place, fixed):
-        "Store the table cell for one packed number, or for a list of `n` numbers. `place`: index of the first number in the packets."
+        "Add a table cell for one packed number, or for a list of `n` numbers. `place`: index of the first number in the packets."
         if kind in 'FI': self.lists.setdefault(column, []).append((row, place, n))
         else:
             rows,places = self.cells.setdefault(column, ([], []))
@@ -161,7 +162,7 @@ def fixed_table(records):
 
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #094b3739
 def as_rows(df, layout) -> list:
-    "Convert a merged table to rows (dicts), in the form in which a run of a single process writes them."
+    "Return a merged table as rows (dicts), in the form in which a run of a single process writes them."
     pd = needs('pandas', for_='A table of rows')
     columns = {}
     for c in df.columns:
@@ -198,7 +199,7 @@ class StepMerger:
         self.drift,self.messages = DriftWatch(),[]
 
     def note_head(self, rank, packet):
-        "Store the metadata and module paths in the packet of a rank. After a change, delete all cached merge plans, because shards may differ."
+        "Note the head of a rank's packet: metadata and module paths. After a change, delete all cached merge plans: shards may differ."
         for known,name in ((self.metadata, 'about'), (self.paths, 'paths')):
             if name in packet.head and known.get(rank)!=packet.head[name]: known[rank],self.last = packet.head[name],{}
 
@@ -213,7 +214,7 @@ class StepMerger:
         return self.layouts[key]
 
     def find_rows(self, layout, columns):
-        "Return the `RankRows` of a step. Determine shards and module names again. Called if the results of no earlier step can be used."
+        "Find the rows of a step: return its `RankRows`, with new shards and module names. Used if no earlier results fit."
         df,metadata = layout.fixed.assign(**columns),{r: about for r,about in self.metadata.items() if about}
         rows = RankRows(df, metadata, self.paths)
         if rows.own: self.own = rows.own

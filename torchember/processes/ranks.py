@@ -18,7 +18,7 @@ def merge_ranks(df, metadata, paths=None, own=None):
     return Merge(MergePlan(rows), rows.df).table
 
 def own_names(df, metadata, paths=None):
-    "Return new paths for modules with different weights on each rank, as a dict: rank -> dict from paths on this rank to new paths."
+    "Return the own names of modules with different weights on each rank: rank -> dict from paths on this rank to new paths."
     return RankRows(df, metadata, paths or {}).own
 
 def merge_and_check(
@@ -27,7 +27,7 @@ def merge_and_check(
     paths:dict|None=None, # Rank -> paths of all modules on this rank
     own:dict|None=None # Result of `own_names` for other rows of the same run; None computes the names from `df`
 ) -> tuple: # Table of the merged rows; messages about missing, unknown or contradictory data
-    "Merge the rows of all ranks into rows of the whole model and the whole batch. Return them with messages for the user."
+    "Merge the rows of all ranks into rows of the whole model and batch, and check them. Return the rows with messages for the user."
     rows = RankRows(df, metadata, paths or {}, own)
     merged = Merge(MergePlan(rows), rows.df)
     missing = missing_ranks(steps_of_ranks(rows), rows.metadata, rows.axes.world)

@@ -13,7 +13,7 @@ from .compare import differs_from, first_in_group, group_codes
 
 # %% ../../nbs/42_processes/09_replicas.ipynb #3d233b63
 def zero_rows(df):
-    "Return a boolean mask: True for rows of tensors that contain only zeros, according to their recorded statistics."
+    "Return a mask of the zero rows: rows of tensors that contain only zeros, according to their recorded statistics."
     columns = [c for c in ('max', 'min', 'abs_max', 'rms', 'std', 'mean') if c in df]
     values = [np.asarray(df[c], float) for c in columns]
     known = np.any([~np.isnan(v) for v in values], axis=0) if values else np.zeros(len(df), bool)
@@ -32,12 +32,12 @@ def steps_with(steps, flags):
     return np.unique(steps[flags]).tolist()
 
 def count_differing_steps(steps, differs):
-    "Return a dict about the steps with a row that differs: number of these steps, the first step, the first 20 steps, number of all steps."
+    "Count the steps with a row that differs. Return a dict: this number, the first step, the first 20 steps, number of all steps."
     found = steps_with(steps, differs)
     return {'steps': len(found), 'first': found[0] if found else None, 'at': found[:20], 'of': len(np.unique(steps))}
 
 def compare_with(rows, at, differs, rank, first):
-    """Return a dict of JSON types that describes the differences between the replicas on one rank and the replicas on the first rank.
+    """Compare the replicas on one rank with the replicas on the first rank. Return a dict of JSON types with the differences.
 
     rows: `shards.RankRows`
     at: for each row the index of its first replica
@@ -65,7 +65,9 @@ def name_of_row(row):
 
 # %% ../../nbs/42_processes/09_replicas.ipynb #2d3d5b50
 def compare_replicas(rows) -> list: # rows: rows of all ranks, as `RankRows`
-    "Return a list of dicts, one for each rank with replicas that differ from the first rank with the same tensors. See `compare_with`."
+    """Compare the replicas of all ranks. Return a dict for each rank that differs from the first rank with the same tensors.
+
+    See `compare_with`."""
     df,found = rows.df,[]
     trained = df['ttype'].isin(['weight', 'weight_grad']).to_numpy()
     for apart,(at,may) in ((False, rows.shards.replicas(df['ttype'])), (True, rank_specific_modules(rows))):
@@ -77,7 +79,7 @@ def compare_replicas(rows) -> list: # rows: rows of all ranks, as `RankRows`
     return found
 
 def rank_specific_modules(rows):
-    """Return two arrays about the modules that `RankRows` renamed because their weights differ between ranks.
+    """Return arrays about rank-specific modules, which `RankRows` renamed because their weights differ between ranks.
 
     The first has for each row the index of the row on the first rank with the same old module name. The second is the mask of these rows."""
     old = {(r, new): path for r,names in (rows.own or {}).items() for path,new in names.items() if new!=path}

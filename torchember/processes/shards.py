@@ -18,7 +18,7 @@ from ..ground.needs import needs
 
 # %% ../../nbs/42_processes/05_shards.ipynb #1c585153
 def fill_parts(df, rank):
-    """Fill missing values in the column `part` (distribution of the tensor over ranks) from rows of the same tensor in other steps.
+    """Fill missing parts (distribution of the tensor over ranks, column `part`) from rows of the same tensor in other steps.
 
     Return the column, and a boolean mask of the filled rows."""
     if 'part' not in df: return None, np.zeros(len(df), bool)
@@ -39,7 +39,9 @@ def fill_parts(df, rank):
 tensor_columns = ('step', 'path', 'ttype', 'tname', 'pname', 'call', 'micro', 'phase', 'backward', 'shard')
 
 def number_tensors(df, rank):
-    "Return an array with a tensor number for each row. A number that the user logs twice in a step counts as two tensors."
+    """Number the tensors: return an array with a tensor number for each row.
+
+    A number that the user logs twice in a step counts as two tensors."""
     tensor = group_codes(*(df[c] for c in tensor_columns if c in df))
     repeated = df.groupby([tensor, rank]).cumcount().to_numpy()
     return group_codes(tensor, repeated) if repeated.any() else tensor
@@ -57,7 +59,7 @@ class Shards:
         self.shard = self.number_shards({a: self.find_copies(a, df) for a in self.roles.axes_with('?', 'B')})
 
     def find_copies(self, axis, df):
-        "Return a boolean mask of the rows that are replicas along a mesh axis because of equal statistics, not because of the column `part`."
+        "Find copies: return a mask of the rows that are replicas along a mesh axis by equal statistics, not by the column `part`."
         batch,unknown = self.roles.along(axis, 'B'),self.roles.along(axis, '?')
         # the axis 'world' contains all ranks. Compare along it only ranks that no mesh axis connects
         if axis=='world' and unknown.any(): unknown &= self.has_unrelated_ranks()
@@ -73,7 +75,7 @@ class Shards:
         return copies
 
     def mark_sums(self, axis, df, parts, copies):
-        """Set the role 'P' (partial sum) for gradients of replicated activations. Their true gradient is the sum over the samples of all ranks.
+        """Mark gradients of replicated activations as partial sums (role 'P'). The true gradient is the sum over the samples of all ranks.
 
         parts, copies: masks of rows with samples of one rank, and of replicas"""
         place = group_codes(*(df[c] for c in ('step', 'path', 'tname', 'call') if c in df))
@@ -83,7 +85,9 @@ class Shards:
                 axis, 'P')
 
     def number_shards(self, copies):
-        "Return an array: for each row, the smallest rank with the same shard. `copies`: mesh axis -> mask of the rows that are replicas."
+        """Number the shards: return for each row the smallest rank with the same shard.
+
+        `copies`: mesh axis -> mask of the rows that are replicas."""
         shard = np.zeros(len(self.rank), int)
         pd = needs('pandas', for_='A table of rows')
         alike = pd.DataFrame({'kind': self.roles.code, 'rank': self.rank, **copies}).groupby(['kind', 'rank', *copies],
@@ -95,13 +99,13 @@ class Shards:
         return shard
 
     def smallest_ranks(self):
-        "Return an array: for each row, the smallest rank that has a shard or replica of the same tensor, according to the known roles."
+        "Return the smallest rank that has a shard or replica of the same tensor, for each row, according to the known roles."
         axes = [frozenset(a for a,r in roles.items() if r not in ('?', 'U')) for roles in self.roles.kinds]
         pairs,which = np.unique(np.stack([self.roles.code, self.rank]), axis=1, return_inverse=True)
         return np.array([self.axes.smallest_related(axes[kind], r) for kind,r in pairs.T.tolist()], int)[which.reshape(-1)]
 
     def has_unrelated_ranks(self):
-        "Return a boolean mask of the rows of tensors with rows on several ranks that no mesh axis with a known role connects."
+        "Return a mask of rows with unrelated ranks: the tensor has rows on several ranks, but no mesh axis with a known role connects them."
         smallest = self.smallest_ranks()
         is_first = first_in_group(group_codes(self.tensor, smallest))==np.arange(len(smallest))
         return (np.bincount(self.tensor[is_first], minlength=self.tensor.max(initial=-1)+1)>1)[self.tensor]
@@ -115,8 +119,9 @@ class Shards:
 
 # %% ../../nbs/42_processes/05_shards.ipynb #e439f38c
 def outermost_unshared(module, shared):
-    """Return the path of the outermost module that has a number as its name and contains `module`, but no module of `shared`.
-    Without such a module, return `module`"""
+    """Return the outermost unshared module that contains `module`: its path, which ends with a number.
+
+    The module contains no module of `shared`. Without such a module, return `module`."""
     parts = module.split('.')
     for i in range(1, len(parts)+1):
         top = '.'.join(parts[:i])
@@ -125,7 +130,7 @@ def outermost_unshared(module, shared):
 
 # %% ../../nbs/42_processes/05_shards.ipynb #4189cf88
 def name_rank_specific_modules(df, shards, paths) -> tuple: # paths: function that returns the module paths of a rank
-    """Find modules with different weights on different ranks, and without metadata that explain the difference.
+    """Name rank-specific modules: modules with different weights on different ranks, and without metadata to explain this.
 
     Return a dict (rank -> dict from old to new paths) and a message about these modules. Without such modules, return an empty dict and None."""
     weights = (df['ttype']=='weight').to_numpy()

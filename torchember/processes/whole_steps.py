@@ -23,17 +23,17 @@ from ..store.listeners import Listener, Listeners
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #2ef9d723
 class Outbox:
-    "Sends the messages of one rank to the first rank through a key-value store."
+    "Outbox for the messages of one rank to the first rank, in a key-value store."
     most = 16 # maximum number of messages in the store that the first rank has not read yet
     def __init__(self, store, rank): self.store,self.rank,self.n = store,rank,0 # n: number of messages sent
 
     @property
     def is_full(self):
-        "True if the store contains `most` unread messages of this rank."
+        "True if the outbox is full: the store contains `most` unread messages of this rank."
         return self.n>=self.most and self.store.check([self.key(self.n-self.most)])
 
     def put(self, data:bytes):
-        "Write a message for the first rank to the key-value store."
+        "Put a message for the first rank into the key-value store."
         self.store.set(self.key(self.n), data)
         self.n += 1
 
@@ -42,9 +42,9 @@ class Outbox:
         return f'{self.rank}/{n}'
 
 class Inbox(Outbox):
-    "Reads the messages of one rank from the key-value store, and removes them from the store."
+    "Inbox for the messages of one rank: reads them from the key-value store, and removes them from the store."
     def get(self) -> bytes|None:
-        "Return the next message of the rank, or None if the rank has not sent the next message yet."
+        "Get the next message of the rank. Return None if the rank has not sent it yet."
         key = self.key(self.n)
         if not self.store.check([key]): return None # call `check` first, because `get` would wait until the key exists
         data = self.store.get(key)
@@ -54,7 +54,7 @@ class Inbox(Outbox):
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #1b43cf09
 class CompleteStep(NamedTuple):
-    "Packets of one step from all ranks, except ranks whose packet was late."
+    "Complete step: packets of one step from all ranks, except ranks whose packet was late."
     step: object
     packets: dict # Rank -> packet of this rank
     without: list # Ranks without a packet of this step
@@ -82,7 +82,7 @@ class StepCollector:
         else: self.lost[rank] += 1
 
     def end(self, rank):
-        "Store that the run of a rank has ended. From now on, no step waits for packets of this rank."
+        "Note the end of a rank's run. From now on, no step waits for packets of this rank."
         self.ended.add(rank)
 
     def missing(self):
@@ -110,7 +110,7 @@ class PacketMaker:
     def __init__(self): self.sent,self.step,self.nth = {},None,0
 
     def make(self, rows, metadata, **head):
-        "Return the packet of some rows. The packet also contains the fields of `metadata` that changed since the last packet."
+        "Make the packet of some rows. It also contains the fields of `metadata` that changed since the last packet."
         p = Packet.of(rows, **{k: v for k,v in metadata.items() if self.sent.get(k)!=v}, **head)
         self.nth = self.nth+1 if p.step==self.step else 0
         self.step,p.head['nth'] = p.step,self.nth
@@ -122,7 +122,7 @@ class Sender:
     def __init__(self, store, rank): self.packer,self.outbox,self.left_out = Packer(),Outbox(store, rank),0
 
     def add(self, packet):
-        "Send a packet and return True. If too many unread packets are in the key-value store, drop the packet and return False."
+        "Add a packet to the outbox, to send it, and return True. If too many unread packets are in the store, drop it and return False."
         if self.outbox.is_full: self.left_out += 1; return False
         self.outbox.put(self.packer.pack(packet))
         return True
@@ -172,7 +172,7 @@ class Receiver:
         for s in sorted({r['step'] for r in rows}): self.report([r for r in rows if r['step']==s])
 
     def drain(self, all_ranks=False):
-        """Report all steps with packets of the first rank. Wait at most two seconds for missing packets of further ranks.
+        """Drain the queue: report all steps with packets of the first rank. Wait at most two seconds for missing packets of further ranks.
 
         all_ranks: True to wait also for the last packets of the other ranks, at the end of a run"""
         end = time.monotonic()+StepCollector.patience
@@ -183,7 +183,9 @@ class Receiver:
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #b9f19143
 class Sharing:
-    "Sends the rows of one rank to the first rank, which merges and reports the rows of all ranks. Only one thread may use an instance."
+    """Sharing of rows between ranks: sends the rows of one rank to the first rank, which merges and reports all rows.
+
+    Only one thread may use an instance."""
     def __init__(self,
         store, # Key-value store with `set`, `get`, `check` and `delete_key`
         rank:int, world:int, # Rank of this process; number of ranks
@@ -200,7 +202,7 @@ class Sharing:
         self.channel = Receiver(store, world, note, report, queued) if rank==0 else Sender(store, rank)
 
     def take(self, lines, **head):
-        "Parse some lines of the log, and send their rows to the first rank."
+        "Take some lines of the log: parse them, and send their rows to the first rank."
         rows = parse(lines)[0]
         good = [r for r in rows if is_step(r.get('step')) and all(isinstance(r.get(c), str)
             for c in ('module', 'ttype', 'tname'))]
@@ -215,16 +217,16 @@ class Sharing:
         if self.rank==0: self.channel.report_complete()
 
     def drain(self, all_ranks=False):
-        "Report all steps with packets of the first rank, on the first rank only."
+        "Drain the queue, on the first rank only: report all steps with packets of the first rank."
         if self.rank==0: self.channel.drain(all_ranks)
 
     def finish(self, lines):
-        "Send the rows in the last lines of the run. On the first rank, wait at most two seconds for further ranks, and report all steps."
+        "Finish the run: send the rows in its last lines. The first rank reports all steps, after waiting at most two seconds for further ranks."
         self.take(lines, end=True)
         self.drain(all_ranks=True)
 
     def stop(self, reason):
-        "Stop sending rows to the first rank, and release the key-value store. `reason`: text for the user."
+        "Stop sharing: send no more rows to the first rank, and release the key-value store. `reason`: text for the user."
         self.stopped,self.kept,self.channel = printable(reason, 300),None,None
         if self.rank==0:
             self.note(f"Merged rows of all ranks are no longer reported: {self.stopped}. Training goes on, the log of each rank is complete, "
@@ -246,13 +248,15 @@ def run_job(sharing, job):
         sharing.report_complete()
 
 def notify(listeners, rows, lines=None):
-    "Pass rows to listeners. `lines`: the same rows as lines of a log, or None to make the lines from the rows."
+    "Notify listeners of rows. `lines`: the same rows as lines of a log, or None to make the lines from the rows."
     listeners.collect(rows, b''.join(line_of(r)+b'\n' for r in rows) if lines is None else lines)
     listeners.notify()
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #bbd2aca6
 class WholeSteps:
-    "Listener of the log of one rank: sends its rows to the first rank. On the first rank, passes the merged rows to further listeners."
+    """Collects rows of whole steps: a listener of one rank's log that sends them to the first rank, where they are merged.
+
+    On the first rank, it passes the merged rows to further listeners."""
     def __init__(self,
         store, # Key-value store with `set`, `get`, `check` and `delete_key`
         rank:int, world:int, # Rank of this process; number of ranks
@@ -274,7 +278,7 @@ class WholeSteps:
     # ---- methods that the log calls
 
     def put(self, rows, lines, by=()):
-        "Store the log lines of some rows until the end of the step."
+        "Put the log lines of some rows aside until the end of the step."
         if not self.ours: return
         if not self.sharing.stopped: self.pending.append(lines)
         elif self.rank==0: notify(self.listeners, parse(lines)[0], lines)
@@ -285,7 +289,7 @@ class WholeSteps:
             self.enqueue(b''.join(self.pending)); self.pending = []
 
     def enqueue(self, lines):
-        "Queue the log lines of a step for the thread that sends rows. If the queue is full, drop and count the step."
+        "Enqueue the log lines of a step for the thread that sends rows. If the queue is full, drop and count the step."
         if self.thread is None and not self.start(): return
         try: self.queue.put_nowait(lines)
         except Full: self.left_out += 1
@@ -298,7 +302,7 @@ class WholeSteps:
         return self.thread
 
     def mark(self):
-        "Return an event that the thread sets after it has reported all lines queued so far. Return None if no thread is running."
+        "Mark the end of the queue: return an event that the thread sets after reporting all lines before. Return None without a running thread."
         if not self.ours or self.thread is None or self.given_up or threading.current_thread() is self.thread:
             return None
         done = threading.Event()
@@ -314,11 +318,11 @@ class WholeSteps:
         return True
 
     def give_up(self):
-        "Never wait for the thread again. Called when the thread hangs, because the key-value store does not answer."
+        "Give up waiting for the thread, for ever. Called when the thread hangs, because the key-value store does not answer."
         self.given_up = True
 
     def rest(self):
-        "End the thread that sends rows to the first rank. The next step starts a new thread."
+        "Rest until the next step: end the thread that sends rows to the first rank. The next step starts a new thread."
         if self.thread is None or not self.ours: return
         thread,self.thread = self.thread,None
         try: self.queue.put(None, timeout=1)
@@ -326,7 +330,7 @@ class WholeSteps:
         thread.join(1)
 
     def remark(self):
-        "Return a sentence about steps that were not reported to listeners, or None if all steps were reported."
+        "Return a remark about steps that were not reported to listeners, or None if all steps were reported."
         channel,stopped = self.sharing.channel,self.sharing.stopped
         if self.rank: return None
         if stopped: return f"Merged rows of all ranks were not reported to the end: {stopped}."
@@ -338,7 +342,7 @@ class WholeSteps:
     # ---- methods of the thread that sends rows to the first rank
 
     def run(self):
-        "Do the jobs in the queue, one after another, until the run ends."
+        "Run the jobs in the queue, one after another, until the run ends."
         thread = threading.current_thread()
         while True:
             try: job = self.queue.get(timeout=.05 if self.rank==0 and not self.sharing.stopped else None)
@@ -352,13 +356,13 @@ class WholeSteps:
     # ---- methods that the user's thread calls
 
     def listen(self, f, name=None, **kwargs):
-        "Register a function `f`, to be called with the merged rows of each step. Return its `Listener`."
+        "Let a function `f` listen: it will be called with the merged rows of each step. Return its `Listener`."
         listener = Listener(f, name, self.note, self.listeners.remove, **kwargs)
         self.listeners.add(listener)
         return listener
 
     def end(self):
-        "Send and report the last lines at the end of the run, and end the thread that sends rows."
+        "End the thread that sends rows, at the end of the run, after sending and reporting the last lines."
         if not self.ours or self.sharing.stopped or self.given_up: return
         lines,self.pending,done = b''.join(self.pending),[],threading.Event()
         if self.thread is None and not self.start(): return

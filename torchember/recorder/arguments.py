@@ -20,7 +20,7 @@ from .optimizer import optimizer_names
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #36c01293
 def check_optimizers(optimizer, scaler, ttypes, params):
-    "Return the optimizers as a list. Warn if an optimizer does not train this model. Raise if `scaler=` or `ttypes=` needs a missing optimizer."
+    "Check the optimizers, and return them as a list. Warn if one trains another model. Raise if `scaler=` or `ttypes=` needs an optimizer."
     os = [] if optimizer is None else [*optimizer] if isinstance(optimizer, list|tuple) else [optimizer]
     mine = {id(p) for p in params}
     for o in os:
@@ -43,7 +43,7 @@ def scaler_of(optimizers):
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #148cfe84
 def check_arguments(reduce, on_error, ends, first_step):
-    "Raise ValueError if `reduce=`, `on_error=`, `ends=` or `first_step=` of `torchEmber` has an invalid value."
+    "Check some arguments of `torchEmber`: raise ValueError if `reduce=`, `on_error=`, `ends=` or `first_step=` is invalid."
     if reduce not in (None, 'step'): raise ValueError(f"reduce must be 'step' or None, got {reduce!r:.80}.")
     if on_error not in ('warn', 'raise'): raise ValueError(f"on_error must be 'warn' or 'raise', got {on_error!r}.")
     if ends not in (None, 'step'):
@@ -52,7 +52,7 @@ def check_arguments(reduce, on_error, ends, first_step):
         raise ValueError(f"first_step must be an integer of at least 0, got {first_step!r}.")
 
 def nothing_to_record(known):
-    "Return the error message for an argument `ttypes=` without a tensor type. `known`: the valid tensor types."
+    "Return the error message that nothing is to be recorded, because `ttypes=` contains no tensor type. `known`: the valid tensor types."
     return "ttypes= contains no tensor type, so nothing would be recorded. Valid types: "+", ".join(known)+ \
         ". For a run with only the numbers of te.log or of a Monitor, use ttypes='probe'."
 
@@ -75,7 +75,7 @@ def not_a_number(name, got):
     return f"te.log takes numbers, but {name} is {got!r:.80}, {an(got)}. {hint}"
 
 def check_numbers(unnamed:tuple, numbers:dict): # arguments of `te.log`. unnamed: positional arguments; numbers: keyword arguments
-    "Raise if `te.log` cannot record one of its arguments as a number."
+    "Check the arguments of `te.log`: raise an exception if one of them cannot be recorded as a number."
     if unnamed:
         raise TypeError(f"te.log takes numbers by name, got {an(unnamed[0])} without a name. Write te.log(loss=loss), or te.log(**numbers) for a dict.")
     for k,v in numbers.items():
@@ -86,7 +86,7 @@ def check_numbers(unnamed:tuple, numbers:dict): # arguments of `te.log`. unnamed
             raise ValueError(f"{k!r} is a column of every row, so a logged number cannot have this name. Choose another name.")
 
 def check_marks(unnamed:tuple, marks:dict, several:bool):
-    """Raise if `te.mark` cannot use its arguments as columns of the log.
+    """Check the arguments of `te.mark`: raise an exception if they cannot become columns of the log.
 
     `unnamed`: positional arguments; `several`: True in a run of several processes.
     """

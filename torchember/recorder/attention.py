@@ -50,7 +50,7 @@ other_attention = ("No attention was found in {modules}, although other modules 
     "This is reported once.")
 
 def tracks_without_attention(tracks, measured) -> list:
-    """Return the `moduleTrack`s of modules that are attention modules by the name of their class, but in which no attention was found.
+    """Return the `moduleTrack`s of all modules with an attention class name in which no attention call was found.
 
     `tracks`: called modules; `measured`: set of display names of modules with measured calls. Modules inside of, and around, other such
     modules are left out.
@@ -109,11 +109,13 @@ class Attention(PassNumbers):
         return self.path is not None and here.depth>0 and not here.measuring and not here.skipped
 
     def attention_products(self, q, k, mask, causal, scale, compiled=False):
+        "Measure one attention call from its queries, keys and mask."
         given,(q,k,mask) = q,map(local_part, (q, k, mask))
         def measure(heads): return measure_products(*with_four_dimensions(q, k, mask, heads), causal, scale)
         self.measure(given, lambda: (q.shape[-2], k.shape[-2]), measure, compiled)
 
     def attention_logits(self, x, dim, compiled=False):
+        "Measure one attention call from its logits (input of the softmax). Do nothing for a softmax that is not attention."
         own = local_part(x)
         def measure(heads): return measure_logits(split_heads(own, heads)) if is_attention(own, dim, heads) else None
         self.measure(x, lambda: own.shape[-2:], measure, compiled)

@@ -157,7 +157,7 @@ class BlackBoxHeader:
         self.words = self.memory.cast('q')
 
     def explain(self, **fields):
-        """Append a line to the text file of the black box. The line describes content of the box, such as the tensor of a row.
+        """Explain a part of the black box, such as the tensor of a row, by a new line in its text file.
 
         If the disk is full, mark the box as invalid, because readers need every line.
         """
@@ -208,7 +208,7 @@ class Position:
             return self.modules[name]
 
     def claim_thread(self, here) -> int:
-        """Reserve an entry in the black box's table of threads for this thread. `here`: its `calls.ThreadContext`.
+        """Claim a free entry for this thread in the black box's table of threads. `here`: its `calls.ThreadContext`.
 
         Return the index where the entry begins, 0 if all entries are in use.
         """
@@ -227,7 +227,7 @@ class Position:
         return at
 
     def note_enter(self, here, name, more=0):
-        """Write into the black box that this thread entered a module. `name`: argument of `number_of`.
+        """Note in the black box that this thread entered a module. `name`: argument of `number_of`.
 
         `more`: 0 if the module is at the top of `here.stack` already, 1 if not, as for the calls in a compiled graph.
         """
@@ -240,23 +240,23 @@ class Position:
         w[ALIVE] = time.time_ns()
 
     def note_exit(self, here):
-        "Write into the black box that this thread left a module. Called after the module was removed from `here.stack`."
+        "Note in the black box that this thread left a module. Called after the module was removed from `here.stack`."
         whose,at = here.box
         if whose is self.token and at and len(here.stack)<=most_depth: self.words[at+1] = len(here.stack)
 
     def note_failure(self, name):
-        "Write into the black box which module raised an exception. Ignore later calls by enclosing modules for the same exception."
+        "Note in the black box the module that raised an exception. Ignore later calls by enclosing modules for the same exception."
         if not self.words[FAILED]: self.words[FAILED] = self.number_of(name)
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #50988191
 def line_of_custom(row):
-    "Return a row of a user's statistic as a JSON line. Return an empty line if a GPU has not sent a number yet, or if JSON cannot hold a value."
+    "Return a custom row (of a user's statistic) as a JSON line. Return an empty line if a GPU's number is missing, or JSON cannot hold a value."
     event,key,call,micro,dtype,stats = row
     try: return line_of({'event': event, 'key': list(key), 'call': call, 'micro': micro, 'dtype': dtype, 'stats': stats})+b'\n'
     except Exception: return b''
 
 class StepSlots:
-    "Keeps copies of steps in a black box, until the log file has the rows of these steps."
+    "Slots of a black box for copies of steps. A copy stays until the log file has the rows of its step."
     def __init__(self, header, n_held:int=1): # n_held: number of unrecorded steps to keep
         self.header,self.words,self.n_held = header,header.words,n_held
         self.memories = {} # index of a slot -> memory of the slot in the file
@@ -266,11 +266,11 @@ class StepSlots:
         self.shards,self.metadata = ({}, 0),(None, b'')
 
     def free(self):
-        "Mark all slots and the text of late rows as reusable, because the log file contains these rows."
+        "Free all slots and the text of late rows for new copies, because the log file contains these rows."
         self.next = self.words[LATE] = 0
 
     def keep(self, parts, custom, step:int, ts:str, over:bool=True, held:bool=False, of_parts=None, **metadata) -> int:
-        """Copy a step into a slot of the black box. Rows that a GPU has not sent yet are left out.
+        """Keep a copy of a step in a slot of the black box. Leave out rows that a GPU has not sent yet.
 
         Return the number of the copy, 0 if the step was not copied. `parts`: pairs of arrays, headers and summaries, as
         `Arena.take` returns them; `custom`: rows of `CustomRows`; `ts`: time of the first row; `over`: False if more rows of
@@ -324,7 +324,7 @@ class StepSlots:
         return memory
 
     def drop(self, seqs):
-        "Invalidate the copies with these numbers. Their steps were merged into a later step, so the copy of the merged step replaces them."
+        "Drop the copies with these numbers. Their steps were merged into a later step, so the copy of the merged step replaces them."
         for memory in self.memories.values():
             w = memory.cast('q')
             if w[SEQ] in seqs: w[SEQ] = 0
@@ -353,7 +353,7 @@ class BlackBox:
             raise
 
     def block(self, n, length): # returns None if the disk is full; then rows are stored in ordinary memory
-        "Allocate space in the black box for `n` rows of the current step. Return two arrays for these rows: summaries and headers."
+        "Allocate a block of the black box for `n` rows of the current step. Return two arrays for these rows: summaries and headers."
         header,k = self.header,self.header.words[BLOCKS]
         if header.file is None or k>=most_blocks: return None
         try: at,memory = header.file.allocate(8*n*(length+head_width))
@@ -370,29 +370,29 @@ class BlackBox:
         self.header.explain(tap=t.number, key=list(t.key), names=list(t.names), once=t.once, repeats=t.repeats)
 
     def set_marks(self, marks):
-        "Write the user's marks, which are columns of every row from now on, into the black box."
+        "Set the user's marks in the black box. Marks are columns of every row from now on."
         if marks!=self.marks:
             self.marks = dict(marks)
             self.header.explain(marks=self.marks)
 
     def keep(self, *args, **kwargs): # the arguments of `StepSlots.keep`
-        "Copy a step into the black box, before the writer thread writes the rows of the step to the log file."
+        "Keep a copy of a step in the black box, before the writer thread writes the rows of the step to the log file."
         self.free_if_written()
         return self.slots.keep(*args, **kwargs)
 
     def note(self, row):
-        "Write a row of a user's statistic in the current step into the black box."
+        "Note in the black box a row of a user's statistic, measured in the current step."
         self.header.append_text(line_of_custom(row), NOTED, NOTES)
 
     def copy_late_row(self, row):
-        "Write a row that arrived after the end of its step into the black box."
+        "Copy a late row (a row that arrived after the end of its step) into the black box."
         self.free_if_written()
         try: line = line_of(row)+b'\n'
         except Exception: return # a row that is not JSON is left out here, because the log file reports its error
         self.header.append_text(line, LATE, NOTES+most_text)
 
     def free_if_written(self):
-        "Mark the memory of copied steps and late rows as reusable, if the log file contains all rows. Called before each new copy."
+        "Free the memory of copied steps and late rows, if the log file contains all rows. Called before each new copy."
         if self.is_written(): self.slots.free()
 
     def handle_fork(self):
@@ -400,7 +400,7 @@ class BlackBox:
         self.header.file = None
 
     def end(self):
-        "Delete the black box, because the log file has the whole run."
+        "End the use of the black box: delete it, because the log file has the whole run."
         file = self.header.file
         if file is None or self.pid!=os.getpid(): return
         if self.fault is not None:
@@ -410,7 +410,7 @@ class BlackBox:
         file.remove()
 
 def write_faults(path): # returns the open file; None if faulthandler is already in use
-    "Let Python write the call stacks of all threads to a file if the process crashes, for example by a segmentation fault."
+    "Write faults to a file: if the process crashes, for example by a segmentation fault, Python writes the call stacks of all threads."
     if faulthandler.is_enabled(): return None
     f = open(path, 'w')
     faulthandler.enable(f, all_threads=True)
@@ -432,14 +432,14 @@ def quote_module(name):
     return f'`{path}`' if (path := path_of(name)) else 'the model'
 
 def died_row(text, severity, step, module, ts, advice, evidence, look=None):
-    "Return the log row for the finding `died`, which states how the process ended."
+    "Return the log row of the finding `died`, which states how the process ended."
     return {'severity': severity, 'rule': 'died', 'text': text, 'advice': advice, 'look': look or f"read(run, steps={step})",
         'evidence': evidence, 'first_step': step, 'last_step': step, 'module': module, 'ts': ts,
         'ttype': 'finding', 'tname': 'died', 'step': step, 'call': 0}
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #5b2cc3a8
 def exit_row(position, error:BaseException, root:str) -> dict:
-    """Return a finding about the exception that ended the process.
+    """Return the log row of a finding about the exception that made the process exit.
 
     `position`: a `Position`; `root`: display name of the root.
     """
@@ -489,7 +489,7 @@ class BlackBoxOwner:
         if self.box is not None: self.box.position.set_phase(phase)
 
     def end(self):
-        "Delete the black box, because the log file has all rows."
+        "End the use of the black box: delete it, because the log file has all rows."
         self.is_tried = False
         if self.box is None: return
         box,self.box = self.box,None
@@ -497,11 +497,11 @@ class BlackBoxOwner:
         box.end()
 
     def exit_finding(self, error):
-        "Return a finding about the exception that ended the process. Return None if the run has no black box."
+        "Return a finding about the exception that made the process exit. Return None if the run has no black box."
         return None if self.box is None else exit_row(self.box.position, error, self.root)
 
     def leave(self):
-        "Stop using the black box in a forked child process, because the file belongs to the parent process."
+        "Leave the black box to the parent process: stop using it in a forked child process."
         if self.box is not None: self.box.handle_fork()
         self.box,self.is_tried = None,True
 

@@ -115,7 +115,7 @@ def recording_interval(cost:float, time:float, share:float, off:float=0.) -> flo
 
 # %% ../../nbs/40_recorder/02_budget.ipynb #79866726
 def check_share(share):
-    "Return `share`, the argument `overhead=` of `torchEmber`. Raise an exception unless it is a number above 0 and at most 1."
+    "Check `share`, the argument `overhead=` of `torchEmber`, and return it. Raise if it is not a number above 0 and at most 1."
     number = isinstance(share, int|float) and not isinstance(share, bool)
     if number and 0<share<=1: return share
     hint = f" For {share:g}% write {share/100:g}." if number and 1<share<=100 else ""
@@ -204,7 +204,7 @@ class Budget:
         self.hopeless = self.idle_exceeds_share or times.recorded>1 and self.interval>self.rarest
 
     def apply_limits(self, took, cost):
-        "Charge the high cost of the first recorded step gradually to later steps. Keep `balance`, the seconds for recording, within its limits."
+        "Apply the limits of `balance`, the seconds for recording. Charge the high cost of the first recorded step gradually to later steps."
         recorded,known_cost = self.times.recorded,self.times.cost
         if recorded<2: part = min(self.balance+self.credit, 0.)
         elif self.since: part = min(self.owed, .1*self.share*took)
@@ -215,12 +215,12 @@ class Budget:
 
     @property
     def interval(self):
-        "Number `n`: the budget allows one recorded step in `n` steps. None if unknown."
+        "Interval `n` of recorded steps: the budget allows one recorded step in `n` steps. None if unknown."
         return None if self.times.cost is None else recording_interval(self.times.cost, self.times.time, self.share, self.times.idle_cost)
 
     @property
     def idle_exceeds_share(self):
-        "True if unrecorded steps alone cost more than the allowed share of the time."
+        "True if idle (unrecorded) steps alone cost more than the allowed share of the time."
         return len(self.times.idle)==self.times.idle.maxlen and self.times.idle_cost>self.share*self.times.time
 
     def allows(self, pending=0.) -> bool:

@@ -105,7 +105,7 @@ class PlannedPass:
         return True
 
     def begin(self, here):
-        "Let compiled code record the calls of the pass that begins now in this thread, if possible."
+        "Begin a pass: let compiled code record its calls in this thread, if possible."
         if not self.can_use_compiled_code(here) or self.compiled is None and not self.has_become_ready(): return
         k,c,arena,seen = self.compiled,self.cells,self.buffer.rows.arena,self.sources.parameters.seen
         self.held = here.outermost,self.steps.pass_,here.stack,here.log,self.calls,here,arena.clock,arena.seen,seen,arena
@@ -118,7 +118,7 @@ class PlannedPass:
         c[k.ON] = 1
 
     def begin_black_box(self, here):
-        "Let compiled code write the running module calls into the black box, if the run has a black box."
+        "Begin to write the running module calls from compiled code into the black box, if the run has a black box."
         k,c,box = self.compiled,self.cells,self.calls.box
         c[k.BOX] = 0
         if box is None: return
@@ -134,7 +134,7 @@ class PlannedPass:
         self.held,c[k.BOX] = (*self.held[:-1], words, self.held[-1]),address_of(words)
 
     def stop(self):
-        "Let Python code record all calls from now on, until another pass begins."
+        "Stop the use of compiled code: Python code records all calls until another pass begins."
         if self.compiled is not None: self.cells[self.compiled.ON] = self.cells[self.compiled.BOX] = 0
 
     def end(self):
@@ -159,7 +159,7 @@ class LearnedTensors:
         self.learned,self.taps,self.held = 0,[],[] # learned: number of attempts to learn a structure
 
     def learn(self, kinds, objects, tensors, taps):
-        """Store where the `tensors` are in the nested containers `objects`. Return True if compiled code can find tensors in such containers.
+        """Learn the places of the `tensors` in the nested containers `objects`. Return True if compiled code can find tensors there.
 
         `taps`: for each tensor its `measure.tap.Tap`, or None.
         """
@@ -174,11 +174,11 @@ class LearnedTensors:
         return True
 
 def encode_tap(tap):
-    "Return four integers to describe a `Tap` to compiled code. Return zeros if `tap` is None, so that Python code measures the tensor."
+    "Encode a `Tap` as four integers for compiled code. If `tap` is None, return zeros, so that Python code measures the tensor."
     return (0,)*4 if tap is None else (tap.cursor.address, id(tap), id(tap.format.groups), tap.format.share)
 
 def encode_parameters(kinds, state):
-    """Return integers to describe a module's own parameters to compiled code, and the objects at the addresses in these integers.
+    """Encode a module's own parameters as integers for compiled code. Also return the objects at the addresses in these integers.
 
     These objects are names, pairs (id of the module, name), and taps. Return None if a parameter is of an unusual class."""
     ps = state.track.parameters
@@ -220,7 +220,7 @@ class CallPlan:
         if run.calls.box is not None: self.note_box(run.calls.box)
 
     def note_box(self, box):
-        "Write the module's number in a black box into the plan, so compiled code can mark the module as running."
+        "Note in the plan the module's number in a black box, so compiled code can mark the module as running."
         self.words[self.kinds.MODULE] = box.number_of(self.state.track.name)
 
     # ---- methods that record the inputs of a call
@@ -284,7 +284,7 @@ class CallPlan:
         run.cost.add_work(since)
 
     def finish_rows(self, code, tensors, call, result):
-        "Measure the outputs that compiled code has not measured, and end the call."
+        "Finish the rows of a call: measure the outputs that compiled code has not measured, and end the call."
         st,run,k = self.state,self.run,self.kinds
         if code>=k.FIRST: self.measure_by_python(code, 'output', tensors, call, lambda i: self.leave(self.address, result, i))
         if code!=k.MORE:

@@ -42,7 +42,7 @@ class Calls:
         here.stack = []
 
     def start_log(self, pass_:int, again:bool=False) -> list:
-        """Return this thread's list of the modules entered and left by a pass. A new pass gets a new list.
+        """Start the log (list) of modules that this thread enters and leaves in a pass. Return the list. A new pass gets a new list.
 
         `again`: True if the thread calls the model again, in a pass shared by two threads.
         """
@@ -62,7 +62,7 @@ class Calls:
         return not self.recorded
 
     def enter(self, track, call):
-        "Note the start of a module call. `track`: `moduleTrack` of the module; `call`: number of the call in its pass."
+        "Note that this thread enters a module. `track`: `moduleTrack` of the module; `call`: number of the call in its pass."
         here = self.here
         here.call = call
         here.stack.append((track, call))
@@ -71,11 +71,11 @@ class Calls:
         if self.box is not None: self.box.note_enter(here, track.name)
 
     def note_pending(self, first, last):
-        "Write into the black box that a compiled graph runs, and will report its module calls later. `first`, `last`: two of the called modules."
+        "Note in the black box that a compiled graph runs, and will report its module calls later. `first`, `last`: two of these modules."
         if self.box is not None: self.box.note_enter(self.here, (first, last), 1)
 
     def exit(self) -> int:
-        "Note the end of the innermost running module call. Return its number."
+        "Note that this thread exits from the innermost running module call. Return the number of this call."
         here = self.here
         self.current,here.call = here.stack.pop()
         here.log.append(f'exit {self.current.name}')
@@ -83,13 +83,13 @@ class Calls:
         return here.call
 
     def fail(self, name):
-        "Note that the innermost running module call has raised an exception. `name`: display name of the module, for the black box."
+        "Note that the innermost running module call failed by an exception. `name`: display name of the module, for the black box."
         if self.box is not None: self.box.note_failure(name)
         self.exit()
 
     @contextmanager
     def running_statistic(self, track):
-        "Run a user's statistics function in this context. Calls of the model by this function are not recorded."
+        "Return a context for running a user's statistics function. Calls of the model by this function are not recorded."
         self.current,self.here.measuring = track,True
         try: yield
         finally: self.here.measuring = False

@@ -36,18 +36,18 @@ class Cost:
     # ---- times of recording, in seconds
 
     def total(self) -> float:
-        "Return the seconds of recording so far, without the writer thread."
+        "Return the total seconds of recording so far, without the writer thread."
         since,off,on = self.local.entered,self.calls[False],self.calls[True]
         return self.spent+(0 if since is None else clock()-since)+(off and off*call_overhead(False))+(on and on*call_overhead(True))
 
     @property
     def pending(self):
-        "Seconds of recording so far in the current step."
+        "Seconds of recording in the current step that are pending: not yet passed to the time budget."
         return self.total()-self.paid
 
     @property
     def elapsed(self):
-        "Seconds from the start of the first pass to the end of the last step."
+        "Elapsed seconds from the start of the first pass to the end of the last step."
         return 0. if self.first is None or self.last is None else max(self.last-self.first, 0.)
 
     @property
@@ -90,19 +90,19 @@ class Cost:
         if self.local.entered is None: self.spent += clock()-since
 
     def warm(self, tensors=()):
-        "Load the compiled loops for these tensors, and functions for calls, before the training begins. Add the time to `arming`."
+        "Warm up for these tensors before the training: load compiled loops, and functions for calls. Add the time to `arming`."
         before = seconds_waited()[0]
         warm(tensors, load_quickly)
         self.arming += seconds_waited()[0]-before
 
     def warm_up(self):
-        "Run torch operations once before the training, because their first use is slow and would count as time of a step."
+        "Warm up before the training: run torch operations once, because their first use is slow and would count as time of a step."
         self.warm()
         call_overhead(False)
         observe(torch.zeros(1), Arena().tap(None))
 
     def end_step(self, recorded:bool, late:float, hidden:bool=False):
-        """Pass the times of the step that ends now to the time budget.
+        """End the clock of a step: pass the times of this step to the time budget.
 
         `late`: seconds of the writer thread so far; `hidden`: argument of `Budget.add_step`.
         """

@@ -21,7 +21,7 @@ class ClippedParameter:
         self.first = None # number of the first training step in which clipping was too early
 
     def note_weight(self, version, step):
-        "Count an update if the weight has changed. `version`: version counter of the weight; `step`: number of the open training step."
+        "Note the version counter of the weight: count an update if it changed. `step`: number of the open training step."
         if version==self.version: return
         if self.early or self.in_time:
             self.checked += 1
@@ -30,7 +30,7 @@ class ClippedParameter:
         self.version,self.idle,self.early,self.in_time = version,False,False,False
 
     def note_clip(self, p):
-        "Store whether the gradient of the parameter `p` is a new one when it is clipped. Called before the clipping."
+        "Note that the gradient of the parameter `p` will be clipped. Store whether the gradient is a new one."
         self.idle = grad_of(p) is None or self.backward not in (None, p._version)
         self.in_time = self.in_time or not self.idle and self.backward is not None
 
@@ -48,7 +48,7 @@ class EarlyClips:
         self.clips = 0
 
     def note_clip(self, clipped, parameters, step):
-        """Check if the gradients that will be clipped were computed by a new backward. Called before the clipping.
+        """Note that gradients will be clipped: check if a new backward has computed these gradients.
 
         `clipped`: parameters given to a clipping function; `parameters`: parameters to check; `step`: number of the open training step."""
         self.clips += 1
@@ -61,7 +61,7 @@ class EarlyClips:
             c.note_clip(p)
 
     def note_backward(self, parameters, step):
-        "Store the start of a backward for each checked parameter. `parameters`: candidates to check; `step`: number of the open training step."
+        "Note that a backward starts, for each checked parameter. `parameters`: candidates to check; `step`: number of the open training step."
         if not self.counts or self.clips>self.most: return
         for p in parameters[::self.some]:
             if (c := self.counts.get(id(p))) is None: continue
@@ -69,7 +69,7 @@ class EarlyClips:
             c.note_backward(p)
 
     def facts(self, found) -> dict: # found: result of `every_parameter`
-        "Return the numbers of early and all clipped updates of each checked parameter, as metadata of the run."
+        "Return the facts for the run's metadata: numbers of early and all clipped updates of each checked parameter."
         names = {id(p): next(iter(names)) for p,_,names in found}
         counts = [[*names[i], c.checked, c.wrong, c.first] for i,c in self.counts.items() if i in names and c.checked]
         return {'early_clips': counts} if counts else {}

@@ -12,7 +12,7 @@ class Flows:
     def __init__(self, buffer, ttypes): self.buffer,self.ttypes = buffer,tuple(t for t in self.ttypes if t in ttypes)
 
     def flow(self, state, ttype:str, named, call:int, phase=None):
-        """Measure the inputs or outputs of one module call. `named`: pairs of name and tensor.
+        """Measure the tensors that flow into or out of a module in one call. `named`: pairs of name and tensor.
 
         `ttype`: 'input' or 'output'. `call`: number of the call, which is the same for its inputs and outputs.
         """

@@ -26,7 +26,7 @@ class Gradients:
         return self.of[ttype] in self.ttypes
 
     def flow(self, state, ttype, named, call, phase):
-        "Install gradient hooks on the inputs or outputs of a module call, if their gradients are recorded. `ttype`: 'input' or 'output'."
+        "Install gradient hooks on the tensors that flow into or out of a module, if their gradients are recorded. `ttype`: 'input' or 'output'."
         if self.needs(ttype): self.hook_tensors(state, self.of[ttype], named, call, phase)
 
     def hook_tensors(self, state, ttype, named, call, phase):
@@ -44,7 +44,7 @@ class Gradients:
         self.handles += hook_gradients(named, report, (id(state), ttype), False, state.key, ttype)
 
     def recomputed(self, state, inputs, outputs):
-        "Install gradient hooks while a checkpoint is recomputed. A reentrant checkpoint builds its autograd graph only then."
+        "Install gradient hooks on the tensors of a recomputed checkpoint. A reentrant checkpoint builds its autograd graph only then."
         for ttype,named in (('input_grad', inputs), ('output_grad', outputs)):
             if ttype not in self.ttypes: continue
             self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.grads_arrived(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)

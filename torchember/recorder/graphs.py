@@ -21,7 +21,7 @@ from .gradients import Gradients
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #a05f886d
 class NoPython(Unmeasurable):
-    "Raised if a user's statistics function would have to measure a tensor of a CUDA graph, because no Python runs in a replay."
+    "Raised if a user's statistics function would have to measure a tensor of a CUDA graph: no Python runs in a replay."
     def __init__(self): super().__init__("your own function would have to measure it, but no Python runs in a CUDA graph. Use built-in statistics")
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #6e82c472
@@ -30,11 +30,11 @@ class UnrecordedGraphs(Listener):
     def __init__(self, drain): self.drain,self.watch = drain,GraphWatch(self) # drain: function that writes all queued rows
 
     def before_capture(self, graph):
-        "Write all queued rows, because a CUDA graph will be captured, and no copy from the GPU may be pending then."
+        "Prepare for the capture of a CUDA graph: write all queued rows, because no copy from the GPU may be pending then."
         self.drain()
 
     def abandon(self):
-        "Stop watching for captures of CUDA graphs."
+        "Abandon the watch for captures of CUDA graphs."
         self.watch.detach()
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #6a854058
@@ -53,7 +53,7 @@ class Tape:
     # cached after the first read: the value is read only after the capture and cannot change then
     @functools.cached_property
     def before(self):
-        """Number of events to repeat before the CUDA graph is replayed.
+        """Number of events to repeat before the replay of the CUDA graph.
 
         These are the events of the first pass, because its weights must be read before the replay.
         """
@@ -92,7 +92,7 @@ class CapturedEvents(Listener):
     # ---- events of passes and calls
 
     def inside(self):
-        "Return True if a pass of the model is running."
+        "Return True inside a pass of the model: if a pass is running."
         return self.depth>0
 
     def pass_begins(self, state, grad=None):
@@ -178,22 +178,22 @@ class CapturedEvents(Listener):
         self.tape.rows.seen.clear()
 
     def failed(self, *what):
-        "Report that a tensor could not be measured."
+        "Report that the measurement of a tensor failed."
         self.events.failed(*what)
 
     def missed(self, *what):
-        "Report tensors that could not be recorded in compiled code."
+        "Report missed tensors: tensors that could not be recorded in compiled code."
         self.events.missed(*what)
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #921e3ece
 class Player:
-    "Repeats the events of a `Tape` for a recorder, at each replay of a CUDA graph. Each kind of event has its own method."
+    "Player of a `Tape`: repeats its events for a recorder at each replay of a CUDA graph. Each kind of event has its own method."
     def __init__(self, events, optimizer_events): # events, optimizer_events: listeners of the recorder, which get the repeated events
         self.events,self.optimizer_events = events,optimizer_events
         self.notified = False # True if the recorder records the running pass
 
     def play(self, events):
-        "Repeat the events of a captured graph, in the order of the capture."
+        "Play the events of a captured graph again, in the order of the capture."
         for what,*args in events: getattr(self, what)(*args)
 
     def pass_begins(self, state, grad):
@@ -231,7 +231,7 @@ class Player:
         if at is not None: self.events.gradient(state, ttype, tname, x, *at, backward)
 
     def clips(self, state, tname, pname, x):
-        "Measure the gradient of a parameter before clipping."
+        "Measure the gradient of a parameter before it is clipped."
         if self.events.on: self.events.sources.parameters.measure_unclipped(state, tname, pname, x)
 
     def step_begins(self, optimizer):
@@ -263,11 +263,11 @@ class Graphs(CapturedEvents):
         self.tapes = weakref.WeakKeyDictionary() # `torch.cuda.CUDAGraph` -> its `Tape`
 
     def before_capture(self, graph):
-        "Write all queued rows before a CUDA graph is captured, because no copy from the GPU may be pending then."
+        "Prepare for the capture of a CUDA graph: write all queued rows, because no copy from the GPU may be pending then."
         self.drain()
 
     def graph_begins(self, graph):
-        "Send the events of the model to a new `Tape`, because the capture of a CUDA graph begins."
+        "Handle the begin of a CUDA graph capture: send the events of the model to a new `Tape`."
         if self.tape is not None or not self.events.sources.states: return
         self.gradients.handle_step_end()
         self.depth,self.stack = 0,[]
@@ -277,14 +277,14 @@ class Graphs(CapturedEvents):
         self.set_listeners(self, self)
 
     def graph_ends(self, graph, whole):
-        "Send the events to the recorder again, and store the `Tape` if the capture succeeded."
+        "Handle the end of a CUDA graph capture: send the events to the recorder again, and store the `Tape` after a success."
         if self.tape is None or self.tape.rows.graph() is not graph: return
         tape = self.end_capture()
         if whole and tape.events: self.tapes[graph] = tape
         else: self.tapes.pop(graph, None)
 
     def end_capture(self) -> Tape:
-        "Send events to the recorder again, and return the `Tape` of the capture."
+        "End the capture of a CUDA graph: send events to the recorder again, and return the `Tape` of the capture."
         tape,self.tape,self.events.on = self.tape,None,self.was_on
         tape.rows.end()
         self.set_listeners(self.events, self.optimizer_events)
@@ -301,7 +301,7 @@ class Graphs(CapturedEvents):
             "To record them, capture the graph again.", 'info')
 
     def replay_begins(self, graph):
-        "Repeat the captured events that belong before the replay, such as the start of the first pass."
+        "Handle the begin of a replay: repeat the captured events that come before the replay, such as the start of the first pass."
         if (tape := self.tape_of(graph)) is None: return
         # 'pass_begins' is repeated before the replay, because this event may end the previous step
         first = tape.events[0][0]=='pass_begins'
@@ -310,7 +310,7 @@ class Graphs(CapturedEvents):
         self.player.play(tape.events[first:tape.before])
 
     def replay_ends(self, graph, whole):
-        "Repeat the captured events that belong after the replay, such as optimizer steps."
+        "Handle the end of a replay: repeat the captured events that come after the replay, such as optimizer steps."
         if (tape := self.tape_of(graph)) is None: return
         # a replay changes tensors without a change of their version counters, so all must be measured again
         self.events.buffer.rows.forget_cached_summaries()
@@ -318,6 +318,6 @@ class Graphs(CapturedEvents):
         else: drop_graph_rows(tape.arena, tape.rows)
 
     def abandon(self):
-        "Stop watching for captures of CUDA graphs, and end a running capture."
+        "Abandon the watch for captures of CUDA graphs, and end a running capture."
         self.watch.detach()
         if self.tape is not None: self.end_capture()

@@ -52,7 +52,7 @@ def plain_rates(optimizer):
     return plain if all(type(rate) in (float, int) for rate,_ in plain) else None
 
 def rate_version(rate):
-    "Return a value that changes when a learning rate changes. None if a change can be detected only by waiting for the device."
+    "Return the version of a learning rate: a value that changes when the rate changes. None if only waiting for the device could show a change."
     if not isinstance(rate, torch.Tensor): return float(np.asarray(rate).item())
     if rate.is_cpu: return rate.item()
     return None if rate.is_inference() else (id(rate), rate._version)
@@ -72,7 +72,7 @@ class LearningRates:
         return next((f'lr/{i}' for i,o in enumerate(self.optimizers) if o is optimizer), 'lr')
 
     def note(self, optimizer):
-        "Store the changed learning rates of an optimizer before its step."
+        "Note the changed learning rates of an optimizer before its step."
         plain = plain_rates(optimizer)
         if plain is not None and self.plain.get(id(optimizer))==plain: return
         self.plain[id(optimizer)] = plain
@@ -84,6 +84,6 @@ class LearningRates:
             self.last[name] = new
 
     def take(self) -> dict: # name of a learning rate -> number, or `Pending` while the device has not sent it
-        "Return the changed learning rates of the current step, and remove them from this object."
+        "Take the changed learning rates of the current step out of this object, and return them."
         found,self.found = self.found,{}
         return found

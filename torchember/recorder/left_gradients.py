@@ -46,7 +46,7 @@ class LeftoverGradient:
         self.begun,self.cleared,self.backwards = True,False,0
 
     def restart(self):
-        "Skip the current interval, because some of its backwards were not checked. The next optimizer step begins a new interval."
+        "Restart the current interval at the next optimizer step, because some backwards of this interval were not checked."
         self.begun = False
 
 # %% ../../nbs/40_recorder/46_left_gradients.ipynb #f1216e70
@@ -64,22 +64,22 @@ class LeftoverGradients:
         self.backwards = 0
 
     def prepare(self, parameters):
-        "Store the ids of the parameters that have a gradient before the first backward."
+        "Prepare the check: store the ids of the parameters that have a gradient before the first backward."
         self.at_start = {id(p) for p in parameters if grad_of(p) is not None}
 
     def note_step(self, optimizer):
-        "Store that an optimizer has stepped since the last backward."
+        "Note that an optimizer has stepped since the last backward."
         self.stepped.add(id(optimizer))
 
     def find_owners(self):
-        "Return a dict: id of a parameter -> ids of its optimizers."
+        "Find the owners of parameters: return a dict from the id of a parameter to the ids of its optimizers."
         owners = {}
         for o in self.optimizers:
             for p in parameters_of(o): owners.setdefault(id(p), set()).add(id(o))
         return owners
 
     def note_backward(self, parameters, step):
-        "Check if the gradients of these parameters are zero when a backward begins. `step`: number of the current training step."
+        "Note that a backward begins: check if the gradients of these parameters are zero. `step`: number of the current training step."
         self.backwards += 1
         if self.backwards>self.often and self.backwards%self.every>=self.together:
             if self.backwards%self.every==self.together:
@@ -98,6 +98,6 @@ class LeftoverGradients:
         self.stepped.clear()
 
     def facts(self, found) -> dict: # found: result of `every_parameter`
-        "Return the number of leftover gradients of each checked parameter, with its path and name, as metadata of the run."
+        "Return the facts for the run's metadata: number of leftover gradients of each checked parameter, with its path and name."
         names = {id(p): next(iter(names)) for p,_,names in found}
         return {'left_gradients': [[*names[i], c.checked, c.left, c.first] for i,c in self.counts.items() if i in names and c.checked]} if self.counts else {}

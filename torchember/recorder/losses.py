@@ -26,13 +26,13 @@ class ArrivingCopies:
         self.function,self.pending = function,[] # pending: (copy to the host, further arguments)
 
     def add(self, x, *more):
-        "Pass the values of a tensor to the function: at once for the CPU, after their copy has arrived for a GPU. Else drop them."
+        "Add a tensor, and pass its values to the function: at once for the CPU, for a GPU after their copy has arrived."
         # a clone is read, because `numpy()` on the user's tensor would forbid resizing its storage
         if x.is_cpu: self.function(x.clone().numpy(), *more)
         elif copies_async(x.device) and not is_being_captured(x.device.type) and len(self.pending)<most_pending: self.pending.append((to_host(x), more))
 
     def read(self, wait=False):
-        "Pass the copies that have arrived to the function. `wait`: True to wait for all copies, because the run ends."
+        "Read the copies that have arrived, and pass them to the function. `wait`: True to wait for all copies, because the run ends."
         try:
             while self.pending and (wait or self.pending[0][0].done.query()):
                 copy,more = self.pending.pop(0)
@@ -74,7 +74,7 @@ class Labels:
         self.counts = new
 
     def facts(self) -> dict:
-        "Return a dict of statistics of all labels, for the metadata of the run. Return an empty dict if no labels were added."
+        "Return the facts for the run's metadata: a dict of statistics of all labels. Return an empty dict if no labels were added."
         if not self.batches: return {}
         out = dict(smallest=self.smallest, largest=self.largest, batches=self.batches, single=self.single)
         if self.too_many: return out
@@ -98,14 +98,14 @@ def count_next_tokens(tokens, labels, ignore=None):
     return torch.stack([x.sum() for x in (counts, counts & (labels==after), counts & (labels!=now), counts[:, 0])])
 
 class NextTokens:
-    "Compares the labels of the first batches with the integer inputs of the model, shifted by one position."
+    "Tests if the labels are the next tokens: compares labels with the model's integer inputs, shifted by one position."
     most = 4 # number of batches to compare
     def __init__(self):
         # compared: number of batches so far; length: positions of a sequence; least: smallest share of labels equal to the next input token
         self.compared,self.length,self.least,self.copies = 0,None,None,ArrivingCopies(self.add_counts)
 
     def add(self, inputs, labels, ignore=None):
-        "Compare the labels of a batch with each of the model's `inputs`. `ignore`: label that does not count."
+        "Add a batch: compare its labels with each of the model's `inputs`. `ignore`: label that does not count."
         if self.compared>=self.most: return
         found = [(counts, x.shape) for x in inputs if (counts := count_next_tokens(x, labels.detach(), ignore)) is not None]
         if not found: return
@@ -113,7 +113,7 @@ class NextTokens:
         self.copies.add(torch.stack([counts for counts,_ in found]), [shape for _,shape in found])
 
     def add_counts(self, counts, shapes):
-        "Use the input that fits best. Few labels, and labels that mostly repeat the current token, prove nothing. `counts`: one row for each input."
+        "Add the counts of a batch, one row for each input. Use the input that fits best. Ignore counts that prove nothing, as of few labels."
         (labels,equal,different,first),(n,length) = max(zip(counts.tolist(), shapes, strict=True), key=lambda c: c[0][1])
         if 2*labels<n*(length-1) or 2*first<n or 10*different<labels: return
         self.least,self.length = min(equal/labels, 1 if self.least is None else self.least),length
@@ -142,11 +142,11 @@ class TermFacts:
         self.next_tokens.add(tokens, labels, term.ignore_index)
 
     def read_copies(self, wait=False):
-        "Add the values whose copies have arrived from the GPU. `wait`: True to wait for all copies, because the run ends."
+        "Read the copies of values that have arrived from the GPU, and add the values. `wait`: True to wait for all copies, because the run ends."
         for x in (self.labels, self.next_tokens): x.copies.read(wait)
 
     def state(self):
-        "Return a value to compare: it changes if the loss's kind, shapes or label range change. Changes of counts are ignored."
+        "Return the state of this object for a comparison. It changes with the loss's kind, shapes or label range, but not with counts."
         labels = self.labels
         return self.known.get('kind'),bool(self.broadcast),labels.smallest,labels.largest,labels.batches==labels.single
 
@@ -165,19 +165,19 @@ def labels_of(term):
     return best.indices if bool((best.values==1).all()) and bool((x.sum(-1)==1).all()) else None
 
 def target_facts(term) -> dict:
-    "Return the dtype and shape of a loss term's target as a dict. Return an empty dict if the target is unknown."
+    "Return facts about the target of a loss term: a dict with dtype and shape. Return an empty dict if the target is unknown."
     if term.target is None: return {}
     return {'target_dtype': str(term.target.dtype).removeprefix('torch.'), 'target_shape': None if term.target_shape is None else list(term.target_shape)}
 
 def softmax_facts(links) -> dict:
-    "Return dimension and size of the softmax (or normalizing division) nearest to the model. Return an empty dict if there is none."
+    "Return facts about the softmax (or normalizing division) nearest to the model: a dict with dimension and size, empty without one."
     soft = [(l.dim if l.name!='normalize' else len(l.shape)-1, l.shape) for l in links if l.name in ('softmax', 'log_softmax', 'normalize') and l.shape]
     found = [(d, s[d]) for d,s in soft if d is not None]
     dim,size = min(reversed(found), key=lambda f: f[1]!=1, default=(None, None))
     return {} if dim is None else dict(softmax_dim=dim, softmax_size=size)
 
 def describe_term(term) -> dict:
-    "Return the facts about a loss term that do not depend on values: kind, activations from the model to the loss, shapes."
+    "Describe a loss term by the facts that do not depend on values: kind, activations from the model to the loss, shapes."
     out = dict(kind=term.kind, takes=term.takes, activations=[l.name for l in reversed(term.links)], shape=None if term.shape is None else list(term.shape),
         class_weights=term.class_weights, weighted=term.weighted, end=term.end)
     if term.broadcast and term.result_shape: out['result_shape'] = list(term.result_shape)
@@ -188,7 +188,7 @@ def describe_term(term) -> dict:
 
 # %% ../../nbs/40_recorder/36_losses.ipynb #b26e8eaa
 def row_names(name, terms) -> list:
-    "Return the `tname` for the rows of each loss term: the kind of the term if the loss is named 'loss', else the name of the loss."
+    "Return the row name (`tname`) of each loss term: the kind of the term if the loss is named 'loss', else the name of the loss."
     is_plain,seen,out = name=='loss',Counter(),[]
     for t in terms:
         n = t.kind if is_plain else name if len(terms)==1 else f'{name}_{t.kind}'
@@ -197,13 +197,13 @@ def row_names(name, terms) -> list:
     return out
 
 class SparseSteps:
-    """Selects the steps in which losses are read: all of the first recorded steps, and few of the later steps.
+    """Sparse selection of the steps in which losses are read: all of the first recorded steps, and few of the later steps.
 
     dense: number of first steps that are all selected; sparse: one of so many later steps is selected"""
     def __init__(self, dense=64, sparse=8): self.dense,self.sparse,self.number,self.count = dense,sparse,None,0
 
     def selects(self, number):
-        "Return True if the loss is read in the step `number`. Called at least once for each recorded step, in order."
+        "Return True if a step is selected: its loss is read. Called at least once for each recorded step, in order."
         if number!=self.number: self.number,self.count = number,self.count+1
         return self.count<=self.dense or self.count%self.sparse==0
 
@@ -224,7 +224,7 @@ class LossReader:
         self.selected = SparseSteps()
 
     def note(self, numbers:dict):
-        """Read the autograd graphs of the losses among the logged numbers, if the current step is recorded.
+        """Note the losses among the logged numbers: read their autograd graphs, if the current step is recorded.
 
         An error is reported, and the training continues.
         """
@@ -233,12 +233,12 @@ class LossReader:
             if self.selected.selects(self.pipe.steps.number): self.read_all(numbers)
 
     def note_inputs(self, inputs):
-        "Keep the integer inputs of the model that can be tokens, to compare labels with them. `inputs`: (name, tensor) pairs."
+        "Note the integer inputs of the model that can be tokens, to compare labels with them. `inputs`: (name, tensor) pairs."
         if any(f.next_tokens.compared>=NextTokens.most for f in self.facts.values()): self.tokens = []
         else: self.tokens = [x.detach() for _,x in inputs if type(x) is torch.Tensor and x.dtype in (torch.int64, torch.int32) and x.dim()==2 and x.shape[1]>1]
 
     def note_outputs(self, outputs):
-        "Read the autograd graph of the loss that the model returns as an output (as Hugging Face models do). `outputs`: (name, tensor) pairs."
+        "Note the model's outputs: read the autograd graph of a loss among them (as of Hugging Face models). `outputs`: (name, tensor) pairs."
         for n,x in outputs:
             if n=='output_loss': self.note({'loss': x})
 
@@ -250,7 +250,7 @@ class LossReader:
             except Exception as e: self.pipe.buffer.notices.failed(self.pipe.writer.extra.root_name, f'the graph of {name}', e)
 
     def read(self, name, loss):
-        "Record each term of one loss: make rows of its prediction and target, and collect facts."
+        "Read the autograd graph of one loss: make rows for the prediction and target of each term, and collect facts."
         steps = self.pipe.steps
         if self.pass_!=steps.pass_: self.pass_,self.calls,self.numbers = steps.pass_,Counter(),set()
         graph = find_terms(loss)
@@ -295,7 +295,7 @@ class LossReader:
         return {'losses': [f.entry() for f in self.facts.values()]}
 
     def remarks(self) -> list:
-        "Return a sentence for each reason why losses could not be read."
+        "Return remarks: a sentence for each reason why losses could not be read."
         out = []
         if self.compiled and not self.facts: out.append("The loss was computed by compiled code, so its kind, predictions and targets are not recorded.")
         if self.freed: out.append("Predictions and targets have no rows, because a backward had freed them. Call te.log(loss=loss) before loss.backward().")

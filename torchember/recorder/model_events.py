@@ -33,7 +33,7 @@ class FunctionCalls:
     def __init__(self): self.function = None
 
     def joins(self, phase) -> bool:
-        "Return True if a call of the model belongs to the last pass, because one autograd Function made both calls. `phase`: phase of this call."
+        "Return True if a call of the model joins the last pass, because one autograd Function made both calls. `phase`: phase of this call."
         before,self.function = self.function,enclosing_call() if phase is None else None
         same = is_same_call(self.function, before)
         if same: self.function = before if self.function is True else self.function
@@ -52,12 +52,12 @@ class OtherModels:
         self.at_first = None # version counters of the weights at the first call by another model
 
     def prepare(self, root):
-        "Store the modules and parameters of a model, before recording of the model starts."
+        "Prepare the detection: store the modules and parameters of a model before recording starts."
         self.root,self.known,self.parameters = weakref.ref(root),frozenset(map(id, root.modules())),frozenset(map(id, root.parameters()))
         self.is_ours.clear()
 
     def is_caller(self, state) -> bool:
-        """Return True if this module was called by another model, not by the recorded model.
+        """Return True if another model is the caller of this module, and not the recorded model.
 
         If the root is never called, calls by other modules count as calls of another model until the weights change.
         Then the recorded model is trained through these calls.
@@ -92,12 +92,12 @@ class PassEvents:
         self.numbers = {} # tensor type -> `PassNumbers` for this type, such as 'router' -> `Routers`
 
     def prepare(self, root, depth):
-        "Store the modules of a model before recording of the model starts. `depth`: nesting depth of the model's innermost module."
+        "Prepare for a model before recording starts: store its modules. `depth`: nesting depth of the model's innermost module."
         self.extra_frames = depth+100 if depth>50 else 0
         self.other_models.prepare(root)
 
     def is_skipped(self, phase, grad) -> bool:
-        "Return True if a pass of this phase is not recorded. `grad`: True if gradients will be computed."
+        "Return True if passes of this phase are skipped (not recorded). `grad`: True if gradients will be computed."
         return self.only_training and phase is not None or self.wanted is not None and not self.wanted(phase, grad)
 
     def phase_of(self, path, training, grad):
@@ -107,7 +107,7 @@ class PassEvents:
         return phase if self.steps.manual or phase!='no_grad' else None
 
     def begin(self, here, state, grad, eager=True):
-        """Begin a pass. If a pass of another thread is running, join this pass and continue its numbering of calls.
+        """Begin a pass in this thread. If a pass of another thread is running, join this pass and continue its numbering of calls.
 
         `here`: the `calls.ThreadContext`; `state`: `ModuleState` of the outermost module; `grad`: True if gradients will
         be computed; `eager`: False for a pass of compiled code.
@@ -147,7 +147,7 @@ class PassEvents:
         if not here.skipped and self.calls.end_recorded() and self.extra_frames: raise_recursion_limit(-self.extra_frames)
 
     def after_end(self):
-        "Measure the queued parameters after a pass. Warn if the current step seems never to end, because an optimizer does not step."
+        "Do the work after the end of a pass: measure queued parameters. Warn if the current step seems never to end."
         if self.sources.watch is not None: warn_if_stalled(self.pipe)
         if self.pipe.gate.has_content: self.pipe.read_pending()
 
@@ -218,7 +218,7 @@ class DTensorInCompiledCode(Unmeasurable):
         "are DTensors in compiled code are not recorded; weights, their gradients and updates are. Without torch.compile, all tensors are recorded")
 
 def report_missed(events, state, ttype, names):
-    "Warn that DTensors in compiled code are not recorded. Do nothing if the user does not record this tensor type."
+    "Report missed tensors: warn that DTensors in compiled code are not recorded, unless the user does not record this tensor type."
     if {ttype, f'{ttype}_grad'}.isdisjoint({'probe', *events.sources.ttypes}): return
     for n in names: events.failed(state, ttype, n, DTensorInCompiledCode())
 
@@ -239,7 +239,7 @@ class ModelEvents(Listener):
         doc="Number of earlier steps that may be micro-batches of the open step.")
 
     def turn(self, on):
-        "Switch the measurement of module calls on or off."
+        "Turn the measurement of module calls on or off."
         self.on = on
         self.planned.stop()
         self.wants.switch(on)
@@ -249,9 +249,10 @@ class ModelEvents(Listener):
         self.lock = lock
         self.passes.handle_fork(lock)
 
-    # ---- events of passes. In these methods, `here` is the `ThreadContext` of this thread
+    # in these methods, `here` is the `ThreadContext` of this thread
     @timed
     def pass_begins(self, state, grad=None):
+        "Handle the begin of a pass of the model. Return False to record nothing, in a pass by a user's statistics function."
         here = self.calls.here
         if here.measuring: return False # do not record a pass that a user's statistics function causes
         if not here.depth:
@@ -271,9 +272,8 @@ class ModelEvents(Listener):
 
     def records(self): return not (self.calls.here.measuring or self.calls.here.skipped)
 
-    # ---- events of calls
-
     def call_begins(self, state, inputs, compiled=False):
+        "Handle the begin of a module call: measure its inputs. Return the number and the phase of the call."
         since,here = clock(),self.calls.here
         with self.lock: call = state.number(self.steps.pass_) # two threads may call a module at the same time
         self.calls.current = state.track
@@ -286,11 +286,11 @@ class ModelEvents(Listener):
         return call, here.phase
 
     def call_ends(self, state, outputs, compiled=False):
+        "Handle the end of a module call: measure its parameters and outputs. Return the number and the phase of the call."
         since,here = clock(),self.calls.here
         call = self.calls.exit()
         ttypes = self.sources.parameter_types[self.steps.manual]
         if ttypes and not here.phase: # in an evaluation, the model may contain averaged weights
-            # `after_call` measures each parameter only once in a step, so it may be called several times
             with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes)
         state.passes.shapes_known[1] = 0
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
@@ -315,8 +315,6 @@ class ModelEvents(Listener):
     def compiled_graph_begins(self, state, last): self.calls.note_pending(state.track.name, last.track.name)
 
     def call_fails(self, state): self.calls.fail(state.track.name)
-
-    # ---- events of tensors
 
     def probe_here(self, name, x):
         if not self.on or (self.inside() and self.calls.here.skipped): return
@@ -358,13 +356,13 @@ class OptimizerEvents(Listener):
 
     @timed
     def step_begins(self, optimizer):
-        "Copy the weights before an optimizer changes them, if updates are recorded."
+        "Handle the begin of an optimizer's step: copy the weights before they change, if updates are recorded."
         with self.lock:
             if self.pipe.box is not None: self.pipe.box.set_phase(OPTIMIZER)
             if self.pipe.gate.on: self.sources.updates.before(optimizer)
 
     def gradients_ready(self, optimizer, scale, unchanged):
-        "Measure the gradients of an optimizer's parameters before its step, when all of these gradients are computed."
+        "Handle the event that all gradients for an optimizer's step are computed: measure these gradients."
         if self.pipe.box is not None: self.pipe.box.set_phase(OPTIMIZER)
         if self.pipe.gate.on: self.measure_gradients(optimizer, scale, unchanged)
         # an optimizer step counts as content of the training step, even without a recorded pass
@@ -382,7 +380,7 @@ class OptimizerEvents(Listener):
 
     @timed
     def clips(self, parameters):
-        "Measure the gradients of these parameters before they are clipped."
+        "Handle the clipping of gradients: measure the gradients of these parameters before they are clipped."
         with self.lock:
             if not self.pipe.gate.on: return
             self.pipe.remover.clips.note_clip(parameters, self.pipe.remover.refused.parameters, self.pipe.steps.number)
@@ -394,7 +392,7 @@ class OptimizerEvents(Listener):
 
     @timed
     def step_ends(self, optimizer):
-        "Measure the changed weights after an optimizer's step. End the training step if all optimizers have stepped."
+        "Handle the end of an optimizer's step: measure the changed weights. End the training step if all optimizers have stepped."
         with self.lock:
             if self.pipe.gate.on:
                 self.sources.updates.after(optimizer)
@@ -408,7 +406,7 @@ class OptimizerEvents(Listener):
         self.pipe.raise_error()
 
     def step_skipped(self, optimizer):
-        "Count an optimizer step that a `GradScaler` skipped, and handle the end of this optimizer step."
+        "Handle a step of an optimizer that a `GradScaler` skipped: count it, and handle its end."
         self.pipe.writer.note_skipped()
         self.pipe.tally.skipped += 1
         self.sources.updates.handle_step_end()

@@ -31,9 +31,9 @@ def depends_on_mode(module) -> bool:
 dropouts = {torch.dropout, torch.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout}
 
 def dropped_share(func, args, kwargs):
-    "Return the fraction of values that a call of a torch function drops. Return 0 if the function applies no Dropout."
+    "Return the share (fraction) of values that a call of a torch function drops. Return 0 if the function applies no Dropout."
     def given(i, name, default):
-        "Return an argument of the call, given by keyword or at position `i`. Return `default` if the argument is missing."
+        "Return the given argument of the call: by keyword or at position `i`. Return `default` if the argument is missing."
         return kwargs.get(name, args[i] if len(args)>i else default)
     if func is F.scaled_dot_product_attention: p = given(4, 'dropout_p', 0.)
     elif func in dropouts: p = given(1, 'p', .5) if given(2, 'training', kwargs.get('train', True)) else 0.
@@ -118,7 +118,7 @@ class ModeFacts:
             if states and not all(map(torch.equal, before, generator_states(states[0].track.module))): self.searches = max(self.searches, 1)
 
     def note_modes(self, states):
-        "Store the training or evaluation mode of each module in a pass with gradients."
+        "Note the modes of all modules in a pass with gradients: training mode or evaluation mode."
         before = self.facts()
         for st in states:
             m = st.track.module
@@ -126,7 +126,7 @@ class ModeFacts:
         if self.facts()!=before: self.notify(self.facts())
 
     def facts(self):
-        "Return metadata of the run about modules in an unusual mode, such as a model trained in evaluation mode."
+        "Return facts for the run's metadata: modules in an unusual mode, such as a model trained in evaluation mode."
         # list at most 1000 paths, to limit the size of the metadata of a large model
         modes = {'eval': sorted(self.in_eval)[:1000], 'train': sorted(self.trained)[:1000]} if '' in self.in_eval else {}
         return modes | ({'dropout': self.random} if self.random else {})

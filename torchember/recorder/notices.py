@@ -29,7 +29,7 @@ class Notices:
         self.places = {}
 
     def once(self, kind, text:str, severity:str|None=None) -> bool:
-        """Give a warning, unless a warning of this kind was given before. `kind`: any hashable object.
+        """Give a warning once: do nothing if a warning of this kind was given before. `kind`: any hashable object.
 
         Return True if the warning is given now. `severity` of the finding in the run: 'warning' if rows mislead,
         'info' if rows are missing, None to write no finding.
@@ -41,7 +41,7 @@ class Notices:
         return True
 
     def failed(self, module:str, tname:str, error:Exception, how=None):
-        """Count a failed measurement. Warn once for each tensor, or once for each user's function.
+        """Note that a measurement failed: count it. Warn once for each tensor, or once for each user's function.
 
         `tname`: name of the tensor or the task. `how`: names of the requested statistics, or the user's function.
         """
@@ -69,11 +69,11 @@ class Notices:
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #7455ecd9
 class ChangingMarks:
-    "Finds marks (columns set with `te.mark`) that change with every step. Such a number should be logged with `te.log` instead."
+    "Finds changing marks: columns of `te.mark` that change with every step. Such a number should be logged with `te.log` instead."
     def __init__(self): self.last = {} # name of a mark -> (value, step, number of consecutive steps in which the value changed)
 
     def find(self, marks:dict, step:int) -> tuple|None:
-        "Return (name, value) of a float mark that has changed in three consecutive steps. Return None if there is no such mark."
+        "Find a float mark that has changed in three consecutive steps. Return its (name, value), or None without such a mark."
         for name,v in marks.items():
             if isinstance(v, torch.Tensor) and v.numel()==1: v = v.item()
             if type(v) is not float: continue
@@ -84,7 +84,7 @@ class ChangingMarks:
             if n>=3: return name, v
 
     def check(self, marks, step, notices):
-        "Warn if one of the user's marks (columns set with `te.mark`) changes with every step."
+        "Check the user's marks (columns set with `te.mark`): warn if one of them changes with every step."
         if found := self.find(marks, step): notices.once('mark', mark_warning(*found))
 
 # %% ../../nbs/40_recorder/00_notices.ipynb #7997be0e

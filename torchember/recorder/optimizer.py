@@ -22,7 +22,7 @@ class Updates:
         self.copies = {} # id of a parameter -> copy of its values before the optimizer step
 
     def before(self, optimizer):
-        "Copy the weights before this optimizer's step, if updates are recorded."
+        "Prepare before this optimizer's step: copy the weights, if updates are recorded."
         if 'update' in self.ttypes: self.copies.update({id(p): p.detach().clone() for p in parameters_of(optimizer)})
 
     def after(self, optimizer):

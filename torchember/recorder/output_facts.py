@@ -60,7 +60,7 @@ def effective_rank_of_rows(g):
 
 # %% ../../nbs/40_recorder/39_output_facts.ipynb #9f7a10a5
 class OutputRanks:
-    "Computes mean cosines and effective ranks of the outputs of a few modules, in the recorded steps 1, 2, 4, 8, ..."
+    "Computes effective ranks (and mean cosines) of the outputs of a few modules, in the recorded steps 1, 2, 4, 8, ..."
     most = 8 # maximum number of modules to read, because reading one output takes about 0.1 ms
 
     def __init__(self):
@@ -70,7 +70,7 @@ class OutputRanks:
         self.found = {} # path of a module -> {'kind', 'rows', 'columns', 'steps', 'cosine', 'rank'} of its output
 
     def note(self, state, x, step):
-        "Queue dot products of rows of a module's output, if this module is compared. `state`: `ModuleState` of the module; `x`: output."
+        "Note the output `x` of a module, if this module is compared: queue dot products of its rows. `state`: `ModuleState` of the module."
         path = state.track.path
         if self.chosen is not None and path not in self.chosen or inside_transform() is not None or x.is_meta: return
         kind = x.device.type
@@ -89,7 +89,7 @@ class OutputRanks:
             self.pending = [p for p in self.pending if p[0] in self.chosen]
 
     def facts(self):
-        "Compute cosine and effective rank of all queued outputs. Return the results of all steps so far, for the metadata of the run."
+        "Return the facts for the run's metadata: cosine and effective rank of the queued outputs, with the results of earlier steps."
         for path,step,shape,g in self.pending:
             g = g.double().cpu().numpy()
             if not np.isfinite(g).all() or self.chosen is not None and path not in self.chosen: continue
@@ -101,21 +101,21 @@ class OutputRanks:
 
 # %% ../../nbs/40_recorder/39_output_facts.ipynb #9ae1d5d2
 class AutocastStates:
-    "Stores if autocast was on when modules with weights were called."
+    "Stores the state of autocast, on or off, when modules with weights were called."
     most = 1000 # maximum number of modules to list
 
     # on: number of calls under autocast; off: paths of modules that were called without autocast
     def __init__(self): self.dtype,self.device,self.on,self.off = None,None,0,{}
 
     def note(self, state, device):
-        "Store if autocast is on when a module is called. `state`: `ModuleState` of the module; `device`: device type of its input."
+        "Note if autocast is on when a module is called. `state`: `ModuleState` of the module; `device`: device type of its input."
         if not state.track.parameters: return
         if torch.is_autocast_enabled(device):
             self.dtype,self.device,self.on = str(torch.get_autocast_dtype(device)).removeprefix('torch.'),device,self.on+1
         elif len(self.off)<self.most: self.off[state.track.path] = None
 
     def facts(self):
-        "Return a dict with dtype and device of autocast, and paths of modules called without autocast. Empty if autocast was never on."
+        "Return the facts about autocast: a dict with its dtype and device, and paths of modules called without it. Empty if it was never on."
         return {'autocast': {'dtype': self.dtype, 'device': self.device, 'off': [*self.off]}} if self.on else {}
 
 # %% ../../nbs/40_recorder/39_output_facts.ipynb #9e62fcf2
@@ -131,7 +131,7 @@ class OutputFacts:
         return self.is_due
 
     def flow(self, state, ttype, named, call, phase=None):
-        "Store the state of autocast at the input of a module call, and queue rows of the output to compare. Arguments as in `Flows.flow`."
+        "Note the inputs or outputs of a module call: store the state of autocast, or queue rows of the output. Arguments as in `Flows.flow`."
         if not self.is_due or phase is not None or call: return
         x = next((x for _,x in named if isinstance(x, torch.Tensor)), None)
         if x is None: return

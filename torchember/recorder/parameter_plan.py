@@ -35,21 +35,21 @@ class ParameterPlan:
         self.held = () # objects that must stay alive, because `words` has their addresses
 
     def is_current(self, states, uses):
-        "Return True if the model still has the parameters for which this plan was made."
+        "Return True if this plan is current: the model still has the parameters for which the plan was made."
         return self.is_possible and self.states is states and self.uses==uses and self.dicts.unchanged()
 
     def is_within(self, ids) -> bool:
-        "Return True if the set `ids` contains the ids of all parameters. A frozenset with all ids is stored, to compare it only once."
+        "Return True if all parameters are within the set `ids` of ids. A frozenset with all ids is stored, to compare it only once."
         if ids is self.container: return True
         within = ids.issuperset(self.ids)
         if within and type(ids) is frozenset: self.container = ids
         return within
 
     def prepare(self):
-        "Collect the taps of all gradients for compiled code. Return False if a gradient has no tap yet, because it was never measured."
+        "Prepare the taps of all gradients for compiled code. Return False if a gradient has no tap yet, because it was never measured."
         if self.words is None:
             def encode_tap(t):
-                "Return four integers to describe a tap to compiled code."
+                "Encode a tap as four integers for compiled code."
                 return t.cursor.address, id(t), id(t.format.groups), t.format.share
             taps = [st.taps.get(('weight_grad', f'grad_{i}', None, 0, n)) for st,i,n in self.which]
             if None in taps or not taps: return False
@@ -61,7 +61,7 @@ class ParameterPlan:
         return True
 
     def measure_gradients(self, parameters):
-        """Write the rows of all gradients. Return True if compiled code wrote any of these rows.
+        """Measure all gradients, and write their rows. Return True if compiled code wrote any of these rows.
 
         `parameters`: a `Parameters`, which measures the gradients that compiled code cannot measure.
         """
@@ -79,7 +79,7 @@ class ParameterPlan:
         return run[k.FILLED]>0
 
     def note_written(self, parameters, written):
-        "Store the gradients that have a row in the sets of `Parameters`. `written`: True for each gradient with a row from compiled code."
+        "Note the gradients that have been written, in the sets of `Parameters`. `written`: True for each gradient with a row from compiled code."
         known,places,every = parameters.known.with_gradient,parameters.gathered.places['weight_grad'],bool(written.all())
         if every: places |= self.all_places # a union of two sets is faster than adding the gradients one by one
         else: places |= {p for p,w in zip(self.places, written, strict=True) if w}

@@ -44,7 +44,7 @@ class OldGradients:
         self.from_before = {}
 
     def note_existing(self, parameters): # parameters: tuples from `Parameters.each`
-        "Store the gradients that exist before the run."
+        "Note the gradients that exist before the run."
         for st,_,n,p in parameters:
             grad = grad_of(p)
             if not p.requires_grad: self.frozen[st.track.id, n] = reference(grad)
@@ -64,7 +64,7 @@ class OldGradients:
         return None if grad is None or was is not None and was() is grad else grad
 
     def is_new_gradient(self, st, n, grad):
-        "Return True unless this gradient existed before the run and has not changed since then."
+        "Return True if a gradient is new: it did not exist before the run, or has changed since then."
         was = self.from_before.get((st.track.id, n))
         if was is None: return True
         if was[0]() is grad and was[1]==version(grad): return False
@@ -80,14 +80,14 @@ def version(x):
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #1788e9fd
 def below(state, states):
-    "Return the `ModuleState`s of all modules inside a module, at any depth. `states`: `ModuleState`s of the whole model."
+    "Return the `ModuleState`s of all modules below (inside) a module, at any depth. `states`: `ModuleState`s of the whole model."
     by_id,tracks = {st.track.id: st for st in states},list(state.track.children)
     for t in tracks: tracks += t.children
     return [by_id[t.id] for t in tracks if t.id in by_id]
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #5ea1c0d1
 def is_new(seen, state, name, p): # seen: ids of measured parameters, and their keys (module id, name)
-    "Return True if the current step has not measured this parameter yet. Mark the parameter as measured."
+    "Return True if a parameter is new in the current step: not measured yet. Mark the parameter as measured."
     if id(p) in seen or (state.track.id, name) in seen: return False
     seen |= {id(p), (state.track.id, name)}
     return True
@@ -106,19 +106,19 @@ def each_parameter(states, wanted:set|None=None):
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #5ea1c0d5
 class GatheredGradients:
-    "Stores the gradients that the current step has measured. The norm of all gradients is computed only if no gradient is missing."
+    "Gathers the gradients that the current step has measured, because a norm of all gradients is only computed if none is missing."
     def __init__(self):
         # tensor type -> (id of a `ModuleState`, name) of each gradient measured in this step
         self.places = {'weight_grad': set(), 'unclipped_grad': set()}
         self.unrecorded = [] # parameters of unrecorded modules
 
     def find_unrecorded(self, states, recorded): # recorded: ids of recorded parameters
-        "List the parameters of unrecorded modules, because norms of all gradients cannot include them."
+        "Find the parameters of unrecorded modules, because norms of all gradients cannot include them."
         modules = states[0].track.module.modules() if states else ()
         self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in recorded]
 
     def count(self) -> tuple|None:
-        "Return (number of weight gradients, number of unclipped gradients). Return None if there are none, or if trained modules are unrecorded."
+        "Count the gradients of this step: (weight gradients, unclipped gradients). None without any, or if trained modules are unrecorded."
         weights,unclipped = (len(self.places[t]) for t in ('weight_grad', 'unclipped_grad'))
         return None if not weights or any(p.requires_grad for p in self.unrecorded) else (weights, unclipped)
 
@@ -166,7 +166,7 @@ class Parameters:
             for other in self.states if state.root else below(state, self.states): self.measure_own(other, ttypes)
 
     def current_plan(self):
-        "Return the `ParameterPlan` of the model's parameters. If the parameters have changed, make a new plan for the next step and return None."
+        "Return the current `ParameterPlan` of the model. If parameters have changed, make a new plan for the next step and return None."
         if self.plan is not None and self.plan.is_current(self.states, self.buffer.uses): return self.plan
         if objects() is not None and self.states: self.plan = ParameterPlan(self.states, list(self.each()), self.buffer.uses)
 
@@ -175,7 +175,7 @@ class Parameters:
         return each_parameter(self.states if states is None else states, wanted)
 
     def measure_complete(self, wanted=None, scale=None, plan=None):
-        """Measure the weights that have no row in this step, then the complete gradients, at the end of a step.
+        """Measure the weights without a row in this step, then the complete gradients, at the end of a step.
 
         The complete gradients replace gradients measured during the passes. `wanted`: ids of the parameters, None for
         all; `scale`: factor to divide out of the gradients; `plan`: result of `current_plan`, None to call it here.
@@ -186,7 +186,7 @@ class Parameters:
         if 'weight_grad' in self.ttypes: self.measure_again(('weight_grad',), which, scale)
 
     def measure_planned(self, wanted, plan=None): # arguments of `measure_complete`
-        "Measure the complete gradients with compiled code. Return False if Python code has to measure the gradients."
+        "Measure the complete gradients with compiled code, by a `ParameterPlan`. Return False if Python code has to measure them."
         old = self.old_gradients
         if 'weight_grad' not in self.ttypes or not self.buffer.is_simple or old.frozen or old.from_before: return False
         if count_function_modes() or inside_transform() is not None: return False
@@ -198,7 +198,7 @@ class Parameters:
         return True
 
     def measure_missed(self, which):
-        "Measure weights that this step has not measured, because the model is in `eval()` mode or was not called."
+        "Measure the weights that this step has missed, because the model is in `eval()` mode or was not called."
         for st,_,n,p in which:
             if id(p) not in self.seen and (st.track.id, n) not in self.seen: self.measure_own(st, ('weight',))
 
@@ -216,7 +216,7 @@ class Parameters:
             if (grad := self.old_gradients.gradient(st, n, p)) is not None: yield st, f'grad_{i}', n, grad
 
     def clips(self, ids, scale=None):
-        """Measure the gradients of some parameters before clipping. `ids`: ids of the parameters; `scale`: loss scale to divide by.
+        """Measure gradients before the user clips them. `ids`: ids of the parameters; `scale`: loss scale to divide by.
 
         If a step clips several times, the last measurement replaces the earlier ones.
         """
@@ -246,7 +246,7 @@ class Parameters:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368
 class ZeroGradHint:
-    "Warns once if the weights of a model change, but none of their gradients are recorded."
+    "Gives a hint (a warning) once if the weights of a model change, but none of their gradients are recorded."
     def __init__(self, notices=None):
         self.notices = notices or Notices()
         self.found = False # True after a gradient was recorded, or after the warning of missing gradients
@@ -261,7 +261,7 @@ class ZeroGradHint:
         self.versions = None # id of each weight -> its version counter when the check began
 
     def training(self, states):
-        "Store the version counters of the weights at the start of a pass that may train the model."
+        "Note the version counters of the weights at the start of a pass that may be training."
         self.trains,self.versions = True,{id(p): p._version for p in trained_in(states)}
 
     def handle_step_end(self, trained:bool, states, manual:bool, ttypes, boundary:bool=False):
@@ -316,7 +316,7 @@ def with_changed_children(states):
     return out
 
 def children_in(parts):
-    "Return the ids of the child modules. `parts`: result of `parameters_and_children`."
+    "Return the ids of all child modules in `parts`, the result of `parameters_and_children`."
     return [i for i in parts or () if isinstance(i, int)]
 
 class Containers:
@@ -332,18 +332,18 @@ class Containers:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #5d0c71aa
 class VersionChanges:
-    "Detects updates of parameters without a known optimizer, by their version counters."
+    "Detects parameter changes without a known optimizer, by the parameters' version counters."
     # keys: (path, name) of a parameter. last: its version counter at the last call; changes: number of changes so far
     def __init__(self): self.last,self.changes = {},{}
 
     def compare(self, p, name):
-        "Count a change if the parameter's version counter has changed since the last call. `name`: (path, name) of the parameter."
+        "Compare a parameter's version counter with the last call, and count a change. `name`: (path, name) of the parameter."
         if is_lazy(p) or p.is_inference(): return # lazy parameters and inference tensors have no version counter
         if self.last.get(name, p._version)!=p._version: self.changes[name] = self.changes.get(name, 0)+1
         self.last[name] = p._version
 
     def changed_repeatedly(self, name):
-        "Return True if at least two changes of a parameter were found. A single change may come from `load_state_dict`."
+        "Return True if a parameter changed repeatedly: at least twice. A single change may come from `load_state_dict`."
         return self.changes.get(name, 0)>1
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #43301eef
@@ -366,7 +366,7 @@ class ParameterFacts:
         self.more,self.facts = [],{}
 
     def resume_from(self, entries):
-        "Continue with the facts of a resumed run. `entries`: facts about its parameters, from the metadata of the run."
+        "Resume from the facts of an earlier run. `entries`: facts about its parameters, from the metadata of the run."
         for fact,to in (('gradient', self.with_gradient), ('optimizer', self.with_optimizer)): to |= {(p['path'], p['name']) for p in entries if p.get(fact)}
         self.called |= {p['path'] for p in entries if p.get('called')}
 
@@ -375,7 +375,7 @@ class ParameterFacts:
         return recorded>0 and not recorded & recorded-1
 
     def note(self, states, optimizers, trains:bool, search:bool=False):
-        """Collect the facts about all parameters. `optimizers`: known optimizers, or None if no optimizer is known.
+        """Note the facts about all parameters. `optimizers`: known optimizers, or None if no optimizer is known.
 
         `trains`: True if a pass may have trained the model; in compiled code only gradients show this.
         `search`: True to search this process for unknown optimizers, if a parameter is in no known optimizer.
@@ -398,13 +398,13 @@ class ParameterFacts:
         if self.notify: self.notify(self.meta())
 
     def search(self, found, ours):
-        "Search parameters in unknown optimizers of this process. The search takes up to 0.1 s, so only parameters without an optimizer cause one."
+        "Search this process for unknown optimizers of parameters. It takes up to 0.1 s, so only parameters without an optimizer cause a search."
         missing = {id(p): names.keys() for p,_,names in found
             if p.requires_grad and id(p) not in ours and (self.with_optimizer | self.elsewhere).isdisjoint(names)}
         for i in find_ids_in_optimizers(set(missing)) if missing else (): self.elsewhere |= missing[i]
 
     def entry_of(self, p, owner, state, names, has_optimizers):
-        "Return the facts about one parameter, as an entry of the metadata."
+        "Return the entry of the metadata for one parameter: the facts about it."
         # without any recorded gradient, the missing gradient of one parameter means nothing
         any_grad = self.grads and bool(self.with_gradient)
         # a module without a `forward`, such as `ModuleList`, is never called
@@ -418,7 +418,7 @@ class ParameterFacts:
             not any_of(self.with_optimizer) and any_of(self.elsewhere))
 
     def note_modes(self, facts):
-        "Add facts about the training and evaluation modes of modules to the metadata. `facts`: result of `recorder.modes.ModeFacts.facts`."
+        "Note the facts about training and evaluation modes in the metadata. `facts`: result of `recorder.modes.ModeFacts.facts`."
         self.modes = facts
         if self.notify: self.notify(self.meta())
 

@@ -20,7 +20,7 @@ class PassSteps:
         self.step,self.seen = None,set() # latest step, and paths of the modules called in this step
 
     def selects(self, step:int, path:str) -> bool:
-        "Return True if the training pass that begins is measured. In a step, only the first pass of each outermost module is measured."
+        "Return True if the schedule selects the training pass that begins. In a step, it selects only the first pass of each outermost module."
         if step!=self.step: self.step,self.seen = step,set()
         is_first,is_selected = path not in self.seen,self.selected(step)
         self.seen.add(path)
@@ -75,10 +75,10 @@ class PassNumbers:
         return self.path is not None
 
     def flow(self, state, ttype, named, call, phase=None):
-        "Do nothing with the inputs or outputs of a module call. A derived class may override this method. Arguments as in `Flows.flow`."
+        "Ignore the inputs or outputs of a module call. A derived class may override this method. Arguments as in `Flows.flow`."
 
     def begin(self, state, phase, writes:bool, eager:bool=True):
-        """Begin to measure the new pass, if the schedule selects it.
+        """Begin to measure a new pass, if the schedule selects the pass.
 
         `state`: `ModuleState` of the outermost module; `writes`: True if the step is recorded; `eager`: False for a pass of compiled code.
         """
@@ -87,12 +87,12 @@ class PassNumbers:
         self.path = state.track.path
 
     def fail(self):
-        "Discard the measured calls of a pass that raised an exception."
+        "Handle a failed pass: discard its measured calls, because an exception was raised."
         if self.path is not None: self.steps.forget(self.path)
         self.clear()
 
     def end(self, micro:int):
-        "Create the log rows of the training pass that has ended. `micro`: number of its micro-batch."
+        "End the measurement of a training pass: create its log rows. `micro`: number of its micro-batch."
         if self.path is None: return
         try:
             for c,numbers in zip(self.measured, numbers_on_host(self.measured), strict=True):
@@ -103,11 +103,11 @@ class PassNumbers:
         finally: self.clear()
 
     def clear(self):
-        "Discard the measured calls of the pass."
+        "Clear the list of the pass's measured calls."
         self.path,self.measured = None,[]
 
     def failed(self, track, error):
-        "Give a warning that a module could not be measured."
+        "Report that the measurement of a module failed, by a warning."
         self.found = True
         self.buffer.notices.failed(track.name, self.ttype, error)
 

@@ -43,7 +43,7 @@ class MeasuringSwitch:
         self.turn(self.measure_all or recorded)
 
     def turn(self, on):
-        "Switch measuring on or off."
+        "Turn measuring on or off."
         self.on = on
         if on: self.has_content = True
         self.notify(on)
@@ -57,7 +57,7 @@ class MeasuringSwitch:
         return self.measure_all or self.is_recorded(step)
 
     def note_content(self):
-        "Mark the current step as not empty, so that it counts as a step."
+        "Note that the current step has content, so that it counts as a step."
         self.has_content = True
 
     def handle_step_end(self):
@@ -87,7 +87,7 @@ class PassRemover:
         self.left.prepare(self.refused.parameters)
 
     def note_backward(self):
-        "Remove earlier passes with discarded gradients when a backward begins, because the backward will change the gradients."
+        "Note that a backward begins: remove earlier passes with discarded gradients, because the backward will change the gradients."
         with self.lock:
             self.remove_refused()
             for checks in (self.left, self.clips): checks.note_backward(self.refused.parameters, self.steps.number)
@@ -99,7 +99,7 @@ class PassRemover:
             if getattr(x, 'grad_fn', None) is not None and not is_wrapped(x): x.register_hook(self.note_loss_backward)
 
     def note_loss_backward(self, gradient):
-        "Handle a backward that has reached a logged loss. Ignore later calls in the same backward."
+        "Note that a backward has reached a logged loss. Ignore later calls in the same backward."
         task = running_backward()
         # with create_graph=True, gradients are not final: another backward may follow
         if torch.compiler.is_compiling() or task in (-1, self.task) or torch.is_grad_enabled(): return
@@ -118,7 +118,7 @@ class PassRemover:
         if self.steps.state.failed and sum(self.steps.passes.values())>1: self.remove_last()
 
     def remove_refused(self, unreached=False):
-        """Remove passes with discarded gradients from the current step, and write their rows with the phase `refused`.
+        """Remove refused passes (their gradients were discarded) from the current step, and write their rows with the phase `refused`.
 
         `unreached`: True to remove passes without a backward instead.
         """
@@ -134,7 +134,7 @@ class PassRemover:
             for part in (self.sources.gradients, self.sources.parameters, buffer) if empty else (): part.handle_step_end()
 
     def remove_at_end(self):
-        """Remove passes with unused gradients from the step that ends now.
+        """Remove passes with unused gradients at the end of the current step.
 
         If the training loop copies gradients, passes only seem unused: correct the count.
         """
@@ -168,17 +168,17 @@ class StepController:
     # ---- methods that raise the exception of a health rule in the training loop
 
     def stop(self, error):
-        "Store the exception of a health rule. It is raised in the training loop when the next step ends or the next pass begins."
+        "Stop the training by the exception of a health rule: store the exception, and raise it at the next end of a step or begin of a pass."
         self.error = error
 
     def raise_error(self):
-        "Raise the exception that `stop` has stored. Do nothing without a stored exception."
+        "Raise the error (an exception) that `stop` has stored. Do nothing without a stored exception."
         if self.error is not None:
             error,self.error = self.error,None
             raise error
 
     def end_evaluation(self):
-        "Queue the rows of an evaluation for the log. They belong to the previous step, because the current step has no training pass yet."
+        "End an evaluation: queue its rows for the log. The rows belong to the previous step, because the current step has no training pass yet."
         self.remover.remove_failed()
         self.writer.write(self.buffer, self.steps, True)
         # keep copies of weights from before the optimizer step: an LBFGS closure may evaluate the model in this step
@@ -188,7 +188,7 @@ class StepController:
     # ---- methods that end the step
 
     def close_step(self, boundary=False, by_pass=False, wait=False):
-        """End the current step, and begin the next step. Do nothing if the current step is still empty.
+        """Close the current step, and begin the next step. Do nothing if the current step is still empty.
 
         `boundary`: True if the user ends the step. `by_pass`: True if the begin of the next pass ends the step. `wait`:
         argument of `flush`.
@@ -225,7 +225,7 @@ class StepController:
         self.sources.measure_at_end(not (self.steps.manual and self.steps.passes and not self.steps.own_passes))
 
     def next_step(self):
-        "Clear the data of the ended step, and decide if the next step is recorded."
+        "Begin the next step: clear the data of the ended step, and decide if the next step is recorded."
         steps,sources,tally,gate,budget = self.steps,self.sources,self.tally,self.gate,self.cost.budget
         if len(steps.optimizers.awaited)>1: tally.note_wait(steps, sources.watch.optimizers)
         tally.handle_step_end(gate.writes)
@@ -243,7 +243,7 @@ class StepController:
     # ---- methods that queue rows for the log
 
     def flush(self, over:bool=False, wait:bool=False):
-        """Queue all rows measured so far for the log, without waiting until the rows are written.
+        """Flush all rows measured so far: queue them for the log, without waiting until the rows are written.
 
         `over`: True if the step is over. `wait`: True to write the rows later, because the step may turn out to be a
         micro-batch.
@@ -252,11 +252,11 @@ class StepController:
         if not self.buffer.rows.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.box_only)
 
     def flush_large(self):
-        "Queue the rows of the current step if there are more than `most_rows`, to limit the memory of a very long step."
+        "Flush the rows of a large step: queue them if there are more than `most_rows`, to limit the memory of a very long step."
         if self.buffer.rows.size>self.most_rows: self.provisional.clear(); self.flush()
 
     def read_pending(self):
-        "Measure all queued tensors now, before the values of these tensors change."
+        "Read all pending (queued) tensors now to measure them, before their values change."
         self.buffer.read_pending(self.writer.extra.root_name)
 
     def handle_fork(self, lock):
@@ -292,7 +292,7 @@ def begin_pass(pipe, path:str, phase, root:bool, grad:bool, joins:bool=False):
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d108d07b
 def close_by_pass(pipe, following):
-    """End the current step at the begin of a new pass. Keep the step, because later passes may show that it was a micro-batch.
+    """Close the current step at the begin of a new pass. Keep the step, because later passes may show that it was a micro-batch.
 
     `following`: weight versions at the begin of the pass.
     """
@@ -308,7 +308,7 @@ def close_by_pass(pipe, following):
     pipe.provisional.add(weights, ProvisionalStep(writer.last, writer.ended, noted, hint.steps_without-without))
 
 def join_passes(pipe):
-    "Merge earlier steps into the open step, because they turn out to be its micro-batches. Each earlier step was ended by the next pass."
+    "Join earlier steps with the open step as its micro-batches. Each earlier step was ended by the begin of the next pass."
     steps = pipe.steps
     earlier = pipe.provisional.with_weights(steps.state.weights) if steps.passes[None] and not steps.phase else []
     if not earlier: return
@@ -336,7 +336,7 @@ def end_step(pipe, empty=False) -> bool:
     return opened
 
 def finish(pipe):
-    "Measure buffers and followed tensors (tensors outside of modules) when the current step gets no more passes."
+    "Finish a step that gets no more passes: measure its buffers and followed tensors (tensors outside of modules)."
     if pipe.steps.is_evaluation: pipe.end_evaluation()
     pipe.provisional.clear()
     pipe.remover.remove_failed()

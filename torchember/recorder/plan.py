@@ -42,7 +42,7 @@ from ..store.base import now
 # %% ../../nbs/40_recorder/90_plan.ipynb #18184d49
 @contextmanager
 def restored(model):
-    "Run a model without side effects in this context: restore its buffers, attributes, training modes and random generators afterwards."
+    "Return a context to run a model without side effects: its buffers, attributes, training modes and random generators are restored."
     dicts = [d for m in model.modules() for d in (m.__dict__, m._parameters, m._buffers, m._modules)]
     kept,buffers = [dict(d) for d in dicts],[(b, b.detach().clone()) for b in model.buffers()]
     devices = {t.device for t in (*model.parameters(), *model.buffers()) if t.device.type not in ('cpu', 'meta')}
@@ -63,7 +63,7 @@ def restored(model):
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #a59154fb
 class PlannedTensor(NamedTuple):
-    "Describes the tensor of one expected row in the log. Unknown fields are None."
+    "Plan for one tensor: describes its expected row in the log. Unknown fields are None."
     track:object # `moduleTrack` of the module
     ttype:str
     tname:str
@@ -86,27 +86,27 @@ class ExamplePass(Listener):
         self.seen,self.calls,self.stack = {},Counter(),[]
 
     def call_begins(self, st, inputs, compiled=False):
-        "Add the expected rows of a module call's inputs to the list `places`."
+        "Handle the begin of a module call: add the expected rows of its inputs to the list `places`."
         self.note(st, 'input', inputs, self.calls[st])
         self.stack.append((st, self.calls[st]))
         self.calls[st] += 1
 
     def call_ends(self, st, outputs, compiled=False):
-        "Add the expected rows of a module call's outputs to the list `places`."
+        "Handle the end of a module call: add the expected rows of its outputs to the list `places`."
         self.ended.append(st)
         self.note(st, 'output', outputs, self.stack.pop()[1])
 
     def call_fails(self, st):
-        "Remove the running call from the stack, because it raised an exception."
+        "Handle the failure of a module call: remove it from the stack of running calls."
         self.stack.pop()
 
     def probe_here(self, name, x):
-        "Add the expected row of a tensor passed to `te.probe` to the list `places`."
+        "Handle a tensor of `te.probe`: add its expected row to the list `places`."
         st,call = self.stack[-1] if self.stack else (self.states[0], 0)
         self.add(st.track, 'probe', name, call, x, self.is_new(x))
 
     def note(self, st, ttype, named, call):
-        "Add the expected rows of one module call's inputs or outputs, and of their gradients, to the list `places`."
+        "Note the expected rows of one module call's inputs or outputs, and of their gradients, in the list `places`."
         for n,x in named:
             if ttype in self.ttypes: self.add(st.track, ttype, n, call, x, self.is_new(x))
             if f'{ttype}_grad' in self.ttypes and x.requires_grad and torch.is_grad_enabled(): self.add(st.track, f'{ttype}_grad', n, call, x, True)
@@ -117,7 +117,7 @@ class ExamplePass(Listener):
         self.places.append(PlannedTensor(track, ttype, tname, None, call, shape, x.dtype, read))
 
     def is_new(self, x) -> bool:
-        "Return True if this example pass has not read this tensor with its current values yet."
+        "Return True if a tensor is new: this example pass has not read it with its current values yet."
         known,version = self.seen.get(id(x)),None if x.is_inference() else x._version
         self.seen[id(x)] = weakref.ref(x),version
         return known is None or known[0]() is not x or known[1]!=version
@@ -141,12 +141,12 @@ def run_example_pass(model, recorder, args, kwargs) -> tuple: # returns a list o
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #01727a7c
 class NullRun:
-    "Replaces the run during time measurements: converts rows to lines of text and discards the lines."
+    "Run that writes nothing (null), to measure time: converts rows to lines of text and discards the lines."
     fname,marked,step,seconds = 'null', {}, (), 0.
-    def note(self, what): "Discard a remark, because nothing is recorded."
+    def note(self, what): "Ignore a note (remark) for the run, because nothing is recorded."
     def __init__(self): self.file,self.took,self.rows = self,0.,0
     def put(self, measured, close, by):
-        "Convert the rows of a step to lines of text and discard the lines. Add the time of the conversion to `took`."
+        "Convert the rows put into this run to lines of text, and discard the lines. Add the time of the conversion to `took`."
         start = clock()
         [rows] = by([measured])
         for r in rows: isinstance(r, bytes) or line_of(r)
@@ -155,7 +155,7 @@ class NullRun:
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #1a5775d0
 def expected_states(optimizer, p) -> dict|None:
-    "Return name -> shape of the optimizer states that a parameter has now, or will have after its first step. Return None if unknown."
+    "Return the expected optimizer states of a parameter: name -> shape, now or after its first step. Return None if unknown."
     have = state_tensors(optimizer, p)
     if have: return {k: tuple(v.shape) for k,v in have.items()}
     kind = type(optimizer)
@@ -173,12 +173,12 @@ def expected_states(optimizer, p) -> dict|None:
 timed_sizes = (16, 1<<13, 1<<17, 1<<20, 1<<22) # numbers of elements of the tensors with measured reading times
 
 def example(n, dtype, device):
-    "Return a tensor of `n` different numbers, to measure the time of reading."
+    "Return an example tensor of `n` different numbers, to measure the time of reading."
     x = torch.from_numpy(np.random.default_rng(0).standard_normal(n, dtype=np.float32)).to(device)
     return x>0 if dtype is torch.bool else x.to(dtype) if dtype.is_floating_point or dtype.is_complex else (x*100).to(dtype)
 
 def time_reading(stats, dtype, device, most) -> tuple: # (numbers of elements, seconds)
-    """Measure the time to compute statistics of tensors of increasing size, until a tensor has at least `most` elements.
+    """Time the reading of tensors: measure how long statistics take for increasing sizes, until a tensor has at least `most` elements.
 
     `stats`: names of the statistics.
     """
@@ -199,7 +199,7 @@ def time_reading(stats, dtype, device, most) -> tuple: # (numbers of elements, s
     return xs, ys
 
 def interpolate(xs, ys, n):
-    "Return the seconds to read `n` elements, by interpolation. `ys`: measured seconds for the numbers of elements in `xs`."
+    "Interpolate the seconds to read `n` elements. `ys`: measured seconds for the numbers of elements in `xs`."
     if n<=xs[-1] or len(xs)<2: return float(np.interp(n, xs, ys))
     return ys[-1]+(n-xs[-1])*max(ys[-1]-ys[-2], 0.)/(xs[-1]-xs[-2])
 
@@ -220,7 +220,7 @@ class ReadingTime:
 # %% ../../nbs/40_recorder/90_plan.ipynb #b75bd9e9
 @functools.cache
 def row_times(stats) -> tuple:
-    "Return two times in seconds for a tensor of a few elements: to record it, and to write its row. `stats`: names of the statistics."
+    "Return the times for a row of a small tensor, in seconds: to record the tensor, and to write its row. `stats`: names of the statistics."
     model,x = nn.Sequential(*(nn.Tanh() for _ in range(8))),torch.zeros(4)
     r,ts = Recorder(NullRun(), Settings(('input', 'output'), stats, schedule(1))),tracks(model)
     spent,took = [],[]
@@ -238,7 +238,7 @@ def row_times(stats) -> tuple:
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #0ebf059a
 def parameter_rows(r, ended=()) -> tuple: # (list of `PlannedTensor`, remarks about unknown rows)
-    "Return the expected rows of all tensors that are not inputs or outputs, such as parameters. `ended`: from `run_example_pass`."
+    "Return the expected rows of parameters, and of all other tensors that are not inputs or outputs. `ended`: from `run_example_pass`."
     (places,notes),s = ([], set()),r.sources
     def add(st, ttype, tname, n, p, shape=None):
         "Add the expected row of a parameter, or of a tensor that belongs to it. `shape`: None for the shape of the parameter."
@@ -266,7 +266,7 @@ def parameter_rows(r, ended=()) -> tuple: # (list of `PlannedTensor`, remarks ab
     return places, sorted(notes)
 
 def flow_rows(r) -> tuple: # (list of `PlannedTensor`, remarks about unknown rows)
-    """Return the expected rows of inputs and outputs, if the plan has no example input.
+    """Return the expected rows of inputs and outputs (data flow), if the plan has no example input.
 
     These are the rows of the last recorded pass. Without such a pass, expect one input and one output for each module.
     """
@@ -306,7 +306,7 @@ class Plan:
         self.rows,self.bytes,self.seconds = len(places),sum(lines),sum(seconds)
 
     def kinds(self) -> list: # returns tuples (ttype, number of rows, bytes of tensors or None, bytes of rows, seconds)
-        "Return the totals of rows, bytes and seconds for each tensor type."
+        "Return the totals of rows, bytes and seconds for each kind (tensor type)."
         found = {}
         for p,n,s in zip(self.places, self.lines, self.each, strict=True): found.setdefault(p.ttype, []).append((tensor_bytes(p), n, s))
         return [(t, len(rows), *(None if None in column else sum(column) for column in zip(*rows, strict=True))) for t,rows in found.items()]
@@ -334,7 +334,7 @@ class Plan:
         return f"Plan for {self.name}: {self.rows:,} rows, {byte_size(self.bytes)} and about {duration(self.seconds)} for each recorded step"
 
     def tail(self):
-        "Return one line of text for each of the tensors that take the most time to record."
+        "Return the last lines of the printed plan: one line for each of the tensors that take the most time to record."
         return [f"{p.track.name} {p.tname} {list(p.shape)}: about {duration(s)}" for s,p in self.largest()]
 
     def __repr__(self):

@@ -21,7 +21,7 @@ open_recorders = weakref.WeakSet() # recorders of this process, with the methods
 
 # %% ../../nbs/40_recorder/70_process.ipynb #6b947870
 def finish_open_recorders():
-    "Write the remaining rows of all open recorders when Python exits, and a finding about the exception that ended the program."
+    "Finish all open recorders when Python exits: write their remaining rows, and a finding about an exception that ended the program."
     for r in list(open_recorders):
         try:
             r.finish()
@@ -47,14 +47,14 @@ if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=stop_open
 
 # %% ../../nbs/40_recorder/70_process.ipynb #78226770
 def release_run(name):
-    "Stop the `torchEmber` of this run in this process, and write all of its rows, so that a new `torchEmber` can continue the run."
+    "Release a run in this process: stop its `torchEmber`, and write all of its rows, so that a new `torchEmber` can continue the run."
     for r in list(open_recorders):
         if r.t.fname!=name: continue
         if getattr(r, 'owner', None): r.owner().disarm()
         r.t.barrier()
 
 def weak_source(recorder):
-    "Return a function that calls `recorder.source`. It has only a weak reference, because the run keeps the function, but not the recorder."
+    "Return a function that calls `recorder.source` by a weak reference, so that the run, which keeps the function, keeps no recorder."
     ref = weakref.ref(recorder)
     def source(close):
         "Call `recorder.source`. Do nothing if the recorder was deleted."
@@ -82,7 +82,7 @@ def rank_and_size() -> tuple:
 
 # %% ../../nbs/40_recorder/70_process.ipynb #c97ce35d
 def shared_name(kind:str) -> str: # kind: class name of the model
-    "Return a name for a new run. All processes of the process group get the name that the first process chose."
+    "Return the shared name of a new run: all processes of the process group get the name that the first process chose."
     name = run_name(kind)
     store = shared_store() if torch.distributed.is_available() and torch.distributed.is_initialized() else None
     if store is not None:
@@ -93,7 +93,7 @@ def shared_name(kind:str) -> str: # kind: class name of the model
 
 # %% ../../nbs/40_recorder/70_process.ipynb #0cf7fd1f
 def store_for(run:str) -> tuple:
-    """Return a `PrefixStore` for the messages between the processes of one run, and the process group's store.
+    """Return the store for messages between the processes of one run (a `PrefixStore`), and the process group's store.
 
     Return None, None if there is no store. The `PrefixStore` has its own connection if possible, so that waiting for
     a message does not delay the training.

@@ -47,7 +47,7 @@ recorded = tuple(t for t in ttypes if t not in of_no_tensor) # tensor types that
 pass_numbers = {c.ttype: c for c in (Attention, Routers, Stream)} # tensor type -> class that records it in some passes
 
 def numbers_of_passes(asked, **arguments) -> dict:
-    """Return the steps for attention, router and stream rows: the value of `Settings.numbers`. Raise an error for an invalid schedule.
+    """Return the steps in which attention, router and stream numbers are recorded. Raise an error for an invalid schedule.
 
     `asked`: tensor types that the user asked for; `arguments`: values of the arguments `attention`, `routers` and `stream` of `torchEmber`.
     """
@@ -111,7 +111,7 @@ def make_step_controller(t, s, lock, gradient, turn, look_for_modules):
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #a0c1d2e3
 class ArmedModel:
-    "Installs the recorder's listeners on a model, and removes them again."
+    "Model with the recorder's listeners: installs (arms) the listeners, and removes them again."
     def __init__(self, events, optimizer_events, watches, sources, cost, graphs=None):
         self.events,self.optimizer_events,self.sources,self.cost = events,optimizer_events,sources,cost
         # watches: `OptimizerWatch` and `ClippingWatch`, if needed; graphs: `Graphs` or `UnrecordedGraphs` on a GPU
@@ -123,7 +123,7 @@ class ArmedModel:
         self.same_modules = None # `WatchedDicts` of all modules, to detect changed modules quickly; None before it is made
 
     def arm(self, tracks, watched=None, owner=None, methods=None):
-        """Install the listeners on the modules of a model.
+        """Arm a model: install the listeners on its modules.
 
         `tracks`: `moduleTrack`s of the modules, root first; `watched`: ids of the modules to record, None for all;
         `owner`: function that returns the `torchEmber`; `methods`: name -> function to install as a method of the model.
@@ -155,12 +155,12 @@ class ArmedModel:
         if self.sources.states: new.attach()
 
     def use_modules(self, tracks):
-        "Store the current modules of the model after a change."
+        "Use these modules as the modules of the model, after a change of the model."
         self.tracks,self.same_modules = tracks,None
         self.events.pass_events.prepare(tracks[0].module, max(t.path.count('.') for t in tracks))
 
     def look_for_modules(self):
-        "Search new modules of the model and start to record them. Warn if recording cannot start."
+        "Look for new modules of the model, and start to record them. Warn if recording cannot start."
         if self.same_modules is not None and self.same_modules.unchanged(): return
         if not (with_changed_children(self.sources.states) or self.containers.changed()) or self.owner is None: return self.note_modules()
         try: self.arm_new_modules(self.owner())
@@ -169,12 +169,12 @@ class ArmedModel:
                 f"({type(e).__name__}: {printable(e, 200)}). Fix the cause, then call te.rearm(). This warning is given once.")
 
     def note_modules(self):
-        "Store the parameters and children of all modules, to detect later changes quickly."
+        "Note the parameters and children of all modules, to detect later changes quickly."
         modules = [*(st.track.module for st in self.sources.states), *(m for m,_ in self.containers.known)]
         self.same_modules = WatchedDicts(d for m in modules for d in (m._parameters, m._modules)) if objects() is not None else None
 
     def arm_new_modules(self, owner):
-        """Install hooks on new modules of the model, and remove the hooks of modules that no longer belong to the model.
+        """Arm new modules of the model: install hooks on them. Remove the hooks of modules that no longer belong to the model.
 
         Call this only while no module other than the root is running.
         """
@@ -191,13 +191,13 @@ class ArmedModel:
         self.containers = Containers(ts, self.sources.states)
 
     def set_listeners(self, events, optimizer_events):
-        "Send the events of the model and of the optimizers to these listeners. `Graphs` is the listener during a CUDA graph capture."
+        "Set the listeners of the model and of the optimizers. During a CUDA graph capture, the listeners are those of `Graphs`."
         self.events.planned.stop()
         for st in self.sources.states: st.listener = events
         for w in self.watches: w.listener = optimizer_events
 
     def disarm(self):
-        "Remove the listeners, to leave every module as it was before recording."
+        "Disarm the model: remove the listeners, to leave every module as it was before recording."
         if self.graphs is not None: self.graphs.abandon()
         disarm(self.tracks, self.events)
         for w in (*self.watches, *self.numbers.values()): w.detach()
@@ -210,7 +210,7 @@ class ArmedModel:
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #9e5eebef
 def make_model(events, optimizer_events, pipe, settings, drain):
-    "Create the `ArmedModel` of a recorder. `drain`: function that writes all queued rows before a CUDA graph is captured."
+    "Make the `ArmedModel` of a recorder. `drain`: function that writes all queued rows before a CUDA graph is captured."
     watch,graphs = pipe.sources.watch,None
     watches = [] if watch is None else [watch]
     if {'weight_grad', 'unclipped_grad'} & set(settings.ttypes): watches.append(ClippingWatch(optimizer_events))
@@ -226,7 +226,7 @@ def pipe_property(path):
     return property((lambda self: getattr(getattr(self.pipe, first), then)) if then else lambda self: getattr(self.pipe, first))
 
 def loggable(numbers, notices):
-    "Return the numbers given to `te.log`: name -> number. Leave out each tensor without a value, with a warning."
+    "Return the numbers that `te.log` can log: name -> number. Leave out each tensor without a value, with a warning."
     values = {}
     for k,v in numbers.items():
         try: values[k] = as_number(v)
@@ -255,12 +255,12 @@ class Recorder:
     owner = property(lambda self: self.model.owner)
 
     def arm(self, tracks, watched=None, owner=None, methods=None):
-        "Begin to record a model. Arguments as in `ArmedModel.arm`."
+        "Arm a model: begin to record it. Arguments as in `ArmedModel.arm`."
         self.model.arm(tracks, watched, owner, methods)
         open_recorders.add(self)
 
     def disarm(self):
-        "Stop recording the model, and wait until all rows are in the log file."
+        "Disarm the model: stop recording it, and wait until all rows are in the log file."
         self.model.disarm()
         self.finish()
         self.t.file.flush() # another program may read the run from now on
@@ -272,11 +272,11 @@ class Recorder:
 
     @timed
     def log_model(self):
-        "Measure the current values of weights, their gradients, updates and optimizer states."
+        "Log the state of the model: measure the current values of weights, their gradients, updates and optimizer states."
         with self.lock: measure_now(self.pipe)
 
     def log(self, numbers):
-        "Add the numbers of `te.log` to the step of the last pass."
+        "Log the numbers of `te.log`: add them to the step of the last pass."
         open_recorders.add(self) # write also numbers that are logged after `close`
         self.losses.note(numbers)
         self.pipe.remover.hook_losses(numbers)
@@ -291,24 +291,24 @@ class Recorder:
 
     @timed
     def close(self, boundary=False):
-        "End the current step. Do nothing if the step has no content. `boundary`: True to end the step as `te.step()` does."
+        "Close the current step. Do nothing if the step has no content. `boundary`: True to end the step as `te.step()` does."
         with self.lock:
             self.pipe.remover.remove_refused()
             self.pipe.close_step(boundary)
 
     @timed
     def boundary(self, empty=False) -> bool:
-        "End the current step for `torchEmber.step`. Arguments and result as in `pipe.end_step`."
+        "Set a step boundary for `torchEmber.step`: end the current step. Arguments and result as in `pipe.end_step`."
         with self.lock: return end_step(self.pipe, empty)
 
     @timed
     def flush(self):
-        "Queue all rows measured so far for the log, without waiting until the rows are written."
+        "Flush all rows measured so far: queue them for the log, without waiting until the rows are written."
         with self.lock: self.pipe.flush()
 
     @timed
     def source(self, close):
-        "Queue all rows measured so far, because the run will be read. `close`: True to end the current step first."
+        "Serve as a source of rows for readers of the run: queue all rows measured so far. `close`: True to end the current step first."
         with self.lock:
             self.sources.note_parameters()
             # a step must not change after its rows were read, so earlier steps cannot become micro-batches any more
@@ -320,7 +320,7 @@ class Recorder:
         return self.cost.total()+self.t.file.seconds
 
     def remarks(self) -> list:
-        "Return sentences about unusual facts of the run, such as failed passes."
+        "Return remarks: sentences about unusual facts of the run, such as failed passes."
         if self.pipe.gate.disowned: return ['This process was forked from the process that records the run, so it records nothing.']
         return [*self.tally.remarks(self.sources, self.steps.manual), *self.losses.remarks()]
 
@@ -329,14 +329,14 @@ class Recorder:
         with self.lock: self.writer.write_recent_steps(self.step, why)
 
     def finish(self):
-        "Queue the rows of the current step for the log at the end of recording."
+        "Finish the recording: queue the rows of the current step for the log."
         with self.lock:
             self.losses.write(now=True)
             finish(self.pipe)
         self.flush()
 
     def ended(self):
-        "Delete the black box, because all rows are in the log file."
+        "Handle the end of the run: delete the black box, because all rows are in the log file."
         if self.box is not None: self.box.end()
 
     def record_exception(self, error):
@@ -345,7 +345,7 @@ class Recorder:
         if self.box is not None and (row := self.box.exit_finding(error)): self.t.file.put(partial(list, [line_of(row)]), joins=None)
 
     def leave(self):
-        "Stop recording in a forked child process, because the run belongs to the parent process."
+        "Leave the run to the parent process: stop recording in a forked child process."
         self.lock = threading.RLock()
         for part in (self.events, self.optimizer_events, self.pipe): part.handle_fork(self.lock)
 

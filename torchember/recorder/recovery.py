@@ -58,7 +58,7 @@ class BlackBoxContent:
         self.slots = sorted(filter(None, map(self.slot, range(w[SLOTS]))), key=lambda s: s.number)
 
     def array(self, at, n, k, kind):
-        "Return `n` rows and `k` columns of the file as an array, from byte `at`. `kind`: dtype of the array."
+        "Return an array of `n` rows and `k` columns, from byte `at` of the file. `kind`: dtype of the array."
         return np.frombuffer(self.data, kind, n*k, at).reshape(n, k)
 
     def rows(self, heads:int, at:int, n:int, length:int) -> tuple:
@@ -90,7 +90,7 @@ class BlackBoxContent:
 
     @property
     def opened(self):
-        "Rows of the unfinished last step that no copied step contains: pairs of arrays (headers, summaries), and custom rows."
+        "Rows of the step that was open (unfinished) at the end: pairs of arrays (headers, summaries), and custom rows. No copied step has them."
         last,parts = self.last_event,[]
         for rows,heads,n,length in self.w[BLOCK:BLOCK+4*self.w[BLOCKS]].reshape(-1, 4).tolist():
             h,v = self.rows(heads, rows, n, length)
@@ -101,7 +101,7 @@ class BlackBoxContent:
 
     @property
     def late(self):
-        "JSON lines of rows that were added after the end of their step."
+        "Late rows as JSON lines: rows that were added after the end of their step."
         at = NOTES+most_text
         return [line for line in self.data[at:at+int(self.w[LATE])].split(b'\n') if line]
 
@@ -124,7 +124,7 @@ def custom_rows(text):
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #917b7bd0
 def measured_steps(box):
-    "Return the copied steps of a black box as a list of `Measured`, oldest step first."
+    "Return the measured steps that a black box has copied: a list of `Measured`, oldest step first."
     kept,out = {},[]
     for s in box.slots:
         if any(n not in kept for n in s.earlier): continue
@@ -133,7 +133,7 @@ def measured_steps(box):
     return out
 
 def open_step(box) -> tuple:
-    """Return the number and the rows (a `Measured`) of the step that was unfinished when the process died.
+    """Return the number and the rows (a `Measured`) of the open step: the step that was unfinished when the process died.
 
     The rows have the mark `unfinished`. Return None, None if no step was unfinished.
     """
@@ -156,7 +156,7 @@ def local_time(ns):
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #7dbe60bc
 def lines_of_black_box(box) -> tuple:
-    "Return (lines of copied and late rows, number of the unfinished step or None, lines of the unfinished step)."
+    "Return the lines of a black box: lines of copied and late rows, number of the unfinished step or None, lines of the unfinished step."
     def lines(rows):
         "Return rows as JSON lines. A row that is already a line stays unchanged."
         return [line if isinstance(line, bytes) else line_of(line) for line in rows]
@@ -184,7 +184,7 @@ def missing_lines(path, lines):
     return [line for _,line in sorted(out, key=lambda o: o[0])]
 
 def tail_lines(path, start:int, first:int, size:int):
-    """Return the lines of a log from step `first` on, and a few earlier lines. Of a large file, read only the end.
+    """Return the tail of a log: its lines from step `first` on, and a few earlier lines. Of a large file, read only the end.
 
     Ignore lines before byte `start`. `size`: total bytes of the lines to compare with.
     """
@@ -203,7 +203,7 @@ def tail_lines(path, start:int, first:int, size:int):
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #d6690df5
 def last_loss(lines) -> tuple|None:
-    """Return (name, value) of the last logged number with 'loss' in its name, from lines of a log.
+    """Return the last logged loss as (name, value): the last number with 'loss' in its name, from lines of a log.
 
     If no name contains 'loss', return the last logged number. Return None if there is no number.
     """
@@ -242,7 +242,7 @@ def advice_for(cause, graph=None):
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #b4e07241
 def split_running(stacks) -> tuple:
-    """Return the innermost module that was running, and the (first, last) module names of a compiled graph that was running.
+    """Split the stacks of running modules: return the innermost module, and the (first, last) module names of a compiled graph.
 
     Either may be None. `stacks`: property `running` of a `BlackBoxContent`.
     """
@@ -257,7 +257,7 @@ def place_of_process_end(inside, graph, phase) -> str:
     return f"in {quote_module(inside)} ({what})" if inside else phases[phase]
 
 def process_end_row(box, step, lines:list) -> dict:
-    """Return a finding about the death of the process, with the last step, the running modules, and the probable cause.
+    """Return the log row of a finding about the end of the process, with the last step, the running modules, and the probable cause.
 
     `box`: a `BlackBoxContent`; `step`: number of the unfinished step, or None; `lines`: lines of the run's last steps.
     """
@@ -285,7 +285,7 @@ def process_end_row(box, step, lines:list) -> dict:
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #a9b8d266
 def recover(path) -> str|None:
-    """Append the missing rows of a dead process to its log, with a finding about its death. Then delete the black box.
+    """Recover the rows of a dead process: append its missing rows to its log, with a finding about its death. Then delete the black box.
 
     `path`: path of the black box without its suffix. Return the name of the run, None if the box cannot be read.
     """
@@ -315,7 +315,7 @@ def warn_once(path, message):
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #67a67b78
 def recover_all(folder) -> list:
-    "Recover the black boxes of all dead processes in a folder of runs. Return the names of these runs."
+    "Recover all black boxes of dead processes in a folder of runs. Return the names of these runs."
     boxes = os.path.join(folder, 'box')
     if fcntl is None: return [] # without file locks, dead processes cannot be recognized
     try: names = sorted(n.removesuffix('.box') for n in os.listdir(boxes) if n.endswith('.box'))

@@ -15,7 +15,7 @@ from .parameters import grad_of, plain_floats
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a1005
 def gradient_state(parameters) -> list:
-    """Return a value to compare: it changes when a gradient is computed, changed in place, or removed.
+    """Return the state of all gradients as a value to compare: it changes when a gradient is computed, changed in place, or removed.
 
     The value has an entry for each parameter: None if it has no gradient, otherwise id and version counter of the gradient.
     """
@@ -34,7 +34,7 @@ class TrainingPass:
     most = 8 # maximum number of outputs with a hook. With more outputs, a pass without a backward cannot be detected
 
     def __init__(self, number:int, micro:int, first:int, weights:int):
-        """Describe a training pass. `number`: number of the pass in the step; `micro`: its number among the passes of its phase.
+        """Create a training pass. `number`: number of the pass in the step; `micro`: its number among the passes of its phase.
 
         `first`: number of the first event of the pass; `weights`: version counters of the weights.
         """
@@ -48,7 +48,7 @@ class TrainingPass:
     def add_hooks(self, named, hook):
         "Install hooks on the outputs of this pass, to call `hook` when a backward reaches an output. `named`: pairs of name and output."
         def comes(g):
-            "Report that a backward has reached an output: call `hook`, and return the gradient unchanged."
+            "Report that a backward comes to (reaches) an output: call `hook`, and return the gradient unchanged."
             if not torch.compiler.is_compiling(): hook(self)
             return g
         for _,x in named:
@@ -58,7 +58,7 @@ class TrainingPass:
             x.register_hook(comes)
 
     def is_removed(self, parameters, now:list) -> bool:
-        """Return True if the backward of this pass computed gradients that were removed afterwards.
+        """Return True if the gradients that this pass's backward computed were removed afterwards.
 
         `now`: current `gradient_state` of the parameters.
         """
@@ -103,7 +103,7 @@ class RefusedPasses:
         if self.passes: self.passes[-1].add_hooks(outputs, self.note_reached)
 
     def note_reached(self, p):
-        "Store that a backward has reached an output of the training pass `p`."
+        "Note that a backward has reached an output of the training pass `p`."
         task = running_backward()
         # with create_graph=True, another backward may follow, so gradients are not compared
         if task==-1 or torch.is_grad_enabled(): p.reached = True; return
@@ -120,7 +120,7 @@ class RefusedPasses:
             p.before,p.after = self.state,None
 
     def backward_ends(self, task):
-        "Store the gradients after the backward with the id `task`, which ended without an error."
+        "Handle the end of the backward with the id `task`, without an error: store the gradients."
         if task!=self.task: return
         self.last = gradient_state(self.parameters)
         # keep references to the gradients, because Python may give the id of a freed tensor to a new tensor
@@ -129,7 +129,7 @@ class RefusedPasses:
         self.task,self.running = -1,[]
 
     def removed(self) -> list:
-        "Return the passes with gradients that were removed before any optimizer used them: the weights have not changed since the pass."
+        "Return the passes with removed gradients: no optimizer has used them, because the weights have not changed since the pass."
         if not any(p.before for p in self.passes): return []
         now = gradient_state(self.parameters)
         if now==self.last: return []
@@ -142,7 +142,7 @@ class RefusedPasses:
         return [p for p in self.passes if p.hooks and p.complete and not p.reached]
 
     def stop_if_copied(self) -> int: # number of wrongly refused passes
-        "Stop finding refused passes if the training loop assigns gradients itself. Then even useful passes look refused."
+        "Stop finding refused passes if the training loop copies gradients into the parameters itself. Then even useful passes look refused."
         if not self.taken: return 0
         grads = [grad_of(p) for p in self.parameters if not is_removed(p)]
         if not grads or not self.made or any(m is g for m in self.made for g in grads): return 0
@@ -150,13 +150,13 @@ class RefusedPasses:
         return n
 
     def forget(self, number:int): # number: number of the pass in the step
-        "Remove the pass with this number from the passes of the current step."
+        "Forget the pass with this number in the current step."
         gone = [p for p in self.passes if p.number==number]
         self.passes = [p for p in self.passes if p.number!=number]
         for p in self.passes: p.micro -= sum(g.micro<p.micro for g in gone)
 
     def first_after(self, p):
-        "Return the number of the first event of the pass that follows pass `p`. Return None if no pass follows."
+        "Return the number of the first event after pass `p`: the first event of the pass that follows. Return None if no pass follows."
         return next((q.first for q in self.passes if q.number>p.number), None)
 
     def handle_step_end(self):

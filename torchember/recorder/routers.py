@@ -32,7 +32,7 @@ def entropy_of_load(counts) -> float:
     return -sum(s*math.log(s) for s in shares)/math.log(len(counts))+0.
 
 def numbers_of_router(counts, tokens:int, choices:int, dropped=None) -> dict:
-    """Return the statistics for the row of a router as a dict.
+    """Return the numbers (statistics) for the row of a router as a dict.
 
     `counts`: number of tokens of each expert; `tokens`: number of all tokens; `choices`: number of experts that each token chooses;
     `dropped`: share of the choices that no expert processed, None if unknown.
@@ -97,6 +97,7 @@ class Routers(PassNumbers):
     def detach(self): self.watch.detach()
 
     def begin(self, state, phase, writes, eager=True):
+        "Begin to count the experts' tokens in a new pass, if the schedule selects the pass."
         super().begin(state, phase, writes, eager)
         if self.path is not None: self.tracks = {t.id: t for t in all_tracks(self.sources.states[0].track)}
 
@@ -107,7 +108,7 @@ class Routers(PassNumbers):
     def needs(self, ttype): return self.path is not None and ttype=='input'
 
     def flow(self, state, ttype, named, call, phase=None):
-        "Count the tokens in the input of an expert."
+        "Count the tokens that flow into an expert."
         routed = self.expert_calls.get(state.track.id) if self.path is not None and ttype=='input' else None
         x = next((x for _,x in named if isinstance(x, torch.Tensor) and x.dim()), None)
         if routed is not None and x is not None: routed.rows[state.track.id] += x.numel()//max(x.shape[-1], 1)
@@ -127,6 +128,7 @@ class Routers(PassNumbers):
         return self.path is not None and here.depth>0 and not here.measuring and not here.skipped
 
     def expert_choice(self, scores, indices, is_topk):
+        "Handle a choice of experts: count the tokens of each expert, unless the choice was made outside of a router."
         since = clock()
         # find the module that makes the choice, and the module that calls it
         running = list(islice(((m, kwargs) for m,kwargs in running_calls() if id(m) in self.tracks), 2))

@@ -47,7 +47,7 @@ def wait_for_number(v):
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9eeccf0c
 def describe_nonfinite(row):
-    "Return a phrase about the NaN and infinities in a row, with step, tensor and module. Return None if the row needs no warning."
+    "Describe the NaN and infinities in a row by a phrase, with step, tensor and module. Return None if the row needs no warning."
     if not needs_user_warning(row): return None
     if row['ttype']=='scalar':
         return next(f"step {row['step']}, {k} is {v}" for k,v in row.items() if isinstance(v, float) and not math.isfinite(v))
@@ -59,17 +59,17 @@ def describe_nonfinite(row):
 
 # %% ../../nbs/40_recorder/55_row.ipynb #9e226cde
 class FirstNonfinite:
-    "Finds the first NaN or infinity of a run, and gives a warning about it."
+    "Finds the first NaN or infinity (nonfinite number) of a run, and gives a warning about it."
     def __init__(self, file): self.file,self.found = file,None
 
     def add(self, rows):
-        "Search new rows of the run for the first NaN or infinity. Do nothing after the first one was found."
+        "Add new rows of the run: search the first NaN or infinity in them. Do nothing after the first one was found."
         if self.found is None and (row := first_not_finite((r for r in rows if isinstance(r, dict)), needs_user_warning)) is not None:
             self.found = describe_nonfinite(row)
             self.file.note(f"{self.found}: the first value of this run that is not finite. Training continues. This warning is given once.")
 
     def remark(self):
-        "Return a sentence about the first NaN or infinity of the run. Return None if all values are finite."
+        "Return a remark about the first NaN or infinity of the run. Return None if all values are finite."
         return f"First value that is not finite: {self.found}." if self.found else None
 
 def warn_of_first_nonfinite(log):

@@ -28,21 +28,21 @@ class StepLog:
         return {**({} if self.rank is None else {'rank': self.rank}), **self.t.marked}
 
     def put_without_step(self, rows):
-        "Add rows that belong to no step to the log file. `rows`: function without arguments that returns the rows."
+        "Put rows without a step (they belong to no step) into the log file. `rows`: function without arguments that returns the rows."
         self.t.file.put(rows, joins=None)
 
     def report(self, kind, text, severity, name, step):
-        "Write a warning into the run, as a finding about a step and a module. `name`: display name of the module."
+        "Report a warning in the run, as a finding about a step and a module. `name`: display name of the module."
         line = line_of(report_row(kind, text, severity, name, step, now()) | self.columns())
         self.put_without_step(lambda: [line])
 
     def put_late(self, rows, **by):
-        "Add late rows to the step that was written last, although this step has ended."
+        "Put late rows into the log: add them to the step that was written last, although this step has ended."
         self.t.file.put(rows, joins=True if self.was_on else None, **by)
 
     @property
     def file_is_open(self): # True if the last rows in the file belong to a step that has not ended
-        "Return True if the last step in the log file has not ended."
+        "Return True if the last step in the log file is still open: it has not ended."
         step = self.t.file.step
         return bool(step and not step.closed)
 
@@ -54,11 +54,11 @@ class ExtraRows:
         self.noted = Counter() # number of a step -> number of its rows from `te.log`
 
     def report(self, steps, kind, text, severity): # steps: `Steps`; other arguments: as in `Notices.once`
-        "Write a warning into the run, as a finding about the current step."
+        "Report a warning in the run, as a finding about the current step."
         self.log.report(kind, text, severity, self.root_name, steps.number)
 
     def note(self, values:dict, buffer, steps, on:bool):
-        """Add the user's numbers from `te.log` to the step of the last pass. `values`: name -> result of `as_number`.
+        """Note the user's numbers from `te.log`: add them to the step of the last pass. `values`: name -> result of `as_number`.
 
         `on`: True if the current step is recorded.
         """
@@ -73,7 +73,7 @@ class ExtraRows:
         (self.log.put_late if step!=steps.number else self.log.put_without_step)(rows)
 
     def note_rates(self, rates:dict, buffer):
-        "Add the learning rates of the current step. `rates`: result of `LearningRates.take`."
+        "Note the learning rates of the current step as a row. `rates`: result of `LearningRates.take`."
         key = (self.root_name, 'scalar', 'lr', None, None, 0)
         buffer.add(key, 0, None, 'float64', {self.scalars.name(n): v for n,v in rates.items()})
 
@@ -90,7 +90,7 @@ class ExtraRows:
         (self.log.put_late if step==steps.closed else self.log.put_without_step)(made)
 
     def join(self, step, first, earlier):
-        """Add up the numbers of rows from `te.log` when earlier steps are merged into the current step.
+        """Join the counts of `te.log` rows when earlier steps are merged into the current step: add them up.
 
         `step`: number of the current step before merging; `first`: its number after merging; `earlier`: the merged steps.
         """
@@ -112,7 +112,7 @@ class RecentUnrecordedSteps:
         self.reasons = set() # reasons why kept steps were written to the log, such as 'not finite'
 
     def wants(self, step):
-        "Return True if an unrecorded step stays in memory. Return False if the step is written to the log because of a problem."
+        "Return True if this object wants to keep an unrecorded step in memory. False if the step goes to the log because of a problem."
         return step>self.until
 
     def has_first_not_finite(self, measured):
@@ -121,7 +121,7 @@ class RecentUnrecordedSteps:
         return any(isinstance(v, np.ndarray) and v[:, not_finite].any() for _,v in measured.snapshot.parts)
 
     def release(self, step:int, why:str) -> list:
-        """Return all kept steps, to write them to the log. The same number of unrecorded steps after `step` will be written, too.
+        """Release all kept steps: return them, to write them to the log. The same number of unrecorded steps after `step` will be written, too.
 
         `why`: the reason in one word. Each reason releases steps only once, because a run may have NaN until its end.
         """
@@ -162,7 +162,7 @@ class RowWriter:
         self.refused = None,0
 
     def note_time(self):
-        "Store the time of the first measurement of a step."
+        "Note the time of the first measurement of a step."
         if self.ts is None: self.ts = now()
 
     def columns(self):
@@ -170,7 +170,7 @@ class RowWriter:
         return self.log.columns()
 
     def write(self, buffer, steps, over:bool, wait:bool=False, held:bool=False):
-        """Queue all new measurements of the step for the log, and empty the buffer. `over`: True if the step has ended.
+        """Write all new measurements of the step: queue them for the log, and empty the buffer. `over`: True if the step has ended.
 
         `wait`: True to write the step later, because it may turn out to be a micro-batch. `held`:
         True if the schedule does not select the step.
@@ -202,36 +202,36 @@ class RowWriter:
         else: self.log.t.put(measured, over, self.lines)
 
     def write_recent_steps(self, step, why): # arguments of `RecentUnrecordedSteps.release`
-        "Write the kept steps to the log because of a problem, although the schedule does not select these steps."
+        "Write the recent, kept steps to the log because of a problem, although the schedule does not select these steps."
         for measured in self.held.release(step, why): self.log.t.put(measured, True, self.lines)
 
     def release(self):
-        "Queue the waiting steps for the log, because they turned out not to be micro-batches."
+        "Release the waiting steps: queue them for the log, because they turned out not to be micro-batches."
         waited,self.waiting = self.waiting,[]
         for measured in waited: self.log.t.put(measured, True, self.lines)
 
     def join(self, step, first, earlier): # arguments of `ExtraRows.join`
-        "Drop the waiting steps, because they turned out to be micro-batches of the current step."
+        "Join the waiting steps with the current step: drop them here, because they turned out to be its micro-batches."
         self.waiting = []
         self.extra.join(step, first, earlier)
 
     def note_skipped(self):
-        "Store that a `GradScaler` skipped the optimizer's step."
+        "Note that a `GradScaler` skipped the optimizer's step."
         self.skipped = True
 
     def leave(self):
-        "Drop the waiting steps in a forked process, because the parent process writes their rows."
+        "Leave the waiting steps to the parent process: drop them in a forked process."
         self.waiting = []
 
     def handle_step_end(self, step:int, on:bool): # on: True if the step was recorded
-        "Begin a new step without rows of users' functions or of `te.log`."
+        "Handle the end of a step: begin a new step without rows of users' functions or of `te.log`."
         self.log.was_on,self.skipped = on,False
         self.custom,self.ended = [],self.custom
         self.extra.handle_step_end(step)
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #5a100002
 def write_refused(writer, buffer, steps, p, until, whole:bool, on:bool):
-    """Queue the rows of a refused pass (no optimizer used its gradients) with the phase `refused`. `p`: its `TrainingPass`.
+    """Write the rows of a refused pass (no optimizer used its gradients) with the phase `refused`. `p`: its `TrainingPass`.
 
     `until`: number of the first event of the next pass, or None. `whole`: True if the current step has no other pass,
     and none of its rows is in the log. `on`: True if the current step is recorded.

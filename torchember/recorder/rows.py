@@ -61,7 +61,7 @@ class Measured:
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #310557a6
 def update_ratios(columns) -> dict:
-    "Return (index of the `Measured`, event number) -> update-to-weight ratio, rms(update)/rms(weight), of each weight update."
+    "Return the update-to-weight ratio, rms(update)/rms(weight), of each update: (index of the `Measured`, event number) -> ratio."
     if not any(t.key[1]=='update' for c in columns for t in c.taps): return {}
     rows = sorted((o, e, t.key, r) for c in columns for o,e,t,r in zip(c.owner.tolist(), c.events.tolist(), c.taps, c.rms().tolist(), strict=True))
     size = {(o, k[0], k[2].removeprefix('weight_')): r for o,_,k,r in rows if k[1] in ('weight', 'before')}
@@ -83,7 +83,7 @@ def group_by_columns(columns):
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #93c2bbe2
 def add_numel(c, more):
-    "Yield groups of rows as `Columns`, with additional columns. Add `numel` to rows in which the shape does not give the number of elements."
+    "Add the column `numel` to rows in which the shape does not give the number of elements. Yield groups of rows: `Columns`, more columns."
     n = c.vectors[:, index['count']]
     dims,sizes = c.dims[:, :1],c.dims[:, 1:]
     odd = n!=np.where(np.arange(sizes.shape[1])<dims, sizes, 1).prod(1)
@@ -102,7 +102,7 @@ def shape_texts(dims) -> list:
     return [*map(shape_text, map(tuple, dims.tolist()))]
 
 def texts_of_columns(columns) -> list:
-    """Convert the values of each column to JSON texts. A column is an array of numbers or lists, or a list of texts.
+    """Return the texts (JSON) of the values in each column. A column is an array of numbers or lists, or a list of texts.
 
     All columns of floats are converted together, because one conversion is faster.
     """
@@ -121,7 +121,7 @@ def fill_templates(text, columns) -> list:
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #e34d01bb
 def fill_shared(text, m):
-    "Fill the placeholders for time, step and marks in joined templates with the values of a `Measured`."
+    "Fill the placeholders shared by all rows of a `Measured`, for time, step and marks, in joined templates."
     marks = b','+line_of(m.marks)[1:-1] if m.marks else b''
     return text.replace(TS, b'"%s"' % m.ts.encode()).replace(STEP, b'%d' % m.step).replace(MARKS, marks)
 
@@ -132,7 +132,7 @@ def rows_as_dicts(c, more, measured):
     return [measured[o].row(t.key, n, None, d, s | m) for o,t,n,d,s,m in rows]
 
 def sort_by_event(done, n):
-    "Return a list of rows for each of `n` `Measured`s, sorted by event number. `done`: tuples (indices of `Measured`s, events, rows)."
+    "Sort rows by event number: return a list of rows for each of `n` `Measured`s. `done`: tuples (indices of `Measured`s, events, rows)."
     owners,events = (np.concatenate([d[i] for d in done]) if done else np.empty(0, int) for i in (0, 1))
     rows = [r for d in done for r in d[2]]
     if len(done)>1:

@@ -38,7 +38,7 @@ class FollowedTensors:
         self.ttypes,self.parameters,self.buffer,self.tensors = ttypes,parameters,buffer,{}
 
     def follow(self, name, x, states):
-        """Measure a tensor that belongs to no module at the end of each step from now on.
+        """Follow a tensor that belongs to no module: measure it at the end of each step from now on.
 
         `name`: `tname` of the tensor; `x`: the tensor, None to stop; `states`: `ModuleState`s of the recorded modules.
         """
@@ -47,7 +47,7 @@ class FollowedTensors:
         if x is not None and states: self.parameters.old_gradients.note_existing([_as_parameter(states[0], name, x)])
 
     def as_parameters(self, root):
-        "Return a tuple for each followed tensor (a tensor outside of modules), in the form of the tuples from `Parameters.each`."
+        "Return the followed tensors (tensors outside of modules) in the form of parameters: tuples as from `Parameters.each`."
         return [_as_parameter(root, n, x) for n,x in self.tensors.items()]
 
     def measure_all(self, root):
@@ -79,7 +79,7 @@ class KnownOptimizers:
         self.all_ids,self.ids_of = ParameterIds(),ParameterIds()
 
     def scale(self):
-        "Return the factor by which the `GradScaler` multiplies the loss. Return None if there is no scaler."
+        "Return the loss scale: the factor by which the `GradScaler` multiplies the loss. Return None if there is no scaler."
         s = None if self.watch is None else self.watch.scaler
         return loss_scale(s) if s is not None and s.is_enabled() else None
 
@@ -93,7 +93,7 @@ class KnownOptimizers:
         return None if any(is_unscaled(watch.scaler, o) for o in optimizers if watch.scaler) else self.scale()
 
     def unused_gradients(self, plan=None) -> set:
-        """Return the ids of parameters with a gradient but without a known optimizer, such as a forgotten output layer.
+        """Return the ids of parameters with an unused gradient: no known optimizer has them, such as a forgotten output layer.
 
         `plan`: result of `Parameters.current_plan`, None to call it here.
         """
@@ -129,7 +129,7 @@ class Sources:
         # objects that measure tensors at the end of each step, such as `Buffers`
         self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)]
         def among(*some):
-            "Return the tensor types of `some` that are recorded."
+            "Return the tensor types among `some` that are recorded."
             return [t for t in some if t in ttypes]
         # value of `Steps.manual` -> types of parameter tensors to measure when a module returns
         # True: gradients are measured later, because they are complete only when the optimizer steps
@@ -150,7 +150,7 @@ class Sources:
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
 
     def armed(self, states, again:bool=False):
-        """Measure the tensors of these modules from now on. `states`: `ModuleState`s, root first, or an empty list to stop.
+        """Handle that modules are armed: measure their tensors from now on. `states`: `ModuleState`s, root first, or an empty list to stop.
 
         `again`: True if the same model was recorded before, with other modules.
         """
@@ -165,12 +165,12 @@ class Sources:
         else: self.sampled = []
 
     def note_parameters(self, search=False):
-        "Write facts about all parameters into the metadata of the run. `search`: True to search unknown optimizers."
+        "Note facts about all parameters in the metadata of the run. `search`: True to search unknown optimizers."
         optimizers = None if self.watch is None else self.watch.optimizers
         self.parameters.known.note(self.states, optimizers, self.parameters.hint.trains, search)
 
     def follow(self, name, x):
-        "Measure a tensor that belongs to no module at the end of each step from now on."
+        "Follow a tensor that belongs to no module: measure it at the end of each step from now on."
         self.followed.follow(name, x, self.states)
 
     # ---- methods called during a pass
@@ -185,19 +185,19 @@ class Sources:
         return sum_version_counters(self.sampled) if self.sampled and needed else None
 
     def flow(self, state, ttype:str, named, call:int, phase):
-        """Measure the inputs or outputs of a module call, and install hooks to measure their gradients.
+        """Measure the tensors that flow into or out of a module in one call, and install hooks to measure their gradients.
 
         `ttype`: 'input' or 'output'; `named`: pairs of name and tensor.
         """
         for source in self.at_calls: source.flow(state, ttype, named, call, phase)
 
     def begin_training(self):
-        "Prepare the check for missing gradients, because a pass with gradients begins."
+        "Begin a pass with gradients (training): prepare the check for missing gradients."
         hint = self.parameters.hint
         if not hint.trains: hint.training(self.states)
 
     def complete(self, optimizer, scale):
-        "Measure the complete gradients before an optimizer's step, and gradients of parameters without a known optimizer."
+        "Complete the gradient rows: measure the complete gradients before an optimizer's step, and gradients without a known optimizer."
         if not self.parameter_types[False]: return
         plan = self.parameters.current_plan()
         self.parameters.measure_complete(self.optimizers.ids_of([optimizer]), scale, plan)
@@ -218,5 +218,5 @@ class Sources:
         for source in self.at_step_end: source.measure_all(self.states)
 
     def handle_step_end(self):
-        "Notify all parts that measure tensors of the end of a step."
+        "Handle the end of a step in all parts that measure tensors."
         for part in (*self.at_calls, self.parameters, self.updates): part.handle_step_end()

@@ -26,7 +26,7 @@ from .notices import Notices
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #954cf48e
 def custom_row(f, x, call=lambda f, x: f(x)):
-    "Call the user's statistics function `f` with the tensor `x`. Check the returned dict, and convert its values to Python numbers."
+    "Return the custom row of a tensor: the dict from the user's statistics function `f`, checked, with values as Python numbers."
     version = None if x.is_inference() else x._version
     if x.is_meta: raise OnMetaDevice()
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False): got = call(f, x.detach())
@@ -120,7 +120,7 @@ class Functions:
 ordinary = (torch.Tensor, torch.nn.Parameter) # types of tensors that are never sharded
 
 def is_part(x):
-    "Return True if this rank has only a shard of a DTensor."
+    "Return True if a tensor is only a part: this rank's shard of a DTensor."
     return hasattr(x, 'placements') and not all(p.is_replicate() for p in x.placements)
 
 def placement(x):
@@ -135,7 +135,7 @@ class LocalShards:
         self.columns = {} # `tensor_key_in_step` a row -> columns about the shard of this row
 
     def local(self, state, key, call:int, x) -> torch.Tensor:
-        "Return this rank's shard of a tensor, and store the columns that describe this shard. `key`: argument of `one_row`."
+        "Return the local part of a tensor, this rank's shard, and store the columns that describe it. `key`: argument of `one_row`."
         place,piece = tensor_key_in_step(key, call),self.piece(state, key, x)
         self.columns.pop(place, None)
         if piece: self.columns[place] = piece
@@ -144,19 +144,19 @@ class LocalShards:
         return x.to_local()
 
     def piece(self, state, key, x):
-        "Return the columns about this rank's shard of a tensor. Return None for a single process, and after an error."
+        "Return columns that describe the piece (shard) of a tensor on this rank. Return None for a single process, and after an error."
         if self.ranks is None: return None
         try: return self.ranks.columns(state.track.module, key[1], x, key[3])
         except Exception as e: self.give_up(e)
 
     def begin_pass(self):
-        "Notify `ranks` of the start of a pass. After an error, shards are no longer described in rows."
+        "Begin a pass: notify `ranks`. If this fails, rows no longer describe shards."
         if self.ranks is None: return
         try: self.ranks.pass_begins()
         except Exception as e: self.give_up(e)
 
     def give_up(self, e):
-        "Give a warning about an error, and record no columns about shards from now on."
+        "Give up describing shards after an error: give a warning, and record no columns about shards from now on."
         self.ranks = None
         self.notices.once('ranks', f"torchember cannot determine how the model is distributed over processes ({type(e).__name__}: {e}). Each process "
             "records its own shards, and reading cannot merge them into whole tensors.")
@@ -210,7 +210,7 @@ class CustomRows:
         self.discarded |= {k for k in self.taken if k[2]==micro}
 
     def pop_pass(self, p, until, whole):
-        """Remove the custom rows of the pass `p`, and numbers logged during this pass. Return these rows, and the count of logged numbers.
+        """Pop the custom rows of the pass `p`, and numbers logged during this pass: remove and return them, with the count of logged numbers.
 
         `until`: number of the first event of the next pass, or None. `whole`: True to remove all rows.
         """
@@ -230,13 +230,13 @@ class CustomRows:
         return mine, sum(r.is_number for r in mine)
 
     def join(self, earlier):
-        "Merge earlier steps into this step as micro-batches. The log already has the rows of the first of these steps."
+        "Join earlier steps with this step as micro-batches. The log already has the rows of the first of these steps."
         # the first step is in the log as a step with one pass, so its rows have no micro-batch number
         self.taken = {(r.key, r.call, None) for r in earlier[0].custom if r.key[3]}
         self.rows = join_rows(earlier, self.rows)
 
     def take(self):
-        "Remove and return all custom rows. A row that replaces a row in the log gets the column `supersedes`."
+        "Take all custom rows out of this object, and return them. A row that replaces a row in the log gets the column `supersedes`."
         rows,self.rows = self.rows,[]
         # a parameter has only one row in a step, so a new row supersedes the earlier row
         again = {k for k in self.taken if k[0][3]} | self.discarded
@@ -245,7 +245,7 @@ class CustomRows:
         return rows
 
 def join_rows(earlier, own) -> list:
-    """Merge the custom rows of several micro-batches into one step. `earlier`: `ProvisionalStep`s; `own`: rows of the last micro-batch.
+    """Join the custom rows of several micro-batches to one step. `earlier`: `ProvisionalStep`s; `own`: rows of the last micro-batch.
 
     For a parameter, only the row of the last pass is kept.
     """
@@ -259,7 +259,7 @@ def join_rows(earlier, own) -> list:
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a05
 def belongs_to(p, key): # p: a `TrainingPass`; key: argument of `one_row`
-    "Return False for an input or output gradient if no backward has reached the pass `p`, because the row then belongs to a later pass."
+    "Return True if a row belongs to the pass `p`. False for an input or output gradient of a later pass: no backward reached `p`."
     return p.reached or key[1] not in ('input_grad', 'output_grad')
 
 class SelectedRows:
@@ -270,7 +270,7 @@ class SelectedRows:
 def split_parts(parts:list, which) -> tuple:
     "Split pairs (headers, summaries) into chosen and remaining rows. `which`: function that returns True for each chosen header."
     def select(choose):
-        "Return pairs (headers, summaries) with only the rows chosen by `choose`."
+        "Select rows: return pairs (headers, summaries) with only the rows chosen by `choose`."
         some = [(h, v, np.flatnonzero(choose(which(h)))) for h,v in parts]
         return [(h[at], v[at] if isinstance(v, np.ndarray) else SelectedRows(v, at)) for h,v,at in some if len(at)]
     return select(lambda b: b), select(lambda b: ~b)
@@ -280,7 +280,7 @@ class Snapshots:
     def __init__(self): self.taken,self.joined,self.any = [],[],False # any: True if the log has some rows of the current step
 
     def take(self, arena, over, keep=None):
-        "Remove all rows from the arena and return them as a `Snapshot`. `keep`: copies rows into the black box, and returns the number of the copy."
+        "Take all rows out of the arena and return them as a `Snapshot`. `keep`: copies rows into the black box, and returns the number of the copy."
         earlier,kept = list(self.taken),[]
         snapshot = arena.take(earlier, None if keep is None else lambda parts: kept.append(keep(self.joined+parts, earlier)))
         snapshot.number = kept[0] if kept else 0
@@ -289,7 +289,7 @@ class Snapshots:
         return snapshot
 
     def pop_pass(self, arena, p, whole):
-        """Remove the rows of the pass `p`, except rows of parameters. Return the removed rows as a `Snapshot`.
+        """Pop the rows of the pass `p`, except rows of parameters: remove them from the step, and return them as a `Snapshot`.
 
         `whole`: True to remove all rows.
         """
@@ -304,7 +304,7 @@ class Snapshots:
         return Snapshot(mine, arena.taps, [])
 
     def join(self, earlier):
-        "Add the rows of earlier steps as rows of passes. The log already has the rows of the first of these steps."
+        "Join earlier steps: add their rows as rows of passes. The log already has the rows of the first of these steps."
         first,*more = [[e.measured.snapshot.merge_into_pass(i)] if e.measured is not None else [] for i,e in enumerate(earlier)]
         self.taken,self.joined,self.any = first,[p for some in more for s in some for p in s.parts],bool(first)
 
@@ -342,16 +342,16 @@ class StepRows:
         self.custom.drop_failed_pass(micro)
 
     def join(self, earlier):
-        "Merge earlier steps into this step as passes. `earlier`: `ProvisionalStep`s."
+        "Join earlier steps with this step, as passes. `earlier`: `ProvisionalStep`s."
         self.arena.renumber(len(earlier))
         self.snapshots.join(earlier)
         self.custom.join(earlier)
 
     def take(self, over, metadata=None):
-        "Remove all rows. Return a `Snapshot` of the arena, and the custom rows. `metadata`: arguments of `StepSlots.keep`, or None."
+        "Take all rows out of the step: return a `Snapshot` of the arena, and the custom rows. `metadata`: arguments of `StepSlots.keep`, or None."
         custom,box = self.custom.take(),self.box
         def keep(parts, earlier):
-            "Copy the rows into the black box. Return the number of this copy, or 0 after an error."
+            "Keep a copy of the rows in the black box. Return the number of this copy, or 0 after an error."
             try: return box.keep(parts, custom=custom, over=over, earlier=[s.number for s in earlier], **metadata)
             except Exception as e:
                 self.notices.once('box', "A step could not be copied into the black box, a file that survives a crash "
@@ -362,7 +362,7 @@ class StepRows:
         except RuntimeError as e: return self.report_device(e), custom
 
     def pop_pass(self, p, until, whole:bool) -> tuple:
-        """Remove the rows of the `TrainingPass` `p` from the step. `until`: number of the first event of the next pass, or None.
+        """Pop the rows of the `TrainingPass` `p`: remove and return them. `until`: number of the first event of the next pass, or None.
 
         `whole`: True if the step has no other pass. Return a `Snapshot`, the custom rows, and how many numbers were
         logged during the pass.
@@ -372,7 +372,7 @@ class StepRows:
         except RuntimeError as e: return self.report_device(e), custom, numbers
 
     def report_device(self, error):
-        "Warn that a device has failed, and that the rows of this step are lost. Return an empty `Snapshot`."
+        "Report a failed device: warn that the rows of this step are lost. Return an empty `Snapshot`."
         self.notices.failed('model', 'rows of this step on a device', error)
         return Snapshot([], self.arena.taps, [])
 
@@ -387,7 +387,7 @@ class StepRows:
         self.snapshots.any = False
 
 def new_tap(arena, state, place, how, once):
-    "Return the `Tap` (place where a tensor is measured) of a tensor of a module. Create it, unless another thread has just created it."
+    "Return a new `Tap` (place where a tensor is measured) for a tensor of a module. If another thread has just created it, return this one."
     ttype,tname,phase,backward,pname = place
     with arena.lock:
         if place not in state.taps:
@@ -467,18 +467,19 @@ class StepBuffer:
         self.rows.custom.add(next(self.rows.arena.clock), key, call, micro, dtype, stats)
 
     def use(self, how, ttypes, states=()):
-        "Change the statistics of some tensor types from now on. `how`: new statistics; `states`: `ModuleState`s of the model."
+        "Use new statistics for some tensor types from now on. `how`: new statistics; `states`: `ModuleState`s of the model."
         self.stats.update(dict.fromkeys(ttypes, how))
         self.uses += 1
         for st in states: st.renew_taps({place: tap for place,tap in st.taps.items() if place[0] not in ttypes})
 
     def begin_pass(self, number:int): # number: number of the pass in the step
+        "Begin a pass with this number in the step."
         self.rows.arena.begin(number)
         self.shards.begin_pass()
 
     @property
     def is_simple(self):
-        "True if all statistics are built in and no tensor is sharded. Then compiled code may write rows."
+        "True if all measurements are simple: statistics are built in and no tensor is sharded. Then compiled code may write rows."
         return not (self.shards.ranks is not None or self.shards.columns or self.rows.custom or any(map(callable, self.stats.values())))
 
     def set_micro_batch(self, micro:int):
@@ -490,19 +491,19 @@ class StepBuffer:
         self.rows.drop_failed_pass(number, self.micro)
 
     def join(self, earlier):
-        "Add the rows of earlier steps to this step, as passes. `earlier`: `row_writer.ProvisionalStep`s."
+        "Join earlier steps with this step: add their rows as rows of passes. `earlier`: `row_writer.ProvisionalStep`s."
         self.rows.join(earlier)
         self.micro = len(earlier)
         self.shards.columns = {k:v for e in earlier if e.measured is not None for k,v in e.measured.parts.items()} | self.shards.columns
 
     def read_pending(self, module='model'):
-        "Measure all queued parameters in one kernel launch, before their values change. Then drop the references to the parameters."
+        "Read all pending parameters (queued for measurement) in one kernel launch, before their values change. Then drop their references."
         self.rows.forget_cached_summaries()
         try: self.rows.arena.read_pending()
         except Exception as e: self.notices.failed(module, 'a parameter', e, self.stats.get('weight'))
 
     def take(self, over, metadata=None):
-        "Remove all rows. Return a `Snapshot` of the summaries, and the custom rows. `over`: True if the step has ended."
+        "Take all rows out of the buffer: return a `Snapshot` of the summaries, and the custom rows. `over`: True if the step has ended."
         return self.rows.take(over, metadata and dict(of_parts=self.shards.columns, **metadata))
 
     def use_black_box(self, box):
@@ -511,11 +512,10 @@ class StepBuffer:
         self.calls.box = None if box is None else box.position
 
     def leave(self, lock):
-        "Begin with an empty buffer in a forked process, because rows and black box belong to the parent process."
+        "Leave all rows and the black box to the parent process: begin with an empty buffer in a forked process."
         self.functions.lock,self.calls.box,self.rows = lock,None,StepRows(self.notices, lock)
 
     def handle_step_end(self):
-        "Forget the measurements of the ended step."
         self.rows.handle_step_end()
         self.micro,self.gradients = 0,None
         self.on_device = any(b.device.type!='cpu' for b in self.rows.arena.blocks)

@@ -77,7 +77,7 @@ class StepScalars:
         return f'recorded_{name}' if name in self.taken else name
 
     def ask(self, root_name:str, gradients) -> dict:
-        """Return {'norms': arguments for the gradient norms}, read by `row`. The arguments are a list, because the black box stores JSON.
+        """Ask for gradient norms: return {'norms': their arguments}, which `row` reads. A list, because the black box stores JSON.
 
         `gradients`: result of `Parameters.gradient_counts`.
         """
@@ -95,18 +95,18 @@ class StepScalars:
         return row
 
     def remember(self, rows):
-        "Store the row of learning rates if `rows` contains one, because `rename` may write this row again."
+        "Remember the row of learning rates, if `rows` contains one, because `rename` may write this row again."
         for r in rows:
             if r['ttype']=='scalar' and r['tname']=='lr': self.rows['lr'] = r
 
     def claim(self, names) -> set:
-        "Reserve the names of the user's numbers. Return new names that torchember uses for its own numbers, too."
+        "Claim names for the user's numbers. Return new names that torchember uses for its own numbers, too."
         new = {n for n in names if builtin_scalar_name(n) and not n.startswith('recorded_')}-self.taken
         self.taken |= new
         return new
 
     def rename(self, step:int, names:set) -> list:
-        """Return torchember's scalar rows of a step again. Numbers with a name in `names` (used by the user) get the prefix `recorded_`.
+        """Rename torchember's numbers of a step: return its rows with the prefix `recorded_` at names that the user has claimed.
 
         The new rows supersede the old rows.
         """

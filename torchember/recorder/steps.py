@@ -24,7 +24,7 @@ class Phases:
         self.without_grad = False # True if the current step has a pass without gradients
 
     def find(self, path:str, training:bool, root_training:bool, grad:bool=True) -> str|None:
-        """Return the phase of a pass: 'eval', 'no_grad', or None for training. `path`: path of the called module.
+        """Find the phase of a pass: return 'eval', 'no_grad', or None for training. `path`: path of the called module.
 
         `training`, `root_training`: True if this module, or the root, is in training mode.
         `grad`: True if gradients will be computed. If the model is trained in `eval()` mode, such a pass trains.
@@ -57,14 +57,14 @@ class SteppedOptimizers:
     max_count = property(lambda self: max(self.counts.values(), default=0), doc="Largest number of steps of one optimizer.")
 
     def note_step(self, optimizer:int) -> bool: # True if the training step is over
-        "Count a step of the optimizer with this id. Return True if all awaited optimizers have stepped."
+        "Note a step of the optimizer with this id. Return True if all awaited optimizers have stepped."
         if len(self.awaited)>1 and optimizer not in self.stepped: self.waits[optimizer] = max(self.waits.get(optimizer, 0), self.max_count)
         self.stepped.add(optimizer)
         self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # `get`, because `Counter` is slow for a missing key
         return bool(self.awaited) and self.stepped>=self.awaited
 
     def wait_too_long(self, new:int, few:int) -> bool:
-        """Return True if one optimizer has stepped too often while another awaited optimizer has not stepped.
+        """Return True if waiting for an optimizer takes too long: another optimizer has stepped too often meanwhile.
 
         The limit is `new` steps if the missing optimizer has never stepped in this run. Otherwise the limit is `few` steps,
         or more if the missing optimizer steps rarely.
@@ -160,7 +160,7 @@ class Steps:
 
     @property
     def own_passes(self):
-        "Number of passes of the current step that are not evaluations."
+        "Number of the current step's own passes: passes that are not evaluations."
         # `get`, because `Counter` is slow for a missing key
         return self.passes.get(None, 0)+self.passes.get('no_grad', 0)
 
@@ -185,25 +185,25 @@ class Steps:
 
     @property
     def noted(self):
-        "Number of the step for a number of `te.log`: the current step, or the previous step if no pass has begun since."
+        "Number of the step in which `te.log` notes a number: the current step, or the previous step if no pass has begun since."
         later = self.own_passes if self.manual and self.trained else self.passes
         return self.number if later or self.closed is None else self.closed
 
     # ---- begin and removal of passes
 
     def is_over_before(self, path, phase, weights=None, joins=False) -> bool:
-        "Return True if the current step ends when a module call with these arguments begins. For arguments see `StepState.add_call`."
+        "Return True if the current step is over before a module call with these arguments begins. For arguments see `StepState.add_call`."
         if self.manual or not self.opened: return False
         return self.state.begins_pass(path, phase, joins) or (path in self.state.seen and weights!=self.state.weights)
 
     def begin(self, path:str, phase:str|None=None, weights=None, joins:bool=False) -> bool:
-        "Add a module call from outside of the model. Return True if it begins a new pass. For arguments see `StepState.add_call`."
+        "Begin a module call from outside of the model. Return True if it begins a new pass. For arguments see `StepState.add_call`."
         new = self.state.add_call(path, phase, weights, joins)
         self.pass_ += new
         return new
 
     def note_content(self, training=False, eval_grads=False, measured=False):
-        """Mark the current step as not empty, so that it counts as a step. `measured`: True if a tensor was measured outside of passes.
+        """Note that the current step has content, so that it counts as a step. `measured`: True if a tensor was measured outside of passes.
 
         `training`, `eval_grads`: True for a pass with gradients in training mode, or in `eval()` mode.
         """
@@ -239,7 +239,7 @@ class Steps:
     # ---- methods that end a step
 
     def confirm_training(self):
-        "Count passes with gradients in `eval()` mode as training, because the user ends the step after them."
+        "Confirm that passes with gradients in `eval()` mode are training, because the user ends the step after them."
         self.state.measured = self.state.measured or self.state.eval_grads
 
     def handle_fork(self):
@@ -247,7 +247,7 @@ class Steps:
         self.state = StepState()
 
     def close(self):
-        "End the current step, and begin the next step."
+        "Close the current step, and begin the next step."
         if self.state.eval_grads and not self.passes[None]: self.phases.trains_in_eval = True
         elif self.passes.get('eval'): self.evaluated = self.number
         self.closed,self.number,self.trained = self.number,self.number+1,self.own_passes>0
@@ -264,7 +264,7 @@ class ProvisionalSteps:
     def __init__(self): self.clear()
 
     def clear(self, weights=None):
-        "Forget all stored steps. From now on, store only steps with these weight versions."
+        "Clear all stored steps. From now on, store only steps with these weight versions."
         self.weights,self.kept,self.too_many = weights,[],False
 
     def with_weights(self, weights) -> list:
@@ -272,11 +272,11 @@ class ProvisionalSteps:
         return self.kept if weights is not None and weights==self.weights else []
 
     def has_earlier(self, weights) -> bool:
-        "Return True if steps with these weight versions are stored, and there is space for another step."
+        "Return True if earlier steps with these weight versions are stored, and there is space for another step."
         return bool(self.with_weights(weights)) and len(self.kept)<self.most
 
     def may_join(self, weights, following) -> bool:
-        """Return True if a step may be a micro-batch of the next step, because both steps have the same weights.
+        """Return True if a step may join the next step as a micro-batch, because both steps have the same weights.
 
         `weights`, `following`: weight versions of this step and of the pass that follows, or None.
         """
@@ -308,7 +308,7 @@ def stall_reason(steps, passes:int=1000, new:int=20, few:int=12) -> str|None:
 
 # %% ../../nbs/40_recorder/10_steps.ipynb #88219d60
 class Decision:
-    "Decides for each step if it is recorded."
+    "Decision about each step: record it or not."
     def __init__(self, schedule, budget=None, notices=None): # schedule: function that returns True for each step to record
         self.schedule,self.budget,self.notices = schedule,budget,notices or Notices()
         # step: number of the last decided step; is_recorded: decision; denied: True if the budget refused the step

@@ -51,7 +51,7 @@ no_blocks = ("No blocks were found in {model}, so the run has no rows of the typ
 names_of_indices = 'channel','token' # columns with an index, written as integers
 
 class Stream(PassNumbers):
-    "Records the residual stream after each block in some training passes."
+    "Records the residual stream of a model, after each block, in some training passes."
     ttype,unseen = 'stream',no_blocks
     def __init__(self, when, pipe, wants=None): # when: a schedule, or paths of blocks
         self.names = when if isinstance(when, list|tuple|set) else None
@@ -61,6 +61,7 @@ class Stream(PassNumbers):
         self.inputs = {} # id of a block -> (shape, rms, sample) of its input, while the block runs
 
     def begin(self, state, phase, writes, eager=True):
+        "Begin to measure the blocks in a new pass, if the schedule selects the pass."
         super().begin(state, phase, writes, eager)
         if self.path is None: return
         try: self.blocks = possible_blocks([st.track for st in self.sources.states if st.track.path not in self.nested], self.names)
@@ -78,7 +79,7 @@ class Stream(PassNumbers):
         super().end(micro)
 
     def flow(self, state, ttype, named, call, phase=None):
-        "Measure the input or the output of a block. Arguments as in `Flows.flow`."
+        "Measure the tensor that flows into or out of a block. Arguments as in `Flows.flow`."
         if self.path is None or phase is not None or state.track.id not in self.blocks: return
         x = next((local_part(x) for _,x in named if isinstance(x, torch.Tensor)), None)
         if type(x) not in (torch.Tensor, nn.Parameter) or x.dim()<2 or not x.numel() or not x.is_floating_point() or x.is_meta: return

@@ -33,14 +33,14 @@ class RunCounts:
         self.recorded -= n
 
     def note_wait(self, steps, optimizers):
-        "Store a sentence about a step with at least 20 steps of one optimizer, but no step of another optimizer."
+        "Note a wait for an optimizer: store a sentence about a step with at least 20 steps of one optimizer, but none of another."
         o = steps.optimizers
         missing = [opt for opt in optimizers if id(opt) in o.missing] if o.max_count>=20 else []
         if missing: self.long_wait = (f"Step {steps.number} waited for {optimizer_names(missing)}: "
             f"it contains {o.max_count:,} steps of another optimizer.")
 
     def remarks(self, sources, manual:bool) -> list:
-        """Return a sentence for each unusual fact of the run, for its report.
+        """Return remarks for the run's report: a sentence for each unusual fact.
 
         `manual`: True if an optimizer or `te.step()` ended the steps.
         """

@@ -22,7 +22,7 @@ labels_of = {'entropy': 'entropy (1: equal weights)', 'logit_max': 'largest logi
     'future': 'weight of later keys', 'reach': 'farthest later key'} # name of a statistic of attention heads -> label of the color bar
 
 def head_table(rows, stat):
-    "Return one statistic as an array of shape (layers, heads), NaN if missing, and the layer labels. `rows`: log rows of one step."
+    "Return a table (array) of heads for one statistic, as (layers, heads), NaN if missing, and the layer labels. `rows`: log rows of one step."
     place = list(zip(rows['path'].astype(str), rows['call'], strict=True))
     layers = list(dict.fromkeys(place))
     # paths of modules that are called several times in one forward pass
@@ -41,12 +41,12 @@ def rows_of_map(run, path, stats, step) -> tuple:
     return rows.drop_duplicates(['path', 'call', 'tname'], keep='last'), step
 
 def size_of_map(rows) -> tuple:
-    "Return the width and height in inches of a picture of all heads: larger for more heads and layers."
+    "Return the size (width and height in inches) of a map: a picture of all heads. It is larger for more heads and layers."
     heads,layers = rows['tname'].nunique(),len(rows[['path', 'call']].drop_duplicates())
     return min(2.6+.32*heads, 12), min(max(1.1+.22*layers, 2.6), 14)
 
 def draw_map(ax, rows, stat):
-    "Draw one statistic of attention heads as a heat map with a color bar. `rows`: log rows of one step."
+    "Draw a map of attention heads: one statistic as a heat map with a color bar. `rows`: log rows of one step."
     table,names = head_table(rows, find_stat(rows, stat))
     norm = mpl.colors.Normalize(0, 1) if stat in ('entropy', 'first_token', 'top_share', 'future') else color_norm(table[np.isfinite(table)])
     image = ax.pcolormesh(np.ma.masked_invalid(table), cmap='viridis', norm=norm, edgecolors='face', linewidth=.4)
@@ -91,7 +91,7 @@ def attention_map(
 stats_of_maps = 'entropy', 'logit_max', 'first_token', 'top_share' # statistics that `draw_maps` draws by default
 
 def draw_maps(run, path=None, stats=stats_of_maps) -> list: # List of Axes, one for each statistic
-    "Draw one heat map of all attention heads for each statistic in `stats`, at the last step with rows of attention."
+    "Draw a map (heat map) of all attention heads for each statistic in `stats`, at the last step with rows of attention."
     rows,step = rows_of_map(run, path, stats, None)
     width,height = size_of_map(rows)
     fig = figure((min(2*width, 14), height*-(-len(stats)//2)+.4) if len(stats)>1 else (width, height))

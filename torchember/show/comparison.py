@@ -19,7 +19,7 @@ from .style import axes_for, drawn, label_figure
 
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
 def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: a `TensorSeries` (one statistic of all tensors) for each run
-    "Return a dict: tensor -> first step at which two runs differ, or None. Compare only steps that all runs have recorded."
+    "Find the first difference of each tensor: return a dict, tensor -> first step at which two runs differ, or None. Compare common steps."
     maps = [{label: (x, y) for label,x,y,_ in s} for s in runs]
     out = {}
     for label in (l for l in maps[0] if all(l in m for m in maps)):
@@ -43,7 +43,7 @@ def compare(
     rtol:float=1e-5, # Values with a larger relative difference count as different
     ax=None # Axes to draw into; default a new figure, one per layer
 ): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
-    """Draw the same layers of several runs, with a panel for each layer, and mark the step where the runs begin to differ.
+    """Compare several runs: draw the same layers, with a panel for each layer, and mark the step where the runs begin to differ.
 
     Args:
         runs: Two or more runs: names, `torchEmber` objects, trackers (`te.t`) or tables
@@ -87,7 +87,7 @@ def compare(
     return axes
 
 def mark_difference(ax, step):
-    "Draw a dotted vertical line, with the number of the step, where runs begin to differ."
+    "Mark the difference of runs: a dotted vertical line, with the number of the step where runs begin to differ."
     ax.axvline(step, color=mpl.rcParams['axes.edgecolor'], ls=':', lw=1)
     ax.text(step, .98, f' {step:,}', transform=ax.get_xaxis_transform(), va='top',
         fontsize=mpl.rcParams['legend.fontsize'],

@@ -24,11 +24,11 @@ def tensor_rows(table):
     return table[~has_ttype(table, 'scalar')]
 
 def to_torchember_ttype(tt):
-    "Translate a tensor type of the library Track & Visualize to torchember: 'Optimiser_State.exp_avg' becomes 'optimizer.exp_avg'."
+    "Translate a tensor type (ttype) of the library Track & Visualize to torchember: 'Optimiser_State.exp_avg' becomes 'optimizer.exp_avg'."
     return '.'.join(filter(None, ttype_of(tt))) if isinstance(tt, str) else tt
 
 def type_labels(table):
-    "Return the choices for a control of the tensor type: label -> tensor type of the table."
+    "Return the labels for a control of the tensor type: label -> tensor type of the table."
     t,out = tensor_rows(table),{}
     for ttype in dict.fromkeys(t['ttype'].astype(str)):
         out[words.get(ttype, ttype)] = ttype
@@ -38,14 +38,14 @@ def type_labels(table):
     return out
 
 def axis_columns(table):
-    "Return the columns usable as x axis: the step, and marks (columns added by the user) with one value per step."
+    "Return the columns for the x axis: the step, and marks (columns added by the user) with one value per step."
     t = with_statistics(tensor_rows(table))
     by = t.groupby(t['step'].to_numpy(), sort=False)
     marks = [c for c in numeric_columns(t) if c not in derived and t[c].nunique()>1]
     return ['step', *(c for c in marks if by[c].nunique(dropna=False).max()==1)]
 
 def statistics_of(table):
-    "Return the names of the columns of a table that are statistics, such as 'std'."
+    "Return the names of the statistics in a table, such as 'std'."
     t = tensor_rows(table)
     # in a table of a single tensor, statistics also have one value per step, so no column is taken for a mark
     marks = axis_columns(table) if t['step'].nunique()>1 and len(t)>t['step'].nunique() else ()
@@ -63,7 +63,7 @@ def of_types(table, tt):
     except ValueError: return t
 
 def layer_names(table, tt=None):
-    "Return the names of layers that the user can choose from: module paths, and parameter names if a module has several parameters."
+    "Return the layer names that the user can choose from: module paths, and parameter names if a module has several parameters."
     t = of_types(table, tt)
     if 'layer_name' in t: return logframe_names(t)
     if 'pname' not in t: return t['path'].astype(str).unique().tolist()
@@ -90,15 +90,15 @@ class Control:
 
     @value.setter
     def value(self, v):
-        "Set the control to a value of the argument of the picture."
+        "Set the value of the control to a value of the argument of the picture."
         self.widget.value = self.write(v)
 
     def observe(self, f):
-        "Call the function `f` when the user changes the control."
+        "Observe the control: call the function `f` when the user changes it."
         self.widget.observe(lambda _: None if self.muted else f(), 'value')
 
     def offer(self, labels):
-        "Replace the labels that the user can choose from. A selected label stays selected if the new labels include it."
+        "Offer new labels to choose from, in place of the earlier labels. A selected label stays selected if the new labels include it."
         now,self.muted = self.widget.value,True
         try:
             self.widget.options = list(labels)
@@ -116,7 +116,7 @@ def make_choice(W, name, labels, value, means=lambda v: v):
     "Return a control to choose one value. `labels`: label -> value. `means`: function that translates earlier names to current names."
     now = label_for(labels, means(value))
     def write(v):
-        "Return the label for a value. Add the value to the choices if it is new."
+        "Write a value into the control: return its label, after adding the value to the choices if it is new."
         l = label_for(labels, means(v))
         if l not in c.widget.options: c.offer(labels)
         return l
@@ -129,11 +129,11 @@ def make_choices(W, name, labels, value, none, means=lambda v: v, rows=4):
     chosen = [label_for(labels, means(v)) for v in got]
     w = W.SelectMultiple(options=list(labels), value=chosen, description=name, rows=rows)
     def read(ls):
-        "Return the value for the selected labels."
+        "Read the control: return the value for the selected labels."
         if not ls and isinstance(none, Exception): raise none
         return none if not ls else labels[ls[0]] if len(ls)==1 else [labels[l] for l in ls]
     def write(v):
-        "Return the labels for a value. Add new values to the choices."
+        "Write values into the control: return their labels, after adding new values to the choices."
         ls = [label_for(labels, means(o)) for o in (v if isinstance(v, list|tuple) else [v])]
         if not set(ls)<=set(w.options): c.offer(labels)
         return ls
@@ -143,7 +143,7 @@ def make_choices(W, name, labels, value, none, means=lambda v: v, rows=4):
 def make_literal(W, name, value, default):
     "Return a text field for a Python literal: a number, a tuple or a dict. An empty field selects the default value."
     def read(text):
-        "Convert the typed text to a value."
+        "Read the control: convert the typed text to a value."
         if not text.strip(): return default
         try: return ast.literal_eval(text.strip())
         except (ValueError, SyntaxError, TypeError, MemoryError):
@@ -178,7 +178,7 @@ class StepSlider(Control):
         return int(self.steps[np.argmin(np.abs(self.steps-step))])
 
     def offer(self, steps):
-        "Replace the steps that the user can choose from."
+        "Offer new steps to choose from, in place of the earlier steps."
         if np.array_equal(steps, self.steps): return
         step,w = self.value,self.widget
         with w.hold_trait_notifications():
@@ -204,38 +204,38 @@ class LayerPicker:
 
     @property
     def value(self):
-        "Selected layers: None, one layer, or a list."
+        "Value of the control: the selected layers, as None, one layer, or a list."
         return None if not self.chosen else self.chosen[0] if len(self.chosen)==1 else list(self.chosen)
 
     @value.setter
     def value(self, v):
-        "Select the given layers in the list, and call the observers. The value is None, one layer, or a list of layers."
+        "Set the value: select the given layers in the list, and call the observers. The value is None, one layer, or a list."
         self.chosen = [] if v is None else list(v) if isinstance(v, list|tuple|set) else [v]
         self.fill()
         self.notify()
 
     def observe(self, f):
-        "Call the function `f` when the selection changes."
+        "Observe the selection: call the function `f` when it changes."
         self.observers.append(f)
 
     def notify(self):
-        "Call all functions that observe the selection."
+        "Notify all observers: call each function that observes the selection."
         for f in self.observers: f()
 
     def select(self, _):
-        "Store the entries of the list that the user has selected, and call the observers."
+        "Select the entries of the list: store the user's selection, and call the observers."
         if self.muted: return
         now = (self.widget.value,) if self.one else self.widget.value
         self.chosen = [self.entries[l] for l in now if l in self.entries and l!=self.without]
         self.notify()
 
     def offer(self, names):
-        "Replace the layer names that the user can choose from."
+        "Offer new layer names to choose from, in place of the earlier names."
         self.names = names
         self.fill()
 
     def label(self, o):
-        "Return the text of an entry in the list of layers: a layer name, or a pattern with the number of matching layers."
+        "Return the label of an entry in the list of layers: a layer name, or a pattern with the number of matching layers."
         if isinstance(o, re.Pattern): return f'/{o.pattern}/ ({len(paths_like(o, self.names))})'
         if o not in self.names and any(c in o for c in '*?['): return f'{o} ({len(paths_like(o, self.names))})'
         return o or self.root
@@ -265,19 +265,19 @@ class LayerPicker:
 
 # %% ../../nbs/60_show/82_controls.ipynb #e1dc95a2
 class ControlRequest:
-    "Description of an argument that gets a control: its name, value and default, and the table that contains its possible values."
+    "Request for a control of an argument: its name, value and default, and the table that contains its possible values."
     def __init__(self, W, f, name, parameter, value, table, called=None):
         self.W,self.f,self.argument,self.name,self.value,self.table = W,f.__name__,name,called or name,value,table
         self.default,self.kind = parameter.default,'' if parameter.annotation is parameter.empty else str(parameter.annotation)
 
     @property
     def one(self):
-        "Return True if the argument takes a single string, not a list of strings."
+        "Return True if the argument takes only one string, not a list of strings."
         return 'str' in self.kind and 'list' not in self.kind
 
     @property
     def automatic_choice(self):
-        "Return a dict with the additional choice 'automatic' if the default of the argument is None. Else return an empty dict."
+        "Return the choice 'automatic' in a dict if the default of the argument is None. Else return an empty dict."
         return {'automatic': None} if self.default is None else {}
 
     def choose(self, labels, **more):
@@ -294,7 +294,7 @@ def stat_control(a):
     "Return a control to choose one statistic, or several."
     t,stats = tensor_rows(a.table),statistics_of(a.table)
     def means(s):
-        "Return the column name of a statistic `s`. Also accept the statistic names of the library Track & Visualize."
+        "Return the column name that the statistic `s` means. Also accept the statistic names of the library Track & Visualize."
         try: return s if s is None or s in stats else find_stat(t, s)
         except ValueError: return s
     labels = {s: s for s in stats}
@@ -321,7 +321,7 @@ floats = ['float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn', 'flo
     'float4_e2m1fn']
 
 def info_control(a):
-    "Return a control to choose the limits of a number format that are drawn as lines."
+    "Return a control to choose the limits of a number format (`info`) that are drawn as lines."
     ends = ('largest', 'smallest normal', 'smallest')
     c = make_choices(a.W, a.name, {e: e for e in ends}, [e for e,on in zip(ends, a.value, strict=True) if on],
         [], rows=3)
@@ -340,7 +340,7 @@ def count_control(a, most):
         continuous_update=False))
 
 def choose_up_to(n, a):
-    "Return a control to choose a number from 1 to `n`."
+    "Return a control to choose a number from 1 up to `n`."
     return a.choose(a.automatic_choice|{str(i): i for i in range(1, n+1)})
 
 shared = {'automatic': None, 'the same': {'sharex': True, 'sharey': True},
@@ -402,7 +402,7 @@ def is_same_value(a, b):
     return a is b or type(a) is type(b) and not isinstance(a, np.ndarray) and a==b
 
 def controllable(f):
-    "Return a pair (name, parameter) for each argument of a drawing function that may get a control. The argument for the run gets none."
+    "Return the controllable arguments of a drawing function, as pairs (name, parameter). The argument for the run gets no control."
     known = list(inspect.signature(f).parameters.items())[1:]
     out = [(n, p) for n,p in known if p.kind is not p.VAR_KEYWORD]
     if f.__name__!='scalar_global_heatmap': return out
@@ -410,11 +410,11 @@ def controllable(f):
     return out+[(n, more[n].replace(default=None) if n=='zeros' else more[n]) for n in beyond]
 
 def argument_help(f):
-    "Return a dict with the description of each argument of a drawing function, from its docstring."
+    "Return the help text of each argument of a drawing function, from its docstring, as a dict."
     return dict(re.findall(r'^ +\*{0,2}(\w+): (.*)$', f.__doc__ or '', re.M))
 
 def arrange_controls(W, controls):
-    "Return a box with all controls of a picture: the common controls, and a section 'More' for the rest, opened by a click."
+    "Arrange all controls of a picture in a box: the common controls, and a section 'More' for the rest, opened by a click."
     rank = {n: i for i,m in enumerate(main) for n in (m, *(t for t,ours in new_argument_names.items() if ours==m))}
     names = sorted(controls, key=lambda n: rank.get(n, len(main)))
     for n in names: set_layout(controls[n])
@@ -427,7 +427,7 @@ def arrange_controls(W, controls):
         W.Accordion([row(rest)], titles=['More'], selected_index=None)])
 
 def set_layout(c):
-    "Set the width of a control, and show its name above the widget."
+    "Set the layout of a control: its width, and its name above the widget."
     for w in (c.widget, getattr(c, 'search', None), getattr(c, 'box', None)):
         if w is None: continue
         w.add_class('ember-control')
@@ -483,7 +483,7 @@ class Arguments:
         self.box = arrange_controls(W, self.controls)
 
     def offer(self):
-        "Update the choices of layers and steps, because the user has selected another tensor type."
+        "Offer new choices of layers and steps, because the user has selected another tensor type."
         c = self.controls.get('ttype')
         ttype = c.value if c else {'updates': 'update'}.get(self.f.__name__)
         was,self.muted = self.muted,True
@@ -493,11 +493,11 @@ class Arguments:
         finally: self.muted = was
 
     def note_change(self):
-        "Call the function `on_change`, unless `set_values` is setting several controls."
+        "Note a change of an argument: call the function `on_change`, unless `set_values` is setting several controls."
         if not self.muted: self.on_change(self)
 
     def values(self):
-        "Return the arguments to draw the picture with. Raise ValueError for invalid text in a control."
+        "Return the values of the arguments to draw the picture with. Raise ValueError for invalid text in a control."
         now = {n: c.value for n,c in self.controls.items()}
         now = {n: v for n,v in now.items() if n in self.given or not is_same_value(v, self.defaults[n])}
         return {n: v for n,v in self.given.items() if n not in self.controls} | now

@@ -16,7 +16,7 @@ from .style import canvas, drawn, is_dark
 
 # %% ../../nbs/60_show/87_differences.ipynb #fd0d186e
 def distance_lines(table, most:int=200) -> list: # table: table of a `Difference`
-    """Return pairs (steps, distances) for the tensors with the largest distances between two runs.
+    """Return lines of distances between two runs, for the tensors with the largest distances: pairs (steps, distances).
 
     Zero and non-finite distances become NaN, a gap in the line."""
     t = table[table['ttype']!='scalar']
@@ -26,7 +26,7 @@ def distance_lines(table, most:int=200) -> list: # table: table of a `Difference
     return sorted(found, key=lambda l: -np.nanmax(l[1]))[:most]
 
 def largest_distances(curve):
-    "Return the steps of `curve`, and the largest distance of two runs at each step. Zero and non-finite distances become NaN (a gap)."
+    "Return the largest distances of two runs: the steps of `curve`, and a distance for each step. Zero and non-finite become NaN (a gap)."
     y = curve.to_numpy(float)
     return curve.index.to_numpy(), np.where(np.isfinite(y) & (y>0), y, np.nan)
 
@@ -36,7 +36,7 @@ def differences(
     found:Difference, # Differences of two runs: the result of `diff`
     ax=None # Axes to draw into; default a new figure
 ): # Axes of the picture
-    """Draw the distances between the tensors of two runs over the steps. Mark the first distance that is too large for a rounding error.
+    """Draw the differences of two runs: distances of their tensors over the steps. Mark the first one too large for a rounding error.
 
     Args:
         found: Differences of two runs: the result of `diff`

@@ -19,7 +19,7 @@ class OpenFindings:
     def __init__(self): self.open,self.step = {},0 # open: open findings by their keys; step: the latest step of the run
 
     def add(self, rows):
-        "Update the open findings with the next rows of the run, given as dicts. Rows of other types than 'finding' are ignored."
+        "Add the next rows of the run, given as dicts, to the open findings. Rows of other types than 'finding' are ignored."
         for r in rows:
             if r.get('ttype')!='finding': continue
             self.step = max(self.step, int_or_none(r.get('step')) or 0)
@@ -31,7 +31,7 @@ class OpenFindings:
 
     @property
     def causes(self):
-        "Open findings as dicts, without the consequences of another open finding. The worst finding comes first."
+        "Causes among the open findings, as dicts, without the consequences of another open finding. The worst finding comes first."
         return [f for f,cause in order_findings(list(self.open.values()), table.values(), self.step) if cause is None]
 
     @property
@@ -45,13 +45,13 @@ def is_open(row):
         and str(row.get('over')).lower() not in ('true', '1', '1.0'))
 
 def as_finding(row):
-    "Convert a log row to a valid dict for `order_findings`. Check its values, because any program may write into the log."
+    "Return a log row as a valid finding (dict) for `order_findings`. Check its values, because any program may write into the log."
     first = int_or_none(row.get('first_step'))
     return {**row, 'rule': str(row.get('rule')),
         'first_step': first if first is not None else int_or_none(row.get('step')) or 0, 'stands': False}
 
 def int_or_none(v):
-    "Convert a value to int. Return None for NaN and for other types."
+    "Convert a value to int, or to None if it is NaN or of another type."
     try: return int(v)
     # the value is NaN, infinite, or not a number
     except (TypeError, ValueError, OverflowError): return None
@@ -67,7 +67,7 @@ def shorten_sentence(text, most:int=90) -> str: # most: maximum number of charac
     return cut if len(cut)>most//2 else text[:most-1]+'…'
 
 def title_text(finding):
-    "Return the severity and the text of a finding, for the title of a picture."
+    "Return the text of a picture's title about a finding: its severity and its text."
     return f"{finding['severity']}: {shorten_sentence(finding['text'])}"
 
 # last: last step of the run. A finding 'died' (death of the process) before `last` is omitted, because the run was continued

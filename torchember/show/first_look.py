@@ -26,14 +26,14 @@ from .style import drawn, figure, is_dark
 
 # %% ../../nbs/60_show/90_first_look.ipynb #c192557b
 def drop_scalars(rows):
-    "Remove the rows of tensors with one element, such as a loss, unless all tensors have one element."
+    "Drop scalars: remove the rows of tensors with one element, such as a loss, unless all tensors have one element."
     if 'shape' not in rows: return rows
     one = {}
     small = np.array([isinstance(s, list|tuple|np.ndarray) and one.setdefault(tuple(s), np.prod(s)==1) for s in rows['shape']], bool)
     return rows if small.all() else rows[~small]
 
 def with_any_value(rows, col):
-    "Remove the rows of tensors without any value in a column, such as experts, which have no entropy."
+    "Return the rows of tensors with any value in a column. Other tensors, such as experts without entropy, are removed."
     return rows[rows.groupby(['path', 'tname'], observed=True)[col].transform('count')>0]
 
 def gradient_norms(table):
@@ -75,7 +75,7 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     return [top, *axes] if top is not None and ax is None else axes
 
 def title_for(run, found, first) -> str: # found: open findings, the worst first; first: first non-finite row, or None
-    "Return a title of one or two lines: name of the run, first non-finite value, and worst finding."
+    "Return a title for the overview in one or two lines: name of the run, first non-finite value, and worst finding."
     cause = next(iter(found), None)
     beside = first is not None and not is_about_row(cause, first)
     return '\n'.join(filter(None, [make_title(run, nonfinite_sentence(first) if beside else ''),
@@ -102,7 +102,7 @@ def draw_loss_and_norm(ax, numbers, norms):
     ax.spines['bottom'].set_visible(False)
 
 def log_axis(a):
-    "Make the y axis logarithmic. Label it with a few plain numbers, which do not overlap in a low panel."
+    "Make the y axis logarithmic (a log axis). Label it with a few plain numbers, which do not overlap in a low panel."
     a.set_yscale('log', nonpositive='mask')
     low,high = np.log10(a.get_ylim())
     # keep the labels of matplotlib if the axis spans less than 0.3 or more than 2 powers of ten
@@ -112,7 +112,7 @@ def log_axis(a):
     a.yaxis.set_minor_locator(NullLocator())
 
 def second_axis(ax):
-    "Return axes on top of `ax` with the y axis on the right. Unlike `twinx` axes, these axes disappear when `ax` is cleared."
+    "Return axes with a second y axis on the right, on top of `ax`. Unlike `twinx` axes, they disappear when `ax` is cleared."
     a = ax.inset_axes([0, 0, 1, 1], sharex=ax)
     a.patch.set_visible(False)
     a.spines[['left', 'bottom']].set_visible(False)
@@ -145,7 +145,7 @@ def overview(
     loss=None, # Loss: name of a logged number, values, or (steps, values); default 'loss', or the first logged number
     ax=None # Axes to draw the heat map of one tensor type into, with the loss above it; default a new figure
 ): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
-    """Draw heat maps of all layers and steps, with the loss and the total gradient norm above. Mark the first non-finite value.
+    """Draw an overview: heat maps of all layers and steps, with the loss and the total gradient norm above. Mark the first non-finite value.
 
     Args:
         run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows

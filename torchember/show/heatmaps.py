@@ -25,7 +25,7 @@ from .style import canvas, drawn, is_dark, axes_size
 sizes = {'std', 'rms', 'rm2', 'rm4', 'rm8', 'abs_mean', 'mean_abs', 'abs_max', 'max_abs', 'l1', 'l2', 'ratio'}
 
 def color_norm(finite, vmin=None, vmax=None, center=None, robust=False):
-    "Return a matplotlib norm to map values to colors: logarithmic if the values have a wide range."
+    "Return a norm that maps values to colors in matplotlib: logarithmic if the values have a wide range."
     if not len(finite): return mpl.colors.Normalize(0, 1)
     low,high = np.percentile(finite, [2, 98]) if robust else (finite.min(), finite.max())
     above = finite[finite>0]
@@ -45,7 +45,7 @@ def column_edges(steps):
     return np.concatenate([[s[0]-(middle[0]-s[0])], middle, [s[-1]+(s[-1]-middle[-1])]])
 
 def column_spans(steps) -> tuple:
-    """Return the x positions of all cell edges of a heat map. Also return, for each column, the index of its left edge in these positions.
+    """Return the spans of columns: x positions of all cell edges, and for each column the index of its left edge.
 
     Next to a gap between steps, columns are narrow."""
     edges = column_edges(steps)
@@ -60,7 +60,7 @@ def column_spans(steps) -> tuple:
     return all_, np.searchsorted(all_, begin)
 
 def with_gaps(values, at, empty):
-    "Return a matrix with the columns of `values` at the positions `at`. Fill all other columns, the gaps between steps, with `empty`."
+    "Return a matrix with gaps: the columns of `values` at the positions `at`, and `empty` in all other columns (between steps)."
     out = np.full((len(values), max(at[-1]+1, 1) if len(at) else 0), empty, values.dtype)
     out[:, at] = values
     return out
@@ -84,7 +84,7 @@ def write_reasons(ax, g, turned):
         else: ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
 
 def name_rows(ax, labels, every=None, turned=False): # every: n names every n-th row; None names as many rows as fit
-    "Write the row names beside a heat map, or the column names if `turned`. If not all names fit, omit names at regular intervals."
+    "Name the rows beside a heat map, or the columns if `turned`. If not all names fit, omit names at regular intervals."
     space = axes_size(ax)[not turned]
     every = every or max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/space)))
     names = short_names(labels, 30)
@@ -94,7 +94,7 @@ def name_rows(ax, labels, every=None, turned=False): # every: n names every n-th
     (ax.xaxis if turned else ax.yaxis).set_tick_params(length=0)
 
 def picture_height(n, most=9.):
-    "Return the height in inches of a heat map with `n` rows."
+    "Return the height in inches of the picture of a heat map with `n` rows."
     return min(max(1.1+.155*n, 2.2), most)
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #8c303ef7
@@ -102,11 +102,11 @@ refused = {'mask': 'leave layers out by path=, and steps by inc=', 'ax': 'the pi
     'data': 'the picture is made from run'}
 
 def known():
-    "Return the keyword arguments that matplotlib's `pcolormesh` accepts."
+    "Return the keyword arguments known to matplotlib's `pcolormesh`."
     return settable(mpl.collections.QuadMesh) | {'shading', 'alpha', 'edgecolors', 'antialiased'}
 
 def label_axes(ax, g, xticklabels, yticklabels, turned):
-    "Write the names of layers at one axis of a heat map. First check the arguments `xticklabels` and `yticklabels`."
+    "Label one axis of a heat map with the names of layers. First check the arguments `xticklabels` and `yticklabels`."
     names,steps,kept = (xticklabels, yticklabels, ax.set_yticks) if turned else (yticklabels, xticklabels,
         ax.set_xticks)
     if not isinstance(steps, bool) and steps!='auto':
@@ -235,7 +235,7 @@ def scalar_global_heatmap(
 layers_called = ('name', 'layer', 'path')
 
 def axis_roles(x, y):
-    "Return the column for the axis of steps, and True if layers are drawn as columns. A column name may be a tuple such as ('metadata', 'step')."
+    "Return the roles of the axes: the column for the axis of steps, and True if layers are drawn as columns. Accept tuples as column names."
     x,y = (str(a[-1]) if isinstance(a, tuple|list) and a else a for a in (x, y))
     if x in layers_called:
         if y in (None, *layers_called): y = 'step'
@@ -247,7 +247,7 @@ def axis_roles(x, y):
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #fa172d3a
 def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', ps=()):
-    "Read the data of a heat map. Return the log rows, the name of the statistic's column, and a `Grid` (matrix) of the values."
+    "Read the cells of a heat map. Return the log rows, the name of the statistic's column, and a `Grid` (matrix) of the values."
     if not isinstance(inc, int) or inc<1:
         raise ValueError(f"inc=n draws every n-th step, so n must be a whole number of at least 1, got {inc!r}.")
     if not isinstance(stat, str): raise ValueError(f"A heat map shows one statistic, got {stat!r}.")

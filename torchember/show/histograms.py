@@ -20,7 +20,7 @@ from .style import base2, canvas, drawn, is_dark, label_figure, panels, axes_siz
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
 def total_counts(df) -> tuple:
-    "Add the exponent counts of rows. Return the sums, the smallest exponent, and the number of values below and above the counted range."
+    "Add up the exponent counts of rows to total counts. Return them, the smallest exponent, and the numbers of values below and above."
     if not with_counts(df).any():
         raise ValueError("These rows have no exponent counts. To record them next time: torchEmber(..., stats='numerics'), or stats=[..., 'exponents'].")
     exponents,counts = count_columns(df)
@@ -29,7 +29,7 @@ def total_counts(df) -> tuple:
 
 # %% ../../nbs/60_show/30_histograms.ipynb #d7be0e59
 def draw_ranges(ax, dtypes, info, lo, hi):
-    "Draw the range of each number format as a bar at the top of the axes. Mark the limits of the range by vertical lines."
+    "Draw the ranges of number formats as bars at the top of the axes. Mark the limits of each range by vertical lines."
     h = bar_height(ax)
     for i,dtype in enumerate(dtypes):
         f = limits(dtype)
@@ -51,7 +51,7 @@ def bar_height(ax):
     return mpl.rcParams['legend.fontsize']*1.25/max(axes_size(ax)[1], 40)
 
 def space_for_bars(ax, dtypes):
-    "Return the factor by which the y axis must be extended, so that the bars of the number formats fit above the histogram."
+    "Return the space for bars: the factor to extend the y axis, so that the bars of the number formats fit above the histogram."
     return 1/(1-min(bar_height(ax)*(1.35*len(dtypes)+.2), .6)) if dtypes else 1.
 
 def formats_to_draw(dtype_annotation, df):
@@ -64,7 +64,7 @@ def formats_to_draw(dtype_annotation, df):
 
 # %% ../../nbs/60_show/30_histograms.ipynb #da5ab6db
 def exponent_axis(ax, lo, hi, size=None, rotation=0):
-    "Label the x axis of a histogram with powers of two from `lo` to `hi`. Write 'less' and 'more' at the ends, for values outside."
+    "Make an axis of exponents: label the x axis of a histogram with powers of two from `lo` to `hi`, and write 'less' and 'more' at the ends."
     # width of a letter in the labels, measured in exponents (units of the x axis)
     em = (size or mpl.rcParams['xtick.labelsize'])*(hi-lo+5.4)/axes_size(ax)[0]
     every = next(k for k in (1, 2, 4, 8, 16, 32, 64) if k>=max(2.6*em, (hi-lo)/12) or k==64)
@@ -100,7 +100,7 @@ def exp_hist(
     sp_kws:dict|None=None, # Arguments of matplotlib's `bar`, `plot` or `fill_between`; for 'kde' also `bw_adjust`
     legend_kws:dict|None=None # Ignored, because the bars are labeled with their formats; accepted for callers of Track & Visualize
 ): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
-    """Draw a histogram of the magnitudes (powers of two) of a tensor, and the ranges of number formats.
+    """Draw a histogram of exponents: the magnitudes (powers of two) of a tensor, and the ranges of number formats.
 
     Args:
         run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
@@ -146,7 +146,7 @@ def exp_hist(
 
 # %% ../../nbs/60_show/30_histograms.ipynb #3b51c3a2
 def check_drawing_options(kind, kws):
-    "Return the valid matplotlib arguments for a kind of histogram. Raise TypeError for other arguments."
+    "Check the options for a kind of histogram: return the valid matplotlib arguments. Raise TypeError for other arguments."
     known = {'bar': settable(mpl.patches.Rectangle) | {'align', 'width'}, 'line': settable(mpl.lines.Line2D)}.get(kind)
     if known is None: known = settable(mpl.lines.Line2D) | {'bw_adjust', 'fill', 'n', 'log_scale'}
     why = ('the curve is drawn from counts, and is smoothed by bw_adjust=' if kind=='kde'
@@ -162,7 +162,7 @@ def split_by_tensor(rows):
     return [(t, rows[code==i]) for i,t in enumerate(short_names(labels, 34))]
 
 def rows_at_step(rows, step):
-    "Return the rows of one step, and the number of the step. None selects the last step. Raise ValueError if the step was not recorded."
+    "Return the rows at one step, and the number of the step. None selects the last step. Raise ValueError if the step was not recorded."
     steps = np.unique(rows['step'])
     if step is None: step = int(steps[-1])
     if isinstance(step, int) and -len(steps)<=step<0 and step not in steps:
@@ -173,13 +173,13 @@ def rows_at_step(rows, step):
     return rows[(rows['step']==step).to_numpy()], step
 
 def crop_counts(counts, lo):
-    "Remove zero counts at both ends of a histogram. Return the remaining counts, and the exponent of the first remaining count."
+    "Crop counts: remove zero counts at both ends of a histogram. Return the remaining counts, and the exponent of the first."
     at = np.flatnonzero(counts)
     return (counts[at[0]:at[-1]+1], lo+int(at[0])) if len(at) else (counts, lo)
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d0b6dc
 def write_note(ax, lo, n, below, above):
-    "Write into empty axes that all numbers of the tensor are below, or all are above, the counted range of exponents."
+    "Write a note into empty axes: all numbers of the tensor are below, or all are above, the counted range of exponents."
     where = f'smaller than {base2([lo])[0]}, or zero' if not above else f'{base2([lo+n])[0]} or larger'
     ax.text(.5, .5, f'all {below+above:,} numbers are {where}' if below+above else 'no numbers', transform=ax.transAxes, ha='center', va='center', wrap=True)
     ax.set(xticks=[], yticks=[])
@@ -224,7 +224,7 @@ def ridge(
     dtypes=(), # Number formats whose ranges are drawn
     ax=None # Axes to draw into; default a new figure
 ): # Axes of the picture
-    """Draw how the distribution of a layer's magnitudes changes: one curve for each of a few steps.
+    """Draw a ridge plot of a layer's magnitudes, to show how they change: one curve for each of a few steps.
 
     Args:
         run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows

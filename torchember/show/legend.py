@@ -26,7 +26,7 @@ scale = ['#'+c for c in re.findall('.{6}', ''.join(( # colors of matplotlib's sc
 
 # %% ../../nbs/60_show/00_legend.ipynb #32fcdd91
 def short_names(names:list, width:int=26) -> list: # names: names with dots; width: maximum number of characters
-    "Shorten layer names to fit beside a picture, by removing the prefix that all names share. The short names stay distinct."
+    "Return short layer names to fit beside a picture, without the prefix that all names share. The short names stay distinct."
     parts = [n.split('.') for n in names]
     k = 0
     while max(map(len, names), default=0)>width and len(names)>1 and all(len(p)>k+1 and p[k]==parts[0][k]
@@ -53,9 +53,9 @@ meanings = {'std': 'standard deviation', 'rms': 'root mean square', 'abs_mean': 
     'ratio': 'update / weight (rms)', 'zero_frac': 'share of zeros'}
 
 def name_of_type(ttype):
-    "Return a tensor type as English words, such as 'weight gradients' for 'weight_grad'."
+    "Return the name of a tensor type in English words, such as 'weight gradients' for 'weight_grad'."
     return words.get(ttype_of(ttype)[0], ttype)
 
 def make_title(run, *contents):
-    "Join the name of a run and the contents of a picture into a title. Leave out empty texts."
+    "Make a title from the name of a run and the contents of a picture. Leave out empty texts."
     return ' · '.join(str(w) for w in (run, *contents) if w)

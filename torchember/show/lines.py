@@ -46,7 +46,7 @@ def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs
     return colors if given is None else given
 
 def text_at_pointer(ax, lines, x, y):
-    "Return the text that a matplotlib window shows for the position of the mouse: label and value of the nearest line."
+    "Return the text that a matplotlib window shows for the position of the mouse pointer: label and value of the nearest line."
     best,least,height = None,np.inf,lambda v: ax.transData.transform((x, v))[1]
     for label,steps,values,_ in lines:
         if not len(steps): continue
@@ -56,7 +56,7 @@ def text_at_pointer(ax, lines, x, y):
     return best or ''
 
 def has_lone_point(y):
-    "Return True if a finite value has no finite neighbor in its line. Without a marker, this single point would be invisible."
+    "Return True if a line has a lone point: a finite value with no finite neighbor, which is invisible without a marker."
     ok = np.isfinite(y)
     return bool((ok & ~np.r_[False, ok[:-1]] & ~np.r_[ok[1:], False]).any())
 
@@ -66,7 +66,7 @@ def line_colors(n):
     return list(plt.get_cmap('viridis')(np.linspace(.12 if is_dark() else 0, .92, n)))
 
 def mark_nonfinite(ax, steps):
-    "Draw a red cross at the top of the axes for each step with non-finite values."
+    "Mark each step with non-finite values by a red cross at the top of the axes."
     if not len(steps): return
     c = alarm[is_dark()]
     if len(steps)>400: steps = steps[np.linspace(0, len(steps)-1, 400).astype(int)]
@@ -76,7 +76,7 @@ def mark_nonfinite(ax, steps):
         fontsize=mpl.rcParams['legend.fontsize'])
 
 def log_if_wide(axes, lines):
-    "Make the y axes logarithmic if no value is negative, and the largest value is over 100 times the smallest positive value."
+    "Make the y axes logarithmic if the range is wide: no value is negative, and the largest is over 100 times the smallest positive one."
     y = np.concatenate([l[2] for l in lines]) if lines else np.empty(0)
     y = y[np.isfinite(y)]
     if len(y) and y.min()>=0 and (y>0).any() and y.max()>100*y[y>0].min():
@@ -84,7 +84,7 @@ def log_if_wide(axes, lines):
 
 # %% ../../nbs/60_show/20_lines.ipynb #645813a5
 def name_lines(ax, lines:list, colors:list, most:int=9): # most: maximum number of names if there is no space for all
-    "Write the name of each line at its right end. If the names do not all fit, name only the lines with extreme values."
+    "Name each line at its right end. If the names do not all fit, name only the lines with extreme values."
     ends = [(y[ok][-1], i) for i,(_,x,y,_) in enumerate(lines) if (ok := np.isfinite(y)).any()]
     if len(lines)<2 or not ends: return
     names = short_names([l[0] for l in lines])
@@ -105,7 +105,7 @@ def name_lines(ax, lines:list, colors:list, most:int=9): # most: maximum number 
             fontsize=mpl.rcParams['legend.fontsize'])
 
 def name_positions(ends, gap):
-    "Return vertical positions for the names of lines: near the ends of the lines, but at least `gap` apart so that names do not overlap."
+    "Return vertical positions for the names of lines: near the ends of the lines, but at least `gap` apart, without overlap."
     y = [min(max(v, 0), 1) for v,_ in ends]
     for _ in range(60):
         for i in range(len(y)-1):
@@ -116,7 +116,7 @@ def name_positions(ends, gap):
 
 # %% ../../nbs/60_show/20_lines.ipynb #53ff7505
 class FacetException(ValueError):
-    "Exception for a request of panels by layer and panels by tensor type in the same picture."
+    "Exception for contradictory facets: panels by layer and panels by tensor type in the same picture."
 
 def may_select_several(path):
     "Return True if `path` may select several layers."
@@ -126,7 +126,7 @@ panel_keys = {'sharex', 'sharey', 'subplot_kws', 'gridspec_kws', 'xlim', 'ylim',
     'legend_out', 'despine', 'margin_titles', 'dropna'} # arguments of seaborn's FacetGrid that `facet_kws` accepts
 
 def grid_options(facet_kws, **defaults):
-    "Translate `facet_kws`, the options of seaborn's FacetGrid, to arguments of `panels`. Return these arguments, and the limits of the axes."
+    "Translate `facet_kws` (options of seaborn's FacetGrid) to options of the grid of panels. Return arguments of `panels`, and axis limits."
     given = {**defaults, **(facet_kws or {})}
     odd = [k for k in given if k not in panel_keys]
     if odd: raise TypeError(unknown('option of a grid of panels', odd[0], sorted(panel_keys)))
@@ -151,7 +151,7 @@ harmless = dict(estimator=(None,), errorbar=(None,), ci=(None,), sort=(True,), l
     legend_out=(True, False))
 
 def settable(*artists):
-    "Return the names of all properties that can be set on the given matplotlib artist classes."
+    "Return the names of all settable properties of the given matplotlib artist classes."
     found = set()
     for a in artists:
         i = mpl.artist.ArtistInspector(a)
@@ -159,7 +159,7 @@ def settable(*artists):
     return found
 
 def check_drawn_with(given:dict, known, what:str, refused=refused_arguments, own=()): # own: names of arguments to suggest first in the error message
-    "Check keyword arguments for matplotlib. Return the arguments that have an effect. Raise TypeError for an unknown or refused argument."
+    "Check arguments for drawing with matplotlib. Return the arguments with an effect. Raise TypeError for unknown or refused arguments."
     given = {k: v for k,v in given.items()
         if not (k in harmless and any(v is h or type(v) is type(h) is str and v==h for h in harmless[k]))}
     for k in given:
@@ -291,7 +291,7 @@ def add_legend(fig, metrics, loc, bbox_to_anchor, palette=None):
 
 # %% ../../nbs/60_show/20_lines.ipynb #4f962205
 def drawing_options(kind, kwargs, facet_kws):
-    "Split keyword arguments into options of lines and options of panels. Return both, and True if names are written beside the lines."
+    "Split keyword arguments into options for drawing lines and options of panels. Return both, and True if names are written beside the lines."
     artist = settable(mpl.lines.Line2D) if kind=='line' else settable(mpl.collections.PathCollection) | {'s', 'marker'}
     given = check_drawn_with(kwargs, artist | {'height', 'aspect', 'palette', 'legend', 'markers', 'color'},
         'a picture of lines', own=arguments_of(scalar_line))
@@ -302,7 +302,7 @@ def drawing_options(kind, kwargs, facet_kws):
     return given, {**panel, **(facet_kws or {})} if panel else facet_kws, given.pop('legend', True) is not False
 
 def palette_colors(palette, names):
-    "Return a color for each name. `palette`: dict of name -> color, list of colors, or name of a color map."
+    "Return a color from a palette for each name. `palette`: dict of name -> color, list of colors, or name of a color map."
     if isinstance(palette, dict):
         if lost := [n for n in names if n not in palette]:
             raise ValueError(unknown('color of palette= for', lost[0], palette))

@@ -15,14 +15,14 @@ from ..store.parameters import cut_off, forgotten, label_of, untrained, why_not
 
 # %% ../../nbs/60_show/15_missing.ipynb #07bc4faf
 def parameters_of_run(run) -> list:
-    "Return the description of each parameter of a run, as `store.parameters` makes it."
+    "Return the parameters of a run: for each, its description as `store.parameters` makes it."
     return [p for p in open_run(run).parameters() if p.get('recorded') is not False]
 
 # %% ../../nbs/60_show/15_missing.ipynb #884f03b8
 kinds_of_parameters = ('weight_grad', 'update') # tensor types for which each trained parameter has rows
 
 def untrained_reasons(rows, kind:str, ps:list, layer=None) -> dict: # kind: tensor type of the rows; ps: descriptions of all parameters
-    "Return a dict: label of a parameter without rows -> reason (the parameter is not trained, or its gradient is not used)."
+    "Return the reasons why parameters are untrained, or their gradients unused, in a dict: label of a parameter without rows -> reason."
     if kind not in kinds_of_parameters or 'pname' not in rows: return {}
     have = set(zip(rows['path'].astype(str), rows['pname'].astype(str), strict=True))
     found = {}
@@ -41,7 +41,7 @@ def selected_parameters(ps, layer):
     return [p for p in ps if p['path'] in paths or label_of(p) in asked]
 
 def drop_missing(rows, layer, ps:list): # ps: descriptions of all parameters
-    "Remove each selector from `layer` that matches only parameters without rows. Raise ValueError if no selector is left."
+    "Drop each selector in `layer` that matches only missing parameters (without rows). Raise ValueError if no selector is left."
     if layer is None or not ps: return layer
     asked = list(layer) if isinstance(layer, list|tuple|set) else [layer]
     paths,labels = set(rows['path'].astype(str)),set(parameter_names(rows)) if 'pname' in rows else set()
@@ -51,7 +51,7 @@ def drop_missing(rows, layer, ps:list): # ps: descriptions of all parameters
 
 # %% ../../nbs/60_show/15_missing.ipynb #95d579d6
 def insert_missing(labels:list, missing, order:list) -> tuple: # labels: labels that have rows; order: all labels, in the order of the model
-    "Insert labels without rows at their places in the order of the model. Return all labels, and the new position of each old label."
+    "Insert the labels of missing rows in the order of the model. Return all labels, and the new position of each old label."
     missing,there = set(missing),set(labels)
     if there<=set(order) and len(there)==len(labels):
         out = [label for label in order if label in there or label in missing]
@@ -68,13 +68,13 @@ def insert_missing(labels:list, missing, order:list) -> tuple: # labels: labels 
     return out, at
 
 def add_missing(s, missing, order:list):
-    "Add labels without values to a `TensorSeries`, so that a heat map shows empty rows. `order`: all labels in the order of the model."
+    "Add missing labels (without values) to a `TensorSeries`, so that a heat map shows empty rows. `order`: all labels in model order."
     labels,at = insert_missing(s.labels, set(missing)-set(s.labels), order)
     code = np.asarray(at, int)[s.code]
     first = np.argsort(code, kind='stable') # stable sort, so that the steps of each tensor stay in order
     return TensorSeries(labels, code[first], s.step[first], s.value[first], s.bad[first])
 
 def grid_with_missing(rows, col, ttype, ps, layer=None, by='step'):
-    "Return the values of a statistic as a `Grid`. Each untrained parameter gets an empty row, with the reason why it is empty."
+    "Return a `Grid` of a statistic with missing values: each untrained parameter gets an empty row, with the reason why it is empty."
     why = untrained_reasons(rows, ttype_of(ttype)[0], ps, layer)
     return grid(add_missing(series(rows, col, by), why, [label_of(p) for p in ps]), why=why)

@@ -30,7 +30,7 @@ from .style import drawing_on, drawn, figures_of
 dpi = 100
 
 class PageFigure:
-    "A matplotlib figure in a notebook: a canvas that reports the mouse pointer (if `live` is True), or an image."
+    "Figure of matplotlib on a page in a notebook: a canvas that reports the mouse pointer (if `live` is True), or an image."
     def __init__(self, W, width, height, live):
         self.width,self.live,self.artists,self.back = width,live,[],None
         self.figure = mpl.figure.Figure((width/dpi, height), dpi=dpi, layout='constrained')
@@ -46,11 +46,11 @@ class PageFigure:
         self.canvas.mpl_connect('draw_event', self.save_background)
 
     def stretch(self, height):
-        "Set the height of the figure in inches."
+        "Stretch the figure to a height in inches."
         if abs(self.figure.get_figheight()-height)>.01: self.figure.set_size_inches(self.width/dpi, height)
 
     def show(self):
-        "Draw the figure, and update it in the notebook."
+        "Show the figure: draw it, and update it in the notebook."
         if self.live:
             self.canvas._force_full = True
             return self.canvas.draw()
@@ -59,23 +59,23 @@ class PageFigure:
         self.widget.value = png.getvalue()
 
     def set_moving(self, *artists):
-        "Set the artists that move with the mouse pointer, such as a cross-hair. When they move, the rest of the figure is not redrawn."
+        "Set the moving artists, which follow the mouse pointer, such as a cross-hair. Their moves do not redraw the rest of the figure."
         self.artists = list(artists)
         for a in artists: a.set_animated(self.live)
 
     def save_background(self, _):
-        "Save an image of the figure without the artists that move with the pointer. Then draw these artists."
+        "Save the background: an image of the figure without the artists that move with the pointer. Then draw these artists."
         if not self.live: return
         self.back = self.canvas.copy_from_bbox(self.figure.bbox)
         self.paint()
 
     def paint(self):
-        "Draw the artists that move with the mouse pointer."
+        "Paint the artists that move with the mouse pointer."
         for a in self.artists:
             if a.get_visible(): self.figure.draw_artist(a)
 
     def moved(self):
-        "Redraw only the artists that move with the pointer, and update the figure in the notebook."
+        "Redraw only the artists that have moved with the pointer, and update the figure in the notebook."
         if not self.live or self.back is None: return self.show()
         self.canvas.restore_region(self.back)
         self.paint()
@@ -91,7 +91,7 @@ class Losses:
         self.steps,self.lines = steps[order],{n: y[order] for n,y in lines.items()}
 
     def index_of(self, step):
-        "Return the index of the step that has a loss and is nearest to `step`."
+        "Return the index of a step: the step that has a loss and is nearest to `step`."
         return int(np.argmin(np.abs(self.steps-step)))
 
     def text(self, i, recorded=None):
@@ -110,7 +110,7 @@ class Losses:
         return ax
 
 def read_losses(train_stats, table):
-    "Return the loss curves given as `train_stats`. By default, return the curves that the run logged, or None if it logged none."
+    "Read loss curves from `train_stats`, or by default from the run. Return None if the run logged none."
     if train_stats is False: return None
     if train_stats is None:
         found = loss_curve(table, None)
@@ -186,7 +186,7 @@ class Throttle:
         except RuntimeError: self.now()
 
     def now(self):
-        "Call the function with the latest value."
+        "Call the function now, with the latest value."
         if self.waiting is None: return
         (value,),self.waiting = self.waiting,None
         self.f(value)
@@ -214,7 +214,7 @@ class Picture:
         self.surface.show()
 
     def place_lines(self, step):
-        "Move the vertical lines to a step, without drawing. The step None hides the lines."
+        "Place the vertical lines at a step, without drawing. The step None hides the lines."
         for l in self.lines:
             l.set_visible(step is not None)
             if step is not None: l.set_xdata([step, step])
@@ -241,20 +241,20 @@ class StepCursor:
             self.pinned = self.slider.value
 
     def shown(self, W):
-        "Return the widget of the loss curves. Use a box only if a slider is added, because a box would cut off the canvas."
+        "Return the shown widget with the loss curves. Use a box only if a slider is added, because a box would cut off the canvas."
         return W.VBox([self.loss.surface.widget, self.slider.shown]) if self.slider else self.loss.surface.widget
 
     def point(self, step):
-        "Move the cross-hair in the loss curve and the vertical lines in the picture to a step. The step None hides both."
+        "Point to a step: move the cross-hair in the loss curve and the vertical lines in the picture. The step None hides both."
         control = self.step_control()
         self.picture.move_line_to(self.loss.move_to(step, control and control.nearest))
 
     def on_hover(self, event):
-        "Move the cross-hair to the step under the mouse pointer. Called when the pointer moves."
+        "React to the pointer over the loss curves (hover): move the cross-hair to the step under the pointer."
         self.hover(event.xdata if event.inaxes is self.loss.axes else self.pinned)
 
     def on_click(self, event):
-        "Select the step that the user has clicked in the loss curves."
+        "React to a click in the loss curves: select the step that the user has clicked."
         if event.inaxes is self.loss.axes and event.button==1:
             self.select_step(self.loss.losses.steps[self.loss.losses.index_of(event.xdata)].item())
 
@@ -267,13 +267,13 @@ class StepCursor:
         self.point(step)
 
     def settle(self):
-        "Move the cross-hair and the slider to the step that the picture shows."
+        "Settle on the step that the picture shows: move the cross-hair and the slider to this step."
         if control := self.step_control(): self.pinned = control.value
         if self.slider and self.pinned is not None: self.slider.widget.value = self.slider.position(self.pinned)
         self.point(self.pinned)
 
 def slider_under(W, loss, go):
-    "Return a slider over the steps of the loss curves. It replaces the mouse for figures shown as images."
+    "Return a slider to put under the loss curves, over their steps. It replaces the mouse for figures shown as images."
     s = StepSlider(W, 'step', loss.losses.steps, None)
     s.observe(lambda: go(s.value))
     s.widget.layout.width,s.box.layout.width,s.widget.description = f'{max(loss.surface.width-90, 110)}px','80px',''
@@ -281,7 +281,7 @@ def slider_under(W, loss, go):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #e05da9a6
 def tensor_at(rows, col, g, i:int, j:int, by:str='step'): # i, j: row and column of the cell in the heat map
-    "Return the log row for a cell of a heat map. Return None if nothing was recorded for the cell."
+    "Return the log row of the tensor at a cell of a heat map. Return None if nothing was recorded for the cell."
     rows = training(rows)
     code,_ = places(rows)
     first = sum(map(len, g.members[:i]))
@@ -314,7 +314,7 @@ def tensor_histogram(label):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a010
 class HeatmapCells:
-    "Finds the tensor in a cell of a heat map, and makes the arguments of its histogram. Reads exponent counts only when needed."
+    "Cells of a heat map: finds the tensor of a cell, and makes the arguments of its histogram. Reads exponent counts only when needed."
     def __init__(self, source, table, on_change=lambda arguments: None): # on_change: function called when the histogram's arguments change
         self.source,self.table,self.on_change,self.values,self.found,self.exponents = source,table,on_change,{},None,{}
 
@@ -323,7 +323,7 @@ class HeatmapCells:
         self.values,self.found = with_new_argument_names(values, signature(heat_map_cells).parameters),None
 
     def cells(self):
-        "Return the rows of the heat map (with a column `label`), the name of the statistic's column, and the `Grid` of values."
+        "Return the cells of the heat map: rows (with a column `label`), name of the statistic's column, and `Grid` of values."
         if self.found is None:
             self.by,self.turned = axis_roles(self.values.get('x', 'step'), self.values.get('y'))
             rows,*rest = heat_map_cells(self.table, **{k: v for k,v in self.values.items() if k in signature(heat_map_cells).parameters}|{'x': self.by})
@@ -361,7 +361,7 @@ class HeatmapCells:
             self.on_change)
 
 def read_rows_for(f, source, ttype=None):
-    "Return a table of all rows that a drawing function may need. Later changes of its controls then read no file."
+    "Read all rows that a drawing function may need. Return them as a table, so that later changes of its controls read no file."
     # exponent counts are read only for pictures that show ranges of number formats
     stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]
@@ -369,7 +369,7 @@ def read_rows_for(f, source, ttype=None):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
 class TensorChooser:
-    "Controls below a heat map that cannot receive mouse clicks: choice of a tensor and a step, and a button for the histogram."
+    "Chooser of a tensor and a step: controls below a heat map that cannot receive mouse clicks, and a button for the histogram."
     def __init__(self, W, patches, enter):
         self.patches,self.names = patches,[]
         self.which,self.when = LayerPicker(W, 'tensor', [], None, one=True),StepSlider(W, 'step', np.array([0]), None)
@@ -381,7 +381,7 @@ class TensorChooser:
         self.shown = W.HBox([self.which.shown, self.when.shown, self.button], layout=row)
 
     def offer(self):
-        "Show the tensors and steps of the current heat map in the controls."
+        "Offer the tensors and steps of the current heat map in the controls."
         first,self.names = not self.names,self.patches.labels()
         if self.which.value not in self.names: self.which.chosen = self.names[:1]
         self.which.offer(self.names)
@@ -390,7 +390,7 @@ class TensorChooser:
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a012
 class PageLayout:
-    "Layout of the widgets in a notebook: controls, a message, figures, controls below the figures, a hint."
+    "Layout of the widgets in a notebook page: controls, a message, figures, controls below the figures, a hint."
     def __init__(self, W, figures, live):
         self.text = ''
         self.message,self.hint = W.HTML(layout={'min_height': '22px', 'margin': '0 2px'}),W.HTML(layout={'margin': '0 2px'})
@@ -409,14 +409,14 @@ class PageLayout:
         self.message.value = text and f'<div role="status" style="color:var(--jp-error-color1,firebrick);line-height:1.4">{escape(text)}</div>'
 
     def arrange(self, controls, foot, inside, hint):
-        "Replace the controls above and below the picture, and the hint. `inside`: True while a histogram is open in place of the heat map."
+        "Arrange new controls above and below the picture, and a hint. `inside`: True while a histogram is open in place of the heat map."
         self.top.children = [*([self.back] if inside else []), controls]
         self.foot.children = foot
         self.hint.value = hint and f'<span style="opacity:.7;font-size:90%">{escape(hint)}</span>'
 
 # %% ../../nbs/60_show/94_pointing.ipynb #fea165de
 def execution_count():
-    "Return the execution number of the running notebook cell, or None outside IPython."
+    "Return the execution count (number) of the running notebook cell, or None outside IPython."
     ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
     return getattr(ip, 'execution_count', None)
 
@@ -426,7 +426,7 @@ def error_text(e):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #72767a7a
 class Interactive:
-    "Picture in a notebook with `controls`, a dict from argument to control. Set the `value` of a control to redraw `figure`."
+    "Interactive picture in a notebook, with `controls`, a dict from argument to control. Set the `value` of a control to redraw `figure`."
     def __init__(self, f, source, given, train_stats=None, width=1500, pause=.01, live=True):
         W = needs('ipywidgets', for_='interactive')
         self.live,self.lock,self.displayed_by_cell = live,threading.RLock(),None
@@ -463,7 +463,7 @@ class Interactive:
         display(self.layout.box)
 
     def locked(self, f):
-        "Wrap a handler of control changes: only one handler runs at a time, and its exceptions become messages in the notebook."
+        "Wrap a handler of control changes by a lock: only one handler runs at a time, and its exceptions become messages in the notebook."
         def g(*args):
             with self.lock:
                 try: f(*args)
@@ -477,7 +477,7 @@ class Interactive:
         if c := self.cursor: on(c.loss.surface, motion_notify=c.on_hover, button_press=c.on_click, figure_leave=c.on_hover)
 
     def arrange(self):
-        "Show the controls of the picture. While a histogram is open, show the controls of the histogram."
+        "Arrange the controls of the picture. While a histogram is open, show the controls of the histogram."
         inside = len(self.stack)>1
         self.layout.arrange(self.now.box, [self.chooser.shown] if self.chooser and not inside else [], inside, self.hint(inside))
 
@@ -497,11 +497,11 @@ class Interactive:
         if self.patches and arguments is self.stack[0]: self.patches.store_arguments(values)
 
     def change(self, arguments):
-        "Redraw the picture after a control has changed. While a histogram is open, ignore the controls of the heat map."
+        "React to the change of a control: redraw the picture. While a histogram is open, ignore the controls of the heat map."
         if arguments is self.now: self.redraw()
 
     def redraw(self):
-        "Draw the picture with the values of its controls. After an error, show the error message and the previous picture."
+        "Redraw the picture with the values of its controls. After an error, show the error message and the previous picture."
         try: self.draw(self.now, self.now.values())
         except Exception as e:
             if self.picture.good: self.draw(*self.picture.good)
@@ -510,18 +510,18 @@ class Interactive:
         self.settle()
 
     def settle(self):
-        "Update the cross-hair and the list of tensors after the picture was drawn."
+        "Settle the view after the picture was drawn: update the cross-hair and the list of tensors."
         if self.chooser and len(self.stack)==1: self.chooser.offer()
         if self.cursor: self.cursor.settle()
 
     def pressed(self, event):
-        "Open the histogram of the clicked cell of the heat map. On a right click, close the histogram."
+        "React to a pressed mouse button: open the histogram of the clicked cell of the heat map. On a right click, close the histogram."
         if event.button==3: return self.leave()
         if event.button!=1 or len(self.stack)>1 or not self.patches or event.inaxes is not self.figure.axes[0]: return
         self.enter(self.patches.at(event.xdata, event.ydata))
 
     def enter(self, row):
-        "Replace the heat map by the histogram of the tensor and step in the log row `row`."
+        "Enter the histogram of the tensor and step in the log row `row`, in place of the heat map."
         if row is None: return self.layout.show_message('Nothing was recorded there.')
         self.stack.append(self.patches.histogram(row))
         try: self.draw(self.now, self.now.values())
@@ -534,7 +534,7 @@ class Interactive:
         self.settle()
 
     def leave(self):
-        "Close the histogram, and draw the heat map again."
+        "Leave the histogram: close it, and draw the heat map again."
         if len(self.stack)==1: return
         self.stack.pop()
         if self.cursor: self.cursor.pinned = None
@@ -551,7 +551,7 @@ def why_no_controls():
         return "interactive needs ipywidgets, which is not installed. Run: pip install ipywidgets ipympl"
 
 def reports_pointer():
-    "Return True if matplotlib's backend is ipympl, whose figures report the mouse pointer."
+    "Return True if the matplotlib backend reports the mouse pointer: it is ipympl."
     return mpl.get_backend().removeprefix('module://') in ('widget', 'ipympl', 'ipympl.backend_nbagg')
 
 # %% ../../nbs/60_show/94_pointing.ipynb #fc1e0406
@@ -562,7 +562,7 @@ def interactive(
     mouse_sensitivity:int=10000, # Shortest time between two moves of the cross-hair, in microseconds
     **kwargs # Arguments of `f`, and `run`: a name, a torchEmber, a tracker or a table
 ): # Object with `controls`, `figure` and `show()`. Outside of a notebook, the result of `f`
-    """Show a picture in a notebook, with controls for its arguments, a cross-hair on the loss, and clickable heat maps.
+    """Show an interactive picture in a notebook, with controls for its arguments, a cross-hair on the loss, and clickable heat maps.
 
     Args:
         f: Drawing function: `scalar_line`, `exp_hist`, `scalar_global_heatmap`, `overview`, `tree`, ...

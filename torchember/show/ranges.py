@@ -19,7 +19,7 @@ from .style import axes_for, drawn, is_dark
 
 # %% ../../nbs/60_show/60_ranges.ipynb #dd7424aa
 def shares(rows, dtype:str): # rows: rows of one step
-    "Return the labels of all tensors, and the fractions of their nonzero values below and above the range of a number format."
+    "Return the labels of all tensors, and the shares of their nonzero values below and above the range of a number format."
     code,labels = places(rows)
     out = {k: np.zeros(len(labels)) for k in ('over', 'subnormal', 'under')}
     for i in range(len(labels)):
@@ -30,14 +30,14 @@ def shares(rows, dtype:str): # rows: rows of one step
     return labels, out
 
 def zero_counts(rows):
-    "Return the number of zeros in the tensors of these rows, or 0 if zeros were not counted."
+    "Return the counts of zeros in the tensors of these rows. Return 0 if zeros were not counted."
     if 'zero_frac' not in rows: return 0
     n = (rows['shape'].map(np.prod) if 'shape' in rows
         else rows['exponents'].map(lambda e: np.sum(e) if isinstance(e, list|tuple|np.ndarray) else 0))
     return round(float((rows['zero_frac']*n).sum()))
 
 def formats_in_range(rows, dtypes):
-    "Return the number formats whose whole range is covered by the exponent counts in the log."
+    "Return the number formats that are in the range of the exponent counts in the log, with their whole range."
     if 'exponents' not in rows or not len(rows): return []
     counts,lo,*_ = total_counts(rows)
     return [d for d in dtypes if lo<=(r := reach(d))['subnormal'] and r['max']<lo+len(counts)]

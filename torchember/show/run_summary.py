@@ -30,7 +30,7 @@ def first_nonfinite_tensor(df):
     return df.iloc[at[np.argmin(step)]]
 
 def nonfinite_sentence(row):
-    "Return a text about a non-finite tensor: its step, its name, and its counts of NaN and infinities."
+    "Return a sentence about a non-finite tensor: its step, its name, and its counts of NaN and infinities."
     what = ' and '.join(f'{int(row[c]):,} {n}' for c,n in (('nan', 'NaN'), ('posinf', '+inf'), ('neginf', '-inf'))
         if row.get(c, 0)>0)
     name = row['path'] or 'the model'
@@ -42,7 +42,7 @@ def nonfinite_sentence(row):
 default_ttypes = ('output', 'weight_grad')
 
 def no_tensors(table):
-    "Return the error message for a run without rows of tensors."
+    "Return the error message for a run that has no tensors."
     return f"{printable(name_of_run(table) or 'The table')} has no rows of tensors yet. Rows are recorded when the model is called during the training."
 
 def types_to_draw(tensors, ttype):
@@ -56,7 +56,7 @@ def rows_with_type(tensors, kind):
     return tensors[has_ttype(tensors, ttype_of(kind)[0])]
 
 def pick_stat(rows, stat):
-    "Return the column of the statistic to show: the user's choice, or by default the most useful recorded statistic."
+    "Pick the column of the statistic to show: the user's choice, or by default the most useful recorded statistic."
     if stat is not None: return find_stat(rows, stat)
     best = next((c for c in ('rms', 'std', 'abs_mean', 'mean') if c in rows and rows[c].notna().any()), None)
     if best is not None: return best
@@ -82,7 +82,7 @@ def loss_curve(table, loss):
     return loss, got['step'].to_numpy()[order], got[col].to_numpy(float, na_value=np.nan)[order]
 
 def may_have_number(rows, name):
-    """Return a mask of the rows that may contain the logged number `name`.
+    """Return a mask of the rows that may have the logged number `name`.
 
     A NaN in its column can be its value, or mean that the row has no such number."""
     own = builtin_scalar_name(name)
@@ -126,7 +126,7 @@ def summary(
     ttype=None, # Tensor type to summarize; default outputs, or the first recorded type
     stats=('std', 'abs_max'), # Statistics to show, each with its first, last and most unusual value
 ) -> RunSummary:
-    """Return a table with a row for each layer: first, last and most unusual values, and the number of non-finite steps.
+    """Return a summary table with a row for each layer: first, last and most unusual values, and the number of non-finite steps.
 
     Args:
         run: Run to summarize: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
@@ -164,7 +164,7 @@ def summary(
         map(title_text, causes))
 
 def most_unusual(y):
-    "Return the value farthest from the median. If all values are positive, compare logarithms."
+    "Return the most unusual value: farthest from the median. If all values are positive, compare logarithms."
     if not len(y): return np.nan
     z = np.log(y) if y.min()>0 else y
     return y[np.argmax(abs(z-np.median(z)))]

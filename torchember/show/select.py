@@ -27,7 +27,7 @@ from ..store.reading import path_of
 
 # %% ../../nbs/60_show/10_select.ipynb #734937ed
 def rows_to_draw(source, stats=None, rows=None, **wanted): # rows: all rows of the run, if they were read already
-    "Return the rows of a run for a picture, without findings. `wanted`: arguments of `read`. The result has the name of the run in `attrs['run']`."
+    "Return the rows of a run to draw in a picture, without findings. `wanted`: arguments of `read`. `attrs['run']`: name of the run."
     df = without_findings(rows_of_source(source, stats, wanted, rows))
     return df if stats is None else with_statistics(df, stats)
 
@@ -41,7 +41,7 @@ def with_statistics(df, stats=()):
 usual = {*derived, 'shape', 'ratio', 'exponents'}
 
 def table_and_findings(source, ttype=None): # ttype: the tensor types to read; by default all types
-    "Return two tables of a run: rows of tensors and logged numbers, and rows of findings."
+    "Return a table of a run and its findings: rows of tensors and logged numbers, and, in a second table, rows of findings."
     df = rows_of_source(source, None, {} if ttype is None else {'ttype': [*ttype, 'finding']})
     return without_findings(df), df[has_ttype(df, 'finding')]
 
@@ -49,24 +49,24 @@ def table_and_findings(source, ttype=None): # ttype: the tensor types to read; b
 finding_only_columns = ('severity', 'rule', 'text', 'confidence', 'advice', 'look', 'source', 'evidence', 'first_step', 'last_step', 'of', 'over')
 
 def has_ttype(df, ttype):
-    "Return a boolean array: True for each row with the tensor type `ttype`."
+    "Return a boolean array: True for each row that has the tensor type `ttype`."
     return (df['ttype'].astype(str)==ttype).to_numpy()
 
 def without_findings(df):
-    "Remove the rows of findings from a table, and the columns that only findings use. Keep the rows of tensors and logged numbers."
+    "Return a table without findings: remove their rows and the columns that only findings use."
     if not (found := has_ttype(df, 'finding')).any(): return df
     df = df[~found]
     return df.drop(columns=[c for c in finding_only_columns if c in df and df[c].isna().all()])
 
 def run_of(source):
-    "Open the run to show in a picture. Raise TypeError if `source` is neither a run nor a table."
+    "Return the run of a picture, opened from its source. Raise TypeError if `source` is neither a run nor a table."
     if isinstance(source, str|PathLike|Run) or is_url(source) or hasattr(getattr(source, 't', source), 'log_path'):
         return open_run(source)
     hint = " To see where runs begin to differ: compare([...])." if isinstance(source, list|tuple) else ""
     raise TypeError(f"A picture needs the name of a run, a torchEmber, its tracker te.t or a table of rows, got {an(source)}.{hint}")
 
 def rows_of_source(source, stats, wanted, rows=None):
-    "Return the rows of a run as a table, or check and convert a table given by the user. `wanted`: arguments of `read`."
+    "Return the rows of a source: of a run as a table, or of a table given by the user, checked and converted. `wanted`: arguments of `read`."
     if isinstance(source, pd.DataFrame): return check_one_run(clean_types(to_table(source)))
     source = run_of(source)
     from torchember.frames.logs import read
@@ -81,7 +81,7 @@ def rows_of_source(source, stats, wanted, rows=None):
     return check_one_run(df)
 
 def is_drawn(column, stats):
-    "Return True if a picture of the statistics `stats` needs the column of the log with this name."
+    "Return True if a column of the log is drawn, or needed to draw, in a picture of the statistics `stats`."
     if column in ('exponents', 'zero_frac') and stats is not None and 'exponents' in stats: return True
     if column=='exponents': return False
     return stats is None or column not in derived or column in stats or stats_of.get(column) in stats
@@ -103,7 +103,7 @@ def to_table(df):
     return df
 
 def check_columns(df, what='This table'):
-    "Raise ValueError if a table has no columns that identify tensors and steps."
+    "Check that a table has columns that identify tensors and steps. Raise ValueError otherwise."
     missing = [c for c in ('ttype', 'tname', 'step') if c not in df]
     if not missing and ('path' in df or 'module' in df): return
     how = " Rows of a log that some other program wrote may be counted: df = read(run); df['step'] = df.groupby(['path', 'ttype', 'tname']).cumcount()." \
@@ -112,7 +112,7 @@ def check_columns(df, what='This table'):
         f"Give a table such as te.t.df, read(run) or a LogFrame.{how} Its columns: {printable(', '.join(map(str, list(df.columns)[:12])))}.")
 
 def check_one_run(df):
-    "Return the table with the name of its run in `attrs`. Raise ValueError if the table has rows of several runs."
+    "Check that a table has rows of one run. Return the table, with the run's name in `attrs`. Raise ValueError for several runs."
     if 'run' not in df or name_of_run(df) and not set(name_of_run(df))&set('*?['): return df
     names = [str(n) for n in df['run'].dropna().unique()]
     if len(names)>1: raise ValueError(f"This table has {len(names)} runs: {printable(', '.join(names[:4]))}{', ...' if len(names)>4 else ''}. "
@@ -131,7 +131,7 @@ def pick(
     path=None, # Modules as in `select` ('features.*', 'Linear', a regex, ...), a label ('0.weight'), or a list of these; default all
     ttype=None # A tensor type, or a list; default all
 ): # The selected rows. Raises ValueError if no row matches
-    "Return the rows of the selected layers and tensor types."
+    "Pick the rows of the selected layers and tensor types."
     if not len(df): raise ValueError(no_rows_message(name_of_run(df) or 'The table'))
     every = df
     if ttype is not None: df = rows_of_ttypes(df, ttype)
@@ -168,7 +168,7 @@ def logframe_names(df):
     return list(dict.fromkeys(df['layer_name'].astype(str).tolist())) if 'layer_name' in df else []
 
 def rows_of_names(df, asked):
-    "Return a mask of the rows of some layers of a LogFrame, and the names that match no layer."
+    "Return the rows of layer names of a LogFrame, as a mask, and the names that match no layer."
     if not (known := logframe_names(df)): return np.zeros(len(df), bool), asked
     got = [{n for n in known if one.match(n)} if isinstance(one, re.Pattern) else paths_like(one, known)
         for one in asked]
@@ -180,7 +180,7 @@ def parameter_names(df):
     return paths+np.where(paths=='', '', '.')+df['pname'].astype(object).where(df['pname'].notna(), '').astype(str)
 
 def paths_like(one, known, kinds=None): # kinds: path of a module -> names of its classes
-    "Return the paths of modules that match one selector: a path, glob, compiled regex, class or function."
+    "Return the paths of modules that are like a selector: a path, glob, compiled regex, class or function."
     if not (isinstance(one, re.Pattern|Selection|type) or callable(one)): one = str(one)
     if isinstance(one, str) and one in known: return {one}
     layers = [NamedLayer(p, (kinds or {}).get(p, ())) for p in known]
@@ -195,7 +195,7 @@ def classes_in(df):
         for p,m in df[['path', 'module']].drop_duplicates().astype(str).itertuples(index=False) if m.endswith(')')}
 
 def rows_of_ttypes(df, asked):
-    "Return the rows of the tensor types that the user asked for. Raise ValueError for a type without rows."
+    "Return the rows of the tensor types (ttypes) that the user asked for. Raise ValueError for a type without rows."
     asked = [(t, *ttype_of(t)) for t in (asked if isinstance(asked, list|tuple|set) else [asked])]
     there = list(dict.fromkeys(df['ttype'].astype(str).unique().tolist()))
     rows = np.zeros(len(df), bool)
@@ -220,12 +220,12 @@ def no_ttype_message(typed, ttype, there, name):
     return f"{printable(name)} has no rows of {name_of_type}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
 
 def tensors_to_draw(run, path, ttype, stats=None):
-    "Return the rows of the selected layers and tensor types with values of the statistics. Raise ValueError if no row matches."
+    "Return the tensors to draw: rows of the selected layers and types with values of the statistics. Raise ValueError if no row matches."
     df = rows_to_draw(run, stats, **({} if ttype is None else {'ttype': to_ttypes(ttype)}))
     return without_other_scalars(pick(df if ttype is not None else df[~has_ttype(df, 'scalar')], path, ttype), stats)
 
 def without_other_scalars(df, stats):
-    "Remove rows of logged numbers that cannot have the statistics. For example, rows of the total gradient norm have no 'loss'."
+    "Return rows without other scalars: remove logged numbers that cannot have the statistics, such as the gradient norm without 'loss'."
     asked,scalar = [s for s in stats or () if s in df],has_ttype(df, 'scalar')
     if not asked or not scalar.any(): return df
     # `builtin_scalar_name` returns None for statistics that the user has logged
@@ -235,7 +235,7 @@ def without_other_scalars(df, stats):
 
 # %% ../../nbs/60_show/10_select.ipynb #7e2e294a
 def find_stat(df, stat:str) -> str:
-    "Return the column of a statistic. Also accept statistic names of Track & Visualize. Raise ValueError if no row has a value."
+    "Find the column of a statistic. Also accept statistic names of Track & Visualize. Raise ValueError if no row has a value."
     if stat in df and df[stat].notna().any():
         if has_vectors(df[stat]):
             raise ValueError(f"The statistic {stat!r} is a vector, not a number. To draw it: surface(run, path=..., stat={stat!r}).")
@@ -290,7 +290,7 @@ def series(df, stat:str, by:str='step', known=None) -> TensorSeries:
     return TensorSeries(labels, code, x, value, bad)
 
 def trouble(df):
-    "Return a boolean array: True for each row of a tensor with NaN or infinite elements."
+    "Find trouble (NaN or infinite elements): return a boolean array, True for each row of a tensor with such elements."
     counts = [df[c].to_numpy() for c in ('nan', 'posinf', 'neginf') if c in df]
     return sum(counts)>0 if counts else np.zeros(len(df), bool)
 
@@ -302,7 +302,7 @@ def training(df):
 
 # %% ../../nbs/60_show/10_select.ipynb #7a0ffafd
 def places(df) -> tuple:
-    "Number the tensors of a table in the order of the log. Return the number of the tensor for each row, and the label of each tensor."
+    "Return the place of each tensor of a table in the order of the log: its number for each row, and the label of each tensor."
     cols = [c for c in ('path', 'ttype', 'tname', 'call', 'shard') if c in df]
     code = df.groupby(cols, sort=False, observed=True, dropna=False).ngroup().to_numpy()
     _,first = np.unique(code, return_index=True)
@@ -325,7 +325,7 @@ def places(df) -> tuple:
     return code, labels
 
 def keys_with_several(keys, values):
-    "Return the keys with two or more different values. `values`: the value of each key in `keys`."
+    "Return the keys with several different values. `values`: the value of each key in `keys`."
     found = {}
     for k,v in zip(keys, values, strict=True): found.setdefault(k, set()).add(v)
     return {k for k,v in found.items() if len(v)>1}
@@ -339,7 +339,7 @@ def root_name(df):
 
 # %% ../../nbs/60_show/10_select.ipynb #07512929
 def reduce_indices(x, y, bad, n:int=2000) -> np.ndarray: # n: approximate number of points to keep
-    "Choose about `n` points of a line that give the same picture as all points. Return their indices. `bad`: mask of non-finite tensors."
+    "Reduce a line to about `n` points that give the same picture. Return their indices. `bad`: mask of non-finite tensors."
     if len(x)<=n: return np.arange(len(x))
     edges = np.linspace(0, len(x), max(n//2, 1)+1).astype(int)
     low,high = np.where(np.isfinite(y), y, np.inf),np.where(np.isfinite(y), y, -np.inf)
@@ -348,20 +348,20 @@ def reduce_indices(x, y, bad, n:int=2000) -> np.ndarray: # n: approximate number
     return np.unique(np.concatenate(keep))
 
 def extremes_between(values, edges, at): # at: `np.argmin` or `np.argmax`
-    "Return the index of the smallest or largest value in each of the intervals between neighboring edges."
+    "Return the extremes between neighboring edges: in each interval, the index of the smallest or largest value."
     size = np.diff(edges)
     if size.min()==size.max(): return edges[:-1]+at(values[:edges[-1]].reshape(len(size), -1), axis=1)
     return np.array([a+at(values[a:b]) for a,b in zip(edges[:-1], edges[1:], strict=True) if b>a])
 
 # %% ../../nbs/60_show/10_select.ipynb #4e91369c
 class Grid:
-    "Values of one statistic as a matrix for a heat map, with a row for each layer and a column for each step."
+    "Grid of values for a heat map: a matrix of one statistic, with a row for each layer and a column for each step."
     def __init__(self, labels:list, steps, value, bad, members:list, why=()):
         # members: labels of the tensors in each row; why: reason why a row is empty or unreliable, or None, for each row
         self.labels,self.steps,self.value,self.bad,self.members,self.why = labels,steps,value,bad,members,why
 
 def row_reasons(members, why):
-    "Return the reason why a row is empty or unreliable, or None, for each group of labels. `why`: label -> reason."
+    "Return the reason why a row is empty or unreliable, for each row (group of labels), or None. `why`: label -> reason."
     each = [{why.get(m) for m in labels} for labels in members]
     return [next(iter(e)) if len(e)==1 else None if None in e else 'not trained' for e in each]
 

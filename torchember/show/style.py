@@ -27,7 +27,7 @@ def is_dark(color=None) -> bool:
 
 # %% ../../nbs/60_show/00_style.ipynb #57f8018d
 def rc_settings():
-    "Return torchember's matplotlib settings (rcParams) for the current background, light or dark."
+    "Return torchember's settings of matplotlib (rcParams) for the current background, light or dark."
     dark = is_dark()
     ink,line = ('#e6e6e6', '#8a8a8a') if dark else ('#1c1c1c', '#8a8a8a')
     # keep a font size that the user has set
@@ -55,7 +55,7 @@ def texts_in(fig):
     return fig.findobj(mpl.text.Text)
 
 def printable_lines(text):
-    "Return a text without control characters, except line breaks. Names in a log may contain any characters."
+    "Return the printable lines of a text: no control characters except line breaks. Names in a log may contain any characters."
     return '\n'.join(map(printable, text.split('\n')))
 
 class Printable:
@@ -64,7 +64,7 @@ class Printable:
     def __call__(self, x, pos=None): return printable_lines(str(self.f(x, pos)))
 
 def all_children(ax):
-    "Return all axes placed inside of axes, at any depth."
+    "Return all children of axes: the axes placed inside, at any depth."
     return [c for a in ax.child_axes for c in (a, *all_children(a))]
 
 def disable_math_text(fig, users): # users: texts that the user has drawn, which stay unchanged
@@ -85,7 +85,7 @@ def disable_math_text(fig, users): # users: texts that the user has drawn, which
 
 # %% ../../nbs/60_show/00_style.ipynb #ee344c0f
 def drawn(f):
-    "Decorate a drawing function, so that it uses torchember's colors and fonts, and returns Axes or `Panels`."
+    "Decorate a function with which pictures are drawn: it uses torchember's colors and fonts, and returns Axes or `Panels`."
     @with_argument_names
     @functools.wraps(f)
     def g(*args, **kwargs):
@@ -122,13 +122,13 @@ given = ContextVar('given', default=(None, None))
 
 @contextmanager
 def drawing_on(fig, wanted=None):
-    "In a `with` block, clear the figure `fig` and draw each picture into it. `wanted`: function called with the size in inches."
+    "Use the figure `fig` for drawing in a `with` block: clear it, then draw each picture into it. `wanted`: called with the size in inches."
     was = given.set((fig, wanted))
     try: yield fig
     finally: given.reset(was)
 
 def canvas(ax=None, size:tuple=(7, 3.5)): # size: size of a new figure in inches
-    "Return the axes given by the user. If there are none, return axes in a new figure."
+    "Return a canvas (axes) to draw on: the axes given by the user, or axes in a new figure."
     return figure(size).subplots() if ax is None else ax
 
 def panels(n, wrap=None, size=None, each=(3.2, 2.2), least=(4.5, 2.8), **kwargs): # kwargs: more arguments of `subplots`
@@ -152,7 +152,7 @@ def axes_for(n, ax, what, wrap=None, size=None, **kwargs): # what: noun for the 
     return axes
 
 def label_figure(axes, title, x='', y=''):
-    "Write the title of a figure. Write the labels of the x and y axis once for all panels."
+    "Label a figure: write its title, and the labels of the x and y axis once for all panels."
     fig = axes[0].figure
     if title: fig.suptitle(title, x=.01, ha='left')
     if len(axes)==1: return axes[0].set(xlabel=x, ylabel=y)
@@ -187,9 +187,9 @@ class Panels(np.ndarray):
 
 # %% ../../nbs/60_show/00_style.ipynb #31387a25
 def base2(x) -> list:
-    "Format whole numbers as powers of two in matplotlib's math notation: 3 becomes '$2^{3}$'."
+    "Format whole numbers as powers of base 2, in matplotlib's math notation: 3 becomes '$2^{3}$'."
     return [f'$2^{{{int(n)}}}$' for n in x]
 
 def axes_size(ax):
-    "Return the width and height of axes in points (1/72 inch)."
+    "Return the size of axes: width and height in points (1/72 inch)."
     return ax.bbox.width/ax.figure.dpi*72, ax.bbox.height/ax.figure.dpi*72

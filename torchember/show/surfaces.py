@@ -29,7 +29,7 @@ def reduce_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
     if len(steps)==len(h.steps) and len(units)==h.value.shape[1]:
         return steps, units, np.where(ok, h.value, np.nan), ~ok
     def each(values, how):
-        "Reduce the values of each block of steps and units to one value."
+        "Reduce each block of steps and units to one value."
         return how.reduceat(how.reduceat(values, bounds[0], 0), bounds[1], 1)
     fine = ok.all()
     low,high = (each(h.value if fine else np.where(ok, h.value, odd), how)
@@ -58,7 +58,7 @@ def surface(
     col_wrap:int|None=None, # Largest number of panels in a row
     **kwargs # Arguments of matplotlib's `plot_surface` or `pcolormesh`
 ): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
-    """Draw a statistic whose values are vectors: one number for each unit of a layer and each step.
+    """Draw the surface of a statistic with vector values: one number for each unit of a layer and each step.
 
     Args:
         run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows

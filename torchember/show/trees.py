@@ -93,7 +93,7 @@ def tree(
 
 # %% ../../nbs/60_show/50_trees.ipynb #5fd5ca60
 def draw_box(ax, b, value, bad, colours, root, space):
-    "Draw a module as a colored rectangle with its name and value."
+    "Draw the box of a module: a colored rectangle with its name and value."
     face = (alarm[is_dark()] if bad
         else colours.to_rgba(value) if value is not None and np.isfinite(value) else (.5, .5, .5, .2))
     ax.add_patch(mpl.patches.Rectangle((b.depth, b.top), .985, b.height, facecolor=face,

@@ -21,17 +21,17 @@ from ..store.parameters import label_of, why_not
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #4997c1f6
 def parameter_sizes(rows):
-    "Return the recorded statistics that give the norm of a weight: (mean, std), (rms,) or (l2,). Return None if there are none."
+    "Return the names of statistics that give the size (norm) of a parameter: (mean, std), (rms,) or (l2,). Return None if there are none."
     for stats in (('mean', 'std'), ('rms',), ('l2',)):
         if all(c in rows and rows[c].notna().any() for c in stats): return stats
 
 def has_bounds(table):
-    "Return True if the rows of weights suffice to compute a lower bound for the updates."
+    "Return True if bounds for the updates exist: the rows of weights suffice to compute a lower bound."
     weights = table[has_ttype(table, 'weight')]
     return len(weights)>0 and parameter_sizes(weights) is not None
 
 def least_ratios(rows) -> list: # rows: log rows of weights
-    "Return lower bounds of the update-to-weight ratio, from the change of a weight's norm between recorded steps."
+    "Return the least ratios of update to weight (lower bounds), from the change of a weight's norm between recorded steps."
     if 'std' in (stats := parameter_sizes(rows)): rows = rows.assign(std=population_std(rows))
     out = []
     for parts in zip(*(series(rows, c) for c in stats), strict=True):
@@ -43,7 +43,7 @@ def least_ratios(rows) -> list: # rows: log rows of weights
     return out
 
 def population_std(rows):
-    "Convert the unbiased standard deviation (divisor n-1) in log rows to the biased one (divisor n). It is 0 for a single element."
+    "Return the population standard deviation (divisor n), from the unbiased one (divisor n-1) in log rows. It is 0 for a single element."
     known,std = {},rows['std'].to_numpy(float)
     shapes = rows['shape'] if 'shape' in rows else [None]*len(rows)
     n = np.array([known.setdefault(tuple(s), np.prod(s)) if isinstance(s, list|tuple|np.ndarray) else np.inf
@@ -63,7 +63,7 @@ def zero_update_mask(rows):
     return has_values & ~np.any([(v!=0) & ~np.isnan(v) for v in values], axis=0) & ~trouble(rows)
 
 def unchanged_mask(rows, code):
-    "Return two masks of weight rows: True if the statistics equal those of the previous recorded step; True if there is a previous step."
+    "Return a mask of unchanged weight rows (statistics as in the previous recorded step), and a mask of the rows with a previous step."
     order = np.lexsort((rows['step'].to_numpy(), code))
     same = np.ones(max(len(rows)-1, 0), bool)
     for c in rows.columns:
@@ -75,14 +75,14 @@ def unchanged_mask(rows, code):
     return still & before, before
 
 def count_unchanged_steps(rows, known:bool) -> dict: # known: True if the rows are of updates, False if they are of weights
-    "Count the steps at which each weight did not change. Return a dict: label -> (number of these steps, number of recorded steps)."
+    "Count unchanged steps of each weight. Return a dict: label -> (number of steps without change, number of recorded steps)."
     code,labels = places(rows)
     still,counted = (zero_update_mask(rows), np.ones(len(rows), bool)) if known else unchanged_mask(rows, code)
     each = zip(labels, np.bincount(code, still, len(labels)), np.bincount(code, counted, len(labels)), strict=True)
     return {l: (int(z), int(n)) for l,z,n in each if n}
 
 def find_unchanged_weights(table, rows, path, known):
-    "Count the steps at which each weight did not change, as `count_unchanged_steps` does. Include weights without rows of updates."
+    "Find unchanged weights: count the steps without change as `count_unchanged_steps` does. Include weights without rows of updates."
     found = count_unchanged_steps(rows, known)
     if not known or not has_ttype(table, 'weight').any(): return found
     try: weights = pick(table, path, 'weight')
@@ -91,7 +91,7 @@ def find_unchanged_weights(table, rows, path, known):
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #accf216f
 def unchanged_text(never, still:dict, why:dict, most:int=4) -> str: # still: the dict that `count_unchanged_steps` returns
-    "Return a text that names the weights that never changed, and the weights that did not change at some steps."
+    "Return a text that names the unchanged weights: never changed, or not changed at some steps."
     names = lambda listed: ', '.join(listed[:most])+(f' and {len(listed)-most} more' if len(listed)>most else '')
     short = dict(zip(never, short_names(list(never)), strict=True))
     now_and_then = [f'{l} ({z:,} of {n:,} steps)' for l,(z,n) in still.items() if 0<z<n]
@@ -108,7 +108,7 @@ def updates(
     healthy:tuple=(1e-4, 1e-2), # Range of usual update-to-weight ratios, drawn as a band: default 0.0001 to 0.01
     ax=None # Axes to draw into; default a new figure
 ): # Axes of the picture
-    """Draw each parameter's update-to-weight ratio over the steps. Without rows of 'update', draw lower bounds of the ratio.
+    """Draw the updates of each parameter: update-to-weight ratio over the steps. Without rows of 'update', draw lower bounds of the ratio.
 
     Args:
         run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows

@@ -28,18 +28,18 @@ from .wandb import Wandb
 sinks = {'wandb': Wandb, 'tensorboard': TensorBoard, 'mlflow': MLflow, 'trackio': Trackio}
 
 class Function(Sink):
-    "A sink that calls a user's function with the numbers of each step. For a lambda or local function, `replay` always sends all steps."
+    "Sink that calls a user's function with the numbers of each step. For a lambda or local function, `replay` always sends all steps."
     def __init__(self, f, **choice): # f: function that gets a step and a dict: metric -> number; choice: arguments of `Sink`
         super().__init__(**choice)
         self.f,self.name = f,getattr(f, '__qualname__', type(f).__qualname__)
 
     def scalars(self, step, numbers):
-        "Call the function with the numbers of a step."
+        "Send the scalars of a step: call the user's function with these numbers."
         self.f(step, numbers)
 
     # a name with '<lambda>' or '<locals>' does not identify a function in a later process, so `target` returns None
     def target(self):
-        "Return a name by which the function is recognized later. Return None for a lambda or a local function."
+        "Return the name of the target, to recognize the function later. Return None for a lambda or a local function."
         return None if '<' in self.name else f'{self.f.__module__}.{self.name}'
 
 def hidden_plugin_message(plugin):
@@ -199,7 +199,7 @@ class Feed:
             f"Give each a prefix: {type(mine).__name__}(prefix='{self.sender.run}/'). This is reported once.")
 
     def attempt(self, step, f):
-        "Call `f(step)`. Report an exception, but raise nothing, because a failing sink must not stop the training."
+        "Attempt the call `f(step)`. Report an exception, but raise nothing, because a failing sink must not stop the training."
         try: f(step)
         except BaseException as e: self.report(f"{type(e).__name__}: {printable(e, 300)}", step)
 
@@ -218,7 +218,7 @@ class Feed:
         return f"replay({self.sender.run!r}, {repr(name) if name in sinks else 'sink'})"
 
     def finish(self):
-        "Send the last collected step to the sink, and close the sink."
+        "Finish sending: send the last collected step to the sink, and close the sink."
         self.send_step()
         self.attempt(self.step, lambda step: self.sender.close())
 

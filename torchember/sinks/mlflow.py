@@ -69,7 +69,7 @@ class MLflow(Sink):
         doc="The library, a property because a library cannot be pickled.")
 
     def begin(self):
-        "Reset the state of the sink, to send another run."
+        "Begin with an empty state: reset the state of the sink, to send another run."
         self.id,self.client,self.owns_run = self.given,None,False
         # old_metrics: names of the metrics that the MLflow run already has; old_steps: name -> steps that the MLflow run already has
         self.pending,self.old_metrics,self.old_steps,self.tags = [],(),{},{}
@@ -109,7 +109,7 @@ class MLflow(Sink):
         return created
 
     def target(self):
-        "Return the name of the destination, with the id of the MLflow run."
+        "Return the target: name of the destination, with the id of the MLflow run."
         return f'mlflow:{self.id}'
 
     def queue_numbers(self, step, numbers):
@@ -123,7 +123,7 @@ class MLflow(Sink):
         if len(self.pending)>=most_numbers: self.flush()
 
     def scalars(self, step, numbers):
-        "Send the numbers of a step."
+        "Send the scalars (numbers) of a step to MLflow."
         self.queue_numbers(step, numbers)
 
     def histograms(self, step, counts):
@@ -144,7 +144,7 @@ class MLflow(Sink):
             self.tags[tag] = text
 
     def flush(self):
-        "Send all queued numbers."
+        "Flush the queue: send all queued numbers to MLflow."
         while self.pending:
             self.client.log_batch(self.id, metrics=self.pending[:most_numbers], synchronous=True)
             del self.pending[:most_numbers]

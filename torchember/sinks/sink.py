@@ -74,7 +74,7 @@ class MetricNames:
         self.layers,self.inner = {},set()
 
     def learn(self, rows):
-        "Add the modules of some rows to the known modules, and select the modules to send by `include` and `exclude`."
+        "Learn the modules of some rows: add them to the known modules. Select the modules to send by `include` and `exclude`."
         for module in {r['module'] for r in rows if isinstance(r.get('module'), str)}:
             path = path_of(module)
             if path in self.layers: continue
@@ -93,7 +93,7 @@ class MetricNames:
         return path in self.picked and (self.include is not None or not is_activation or path not in self.inner)
 
     def key(self, row, first): # first: (ttype, phase, path) -> name of the first tensor, whose metrics get short names
-        "Return the first part of the metric names of a row, such as 'weight/fc'. The name of a statistic is added to it later."
+        "Return the key of a row: the first part of its metric names, such as 'weight/fc'. The name of a statistic is added to it later."
         path,tname = path_of(row['module']) or 'model',row.get('tname')
         if row.get('pname'): path = f"{path}.{row['pname']}"
         # add the tensor name to metrics of further outputs and of optimizer states, to make metric names unique
@@ -157,10 +157,10 @@ class Sink:
             raise TypeError(f"stats= takes names of statistics, such as 'rms', got {an(bad[0])}.")
 
     def open(self, run:str, about:dict):
-        "Begin or continue a run in the tracker. `about`: metadata of the run. This is called before all other methods, in the thread of the sink."
+        "Open a run in the tracker: begin or continue it. This is called before all other methods, in the thread of the sink."
 
     def scalars(self, step:int, numbers:dict):
-        "Send the numbers of a step to the tracker. `numbers`: metric name -> number."
+        "Send the scalars (numbers) of a step to the tracker. `numbers`: metric name -> number."
         raise NotImplementedError
 
     def histograms(self, step:int, counts:dict):
@@ -170,7 +170,7 @@ class Sink:
         "Send the findings of a step to the tracker: new findings, and findings that end in this step."
 
     def flush(self):
-        "Write all sent steps to disk or to the server, so that no step is lost when the process ends."
+        "Flush all sent steps to the disk or to the server, so that no step is lost when the process ends."
 
     def persisted_steps(self,
         steps:list # Steps sent since the last flush
@@ -183,10 +183,10 @@ class Sink:
         return steps
 
     def close(self):
-        "End the run in the tracker. After this call, the sink can send another run."
+        "Close the run in the tracker. After this call, the sink can send another run."
 
     def target(self) -> str|None: # Name of the destination. None if it has no name: `replay` then sends all steps
-        """Return a name of the destination, such as the address of a run. No step is sent twice to the same destination.
+        """Return the target: name of the destination, such as the address of a run. No step is sent twice to the same destination.
 
         Returns:
             Name of the destination. None if it has no name: `replay` then sends all steps
@@ -196,7 +196,7 @@ class Sink:
     def chosen(self,
         rows:list # Log rows of a step
     ) -> tuple: # Two dicts: metric name -> number, and metric name -> histogram
-        """Return the numbers and histograms that this sink sends for a step.
+        """Return the chosen numbers and histograms, which this sink sends for a step.
 
         Args:
             rows: Log rows of a step

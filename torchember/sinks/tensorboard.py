@@ -70,11 +70,11 @@ class TensorBoard(Sink):
         self.writer = SummaryWriter(folder)
 
     def target(self):
-        "Return the name of the destination, with the folder of the TensorBoard writer."
+        "Return the target: name of the destination, with the folder of the TensorBoard writer."
         return f'tensorboard:{abspath(self.writer.log_dir)}'
 
     def scalars(self, step, numbers):
-        "Write the numbers of a step."
+        "Write the scalars (numbers) of a step to TensorBoard."
         new = {k: v for k,v in numbers.items() if (k, step) not in self.existing}
         file = getattr(self.writer, 'file_writer', None)
         # write all numbers of a step as one event: one event per number takes 10 times as long
@@ -96,13 +96,13 @@ class TensorBoard(Sink):
                 sum_squares=squares, bucket_limits=[edges[0], *edges[1:]], bucket_counts=[0, *n], global_step=step)
 
     def findings(self, step, found):
-        "Write the findings of a step as texts."
+        "Write the findings (reported problems) of a step as texts to TensorBoard."
         for f in found:
             key,text = f"finding/{f['rule']}",('This problem is over: ' if f.get('over') else '')+f['text']
             if (f'{key}/text_summary', step, text) not in self.existing: self.writer.add_text(key, text, step)
 
     def flush(self):
-        "Write all events to disk."
+        "Flush all events to the disk."
         self.writer.flush()
 
     def close(self):

@@ -52,7 +52,7 @@ class Trackio(Sink):
     store = property(lambda self: self.trackio.SQLiteStorage, doc="The database of runs on this machine.")
 
     def begin(self):
-        "Reset the state of the sink, to send the next run."
+        "Begin with an empty state: reset the state of the sink, to send the next run."
         self.run,self.owns_run = self.given,False
         # pending: step -> names of numbers that trackio has not stored yet
         self.old_keys,self.old_alerts,self.pending = set(),set(),{}
@@ -96,18 +96,18 @@ class Trackio(Sink):
         return [(r['step'], json.loads(r['metrics'])) for r in found]
 
     def target(self):
-        "Return the name of the destination: server, project and id of the trackio run."
+        "Return the target: name of the destination, with server, project and id of the trackio run."
         return f'trackio:{self.run.url or self.trackio.utils.TRACKIO_DIR}:{self.run.project}/{self.run.id}'
 
     def log_keys(self, step, data):
-        "Log the data of a step, except data already in the trackio run. The step counter of the run does not change."
+        "Log the keys (metric names) of a step that the trackio run does not have yet. The step counter of the run does not change."
         data = {k: v for k,v in data.items() if (k, step) not in self.old_keys}
         if not data: return
         self.pending.setdefault(step, set()).update(data)
         type(self.run).log(self.proxy, data, step=step)
 
     def scalars(self, step, numbers):
-        "Send the numbers of a step to trackio."
+        "Send the scalars (numbers) of a step to trackio."
         self.log_keys(step, numbers)
 
     def histograms(self, step, counts):
@@ -130,7 +130,7 @@ class Trackio(Sink):
         return not self.pending
 
     def flush(self):
-        "Wait until trackio has stored all numbers. Raise TimeoutError after `patience` seconds."
+        "Flush the numbers: wait until trackio has stored all of them. Raise TimeoutError after `patience` seconds."
         until = time.monotonic()+self.patience
         while self.pending and not self.is_persisted():
             if time.monotonic()>until:

@@ -37,7 +37,7 @@ class Wandb(Sink):
     wandb = property(lambda self: needs('wandb', for_='The sink wandb')) # a property, because a library cannot be pickled
 
     def begin(self):
-        "Reset the state of the sink, to send the next run."
+        "Begin with an empty state: reset the state of the sink, to send the next run."
         self.run,self.commit,self.owns_run,self.axes = self.given,self.commits,False,set()
         # open_row: x axis -> (step, keys) of the row that W&B has not committed yet
         self.row,self.open_row,self.ended_steps = None,{},set()
@@ -54,7 +54,7 @@ class Wandb(Sink):
         self.run.define_metric(self.axis, hidden=True)
 
     def target(self):
-        "Return the name of the destination, with the id of the W&B run."
+        "Return the target: name of the destination, with the id of the W&B run."
         return f'wandb:{self.run.id}'
 
     def axis_of(self, key):
@@ -75,7 +75,7 @@ class Wandb(Sink):
         step, # Number of the step
         data # Dict: metric name -> number, or another type of W&B such as an image
     ):
-        """Add metrics of a step to the current row of W&B, with the number of the step.
+        """Put metrics of a step into the current row of W&B, with the number of the step.
 
         Args:
             step: Number of the step
@@ -112,7 +112,7 @@ class Wandb(Sink):
         name:str, # Name of the artifact; W&B does not allow some characters, which become '_'
         kind:str # Type of the artifact, such as 'report'
     ):
-        """Upload a file as an artifact of the W&B run.
+        """Upload a file to W&B, as an artifact of the W&B run.
 
         Args:
             path: Path of the file
@@ -124,7 +124,7 @@ class Wandb(Sink):
         self.run.log_artifact(artifact)
 
     def flush(self):
-        "Commit the current row of W&B, if this sink commits rows."
+        "Flush the current row of W&B (commit it), if this sink commits rows."
         if self.commit and self.open_row:
             self.run.log({}, commit=True)
             self.ended_steps.update(step for step,_ in self.open_row.values())

@@ -26,7 +26,7 @@ from ..store.base import now
 
 # %% ../../nbs/70_state/06_algebra.ipynb #558b36a9
 class NamedValues(OrderedDict):
-    "Ordered dict that maps a layer name to a tensor, or to a number such as a norm."
+    "Ordered dict of values by name: maps a layer name to a tensor, or to a number such as a norm."
     def __init__(self,
         *args, # Names and values, in any form that `dict` accepts
         name:str|None=None, # Name of the snapshot in printed text
@@ -46,7 +46,7 @@ class NamedValues(OrderedDict):
 
     @property
     def is_result(self):
-        "True if the values are numbers (the results of a reduction such as `norm`). False if the values are tensors."
+        "True if the snapshot is the result of a reduction such as `norm`: its values are numbers. False if its values are tensors."
         return bool(self) and not isinstance(next(iter(self.values())), torch.Tensor)
 
     device = property(lambda self: self.common('device'), doc="Device of all tensors. None if the devices differ.")
@@ -83,7 +83,7 @@ class NamedValues(OrderedDict):
     def at(self,
         index:int # Position of the layer, from 0
     ): # Tensor or number of the layer
-        """Return the tensor or number of the layer with this position in the snapshot.
+        """Return the tensor or number at a position in the snapshot.
 
         Args:
             index: Position of the layer, from 0
@@ -94,11 +94,11 @@ class NamedValues(OrderedDict):
         return self[list(self)[index]]
 
     def state_dict(self) -> dict:
-        "Return the names and values of this snapshot as a plain dict."
+        "Return the names and values of this snapshot as a plain dict, like a state dict of torch."
         return dict(self)
 
     def take(self, new):
-        "Replace all names and values by the names and values of a second StateDict. Return this changed StateDict."
+        "Take over all names and values of a second StateDict, and drop the earlier values. Return this changed StateDict."
         new = dict(new)
         self.clear()
         self.update(new)
@@ -108,7 +108,7 @@ class NamedValues(OrderedDict):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #32c5ec36
 def find_mismatch(a, b):
-    "Return a sentence with the reason why arithmetic of two StateDicts is impossible. Return None if nothing prevents arithmetic."
+    "Find a mismatch of two StateDicts, which prevents arithmetic. Return the reason as a sentence, or None."
     names = (a._name, b._name) if a._name!=b._name else (f'the first {a._name}', f'the second {b._name}')
     for one,other,(has,lacks) in ((a, b, names), (b, a, names[::-1])):
         for k in one:
@@ -128,11 +128,11 @@ def results_tensor(d):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #229133e9
 class Layers(NamedValues):
-    "Dict of tensors or numbers by layer name, with methods that select layers, or apply a function to each layer."
+    "Layers of a model as a dict: layer name -> tensor or number. Methods select layers, or apply a function to each layer."
     def is_compatible(self,
         other # StateDict to compare with
     ) -> bool:
-        """Return True if arithmetic with another StateDict is possible: both have the same names and shapes.
+        """Return True if a StateDict is compatible, so that arithmetic is possible: both have the same names and shapes.
 
         Args:
             other: StateDict to compare with
@@ -142,7 +142,7 @@ class Layers(NamedValues):
     def like(self,
         items # (name, value) pairs
     ): # New StateDict with these values
-        """Return a new StateDict with the given (name, value) pairs. Copy the log columns (module, tensor name) from this StateDict.
+        """Return a StateDict like this one, with the given (name, value) pairs. Copy the log columns (module, tensor name).
 
         Args:
             items: (name, value) pairs
@@ -155,7 +155,7 @@ class Layers(NamedValues):
         return d
 
     def result(self, items):
-        "Return a new StateDict of numbers that were computed from this StateDict, such as a norm for each layer."
+        "Return the result of a reduction as a new StateDict of numbers, such as a norm for each layer."
         d = self.like(items).set_name(f'{self._name}_stat')
         d._ttype = self._ttype
         return d
@@ -165,7 +165,7 @@ class Layers(NamedValues):
         *, include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
         exclude=None # Modules to leave out
     ): # New StateDict of the selected layers
-        """Return the layers with names that match `pattern`, from modules that `include` and `exclude` select.
+        """Filter layers: return the layers with names that match `pattern`, from modules that `include` and `exclude` select.
 
         Args:
             pattern: Regular expression for layer names, matched from the start
@@ -183,7 +183,7 @@ class Layers(NamedValues):
         pattern=None, # Regular expression for layer names, matched from the start
         *, lazy=True # Ignored; accepted for callers of the library nnstat, which has this argument
     ) -> torch.Tensor:
-        """Concatenate all layers into one new tensor with one dimension. Methods such as `norm` work without this copy.
+        """Flatten all layers into one new tensor with one dimension. Methods such as `norm` work without this copy.
 
         Args:
             pattern: Regular expression for layer names, matched from the start
@@ -217,7 +217,7 @@ class Layers(NamedValues):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #b5d0ab0f
 def in_place(method):
-    "Return a variant of `method` that writes the result into the snapshot. The name of the variant ends in '_', as in torch."
+    "Return an in-place variant of `method`: it writes the result into the snapshot. Its name ends in '_', as in torch."
     @functools.wraps(method)
     def f(self, *args, **kwargs):
         "Replace the values of this snapshot by the result of the method. Return this snapshot."
@@ -245,7 +245,7 @@ class EditableLayers(Layers):
         device=None, # Device of the copy
         dtype=None # Dtype of the copy
     ): # New StateDict of the copies
-        """Return a copy that shares no memory with this snapshot or the model.
+        """Return a copy (clone) that shares no memory with this snapshot or the model.
 
         Args:
             device: Device of the copy
@@ -315,7 +315,7 @@ def apply_each_layer(d, op, others):
         raise
 
 def apply_reversed(op, x, d):
-    "Apply an operation with a number as left operand, such as `2-d`, to each layer."
+    "Apply an operation with reversed operands to each layer: a number is the left operand, such as `2-d`."
     f = dict(sub=lambda v: x-v, div=lambda v: x/v, pow=lambda v: x**v)[op]
     if d.is_result:
         return d.like(zip(d, f(results_tensor(d).double() if op=='pow' else results_tensor(d)).tolist(), strict=True))
@@ -344,7 +344,7 @@ class Arithmetic(EditableLayers):
         min=None, # Lower bound of the values
         max=None # Upper bound of the values
     ): # New StateDict of the limited values
-        """Limit each value to the range from `min` to `max`.
+        """Clip each value to the range from `min` to `max`.
 
         Args:
             min: Lower bound of the values
@@ -376,7 +376,7 @@ class Arithmetic(EditableLayers):
         return d
 
     def binary(self, op, o):
-        "Apply an operation to each layer. Its right operand is a number or another StateDict."
+        "Apply a binary operation to each layer. The right operand is a number or another StateDict."
         return apply_operation(op, self, o) if is_scalar_value(o) or isinstance(o, NamedValues) else NotImplemented
 
     # with None, numpy calls `__radd__` of this class for `numpy_number + d`, and does not convert `d` to an array
@@ -388,13 +388,13 @@ class Arithmetic(EditableLayers):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #29daad7d
 def find_state_dicts(args):
-    "Return all StateDicts among nested arguments (lists, tuples and dicts)."
+    "Find all StateDicts among nested arguments (lists, tuples and dicts). Return them."
     if isinstance(args, NamedValues): return [args]
     if type(args) is dict: args = list(args.values())
     return [d for a in args for d in find_state_dicts(a)] if type(args) in (tuple, list) else []
 
 def map_state_dicts(args, f):
-    "Replace each StateDict in nested arguments by the result of the function `f`. Return the new arguments."
+    "Map each StateDict in nested arguments to the result of the function `f`. Return the new arguments."
     if isinstance(args, NamedValues): return f(args)
     if type(args) in (tuple, list): return type(args)(map_state_dicts(a, f) for a in args)
     return {n: map_state_dicts(a, f) for n,a in args.items()} if type(args) is dict else args
@@ -430,7 +430,7 @@ def tensors_to_reduce(d, pattern, lw):
 
 # correct: None, or a function of (results, element counts) that returns corrected results, for example without bias
 def reduce_layers(d, name, lw, pattern, correct=None, dtype=None):
-    "Compute a reduction of each layer if `lw` (layer-wise), else of the whole model. `name`: 'sum', or a key of `reduction_stats`."
+    "Reduce each layer if `lw` (layer-wise), else the whole model. Return the result. `name`: 'sum', or a key of `reduction_stats`."
     layers = tensors_to_reduce(d, pattern, lw)
     refuse_complex(layers, [name])
     rows = summarize_layers(layers, groups_for_reductions([name]))
@@ -459,7 +459,7 @@ def correct_bias(name, value, n):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #86225f0a
 def reduce_norm(d, p, lw, pattern, dtype=None):
-    "Compute the p-norm of each layer if `lw`, else of the whole model, for any p."
+    "Reduce to the p-norm of each layer if `lw`, else of the whole model, for any p. Return the result."
     if p=='fro': p = 2
     if p in (1, 2): return reduce_layers(d, f'norm{int(p)}', lw, pattern, None, dtype)
     layers = tensors_to_reduce(d, pattern, True)
@@ -473,7 +473,7 @@ torch_options = {**dict.fromkeys(('sum', 'mean', 'norm'), ('dim', 'keepdim', 'dt
 
 def reduce_like_torch(d, name, lw, pattern, given, reduce=None, torch_function=None):
     # given: arguments for torch; reduce: function(dtype), used without `dim`; torch_function: torch's reduction, used with `dim`
-    "Compute a reduction that accepts torch's arguments `dim`, `keepdim`, `dtype`, `correction` and `unbiased`."
+    "Reduce like torch: accept the arguments `dim`, `keepdim`, `dtype`, `correction` and `unbiased`. Return the result."
     known = torch_options.get(name, ('dim', 'keepdim'))
     for k in given:
         if k not in known:
@@ -489,7 +489,7 @@ def reduce_like_torch(d, name, lw, pattern, given, reduce=None, torch_function=N
     return reduce_layers(d, name, lw, pattern, correct, dtype) if reduce is None else reduce(dtype)
 
 def reduce_dims(d, lw, pattern, given, f, name):
-    "Reduce with torch function `f` and its arguments `given`: each layer separately if `lw` (layer-wise), else one tensor of all values."
+    "Reduce dimensions with the torch function `f` and its arguments `given`: each layer if `lw` (layer-wise), else one tensor of all values."
     if d.is_result:
         raise TypeError(f"{d._name} has a number for each layer, so its {name} accepts no dim, no keepdim, and only floating dtypes.")
     if not lw: return f(d.flatten(pattern), **given)
@@ -520,15 +520,15 @@ class Reductions(Layers):
         return reduce_like_torch(self, 'norm', lw, pattern, kwargs, norm_in_dtype, lambda x, **k: x.norm(p, **k))
 
     def norm1(self, *, lw=False, pattern=None, **kwargs):
-        "Return the sum of the absolute values of all layers, or of each layer if `lw` (layer-wise). Accept torch's `dim`, `keepdim`, `dtype`."
+        "Return the 1-norm (sum of absolute values) of all layers, or of each layer if `lw` (layer-wise). Accept `dim`, `keepdim`, `dtype`."
         return self.norm(1, lw=lw, pattern=pattern, **kwargs)
 
     def norm2(self, *, lw=False, pattern=None, **kwargs):
-        "Return the Euclidean norm of all values, or of each layer if `lw` (layer-wise). Accept torch arguments `dim`, `keepdim`, `dtype`."
+        "Return the 2-norm (Euclidean norm) of all values, or of each layer if `lw` (layer-wise). Accept `dim`, `keepdim`, `dtype`."
         return self.norm(2, lw=lw, pattern=pattern, **kwargs)
 
     def norm1_mean(self, *, lw=False, pattern=None):
-        "Return the mean absolute value of the whole model, or of each layer if `lw` (layer-wise)."
+        "Return the 1-norm divided by the number of values (mean absolute value), of the whole model or of each layer if `lw` (layer-wise)."
         return reduce_layers(self, 'norm1_mean', lw, pattern)
 
     def sum(self, *, lw=False, pattern=None, **kwargs):
@@ -576,7 +576,7 @@ class Reductions(Layers):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #70bb056a
 def describe_layers(d, lw, pattern, group, include, exclude, additional):
-    "Return the rows of a table of reductions: layer name -> row if `lw` (layer-wise), else '' -> row of the whole model."
+    "Describe layers in rows of a table of reductions: layer name -> row if `lw` (layer-wise), else '' -> row of the whole model."
     columns = ['no', 'name', 'value'] if d.is_result else select_columns(group, include, exclude)
     columns = [c for c in columns if c not in exclude]
     selected = select_layers(d, pattern)
@@ -611,7 +611,7 @@ def to_python(x):
 tname_prefixes = dict(weight='weight', weight_grad='grad', update='update')
 
 def make_rows(d, stats, ttype, step, pattern):
-    "Return a log row for each layer of a StateDict, with statistics and the location of the tensor in the model."
+    "Make a log row for each layer of a StateDict, with statistics and the location of the tensor in the model. Return the rows."
     ttype = check_ttypes(ttype or d._ttype or 'probe')[0]
     layers,stats = select_layers(d, pattern),stat_names(stats)
     if d.is_result: numbers = [{'value': v} for v in layers.values()]
@@ -635,7 +635,7 @@ def make_rows(d, stats, ttype, step, pattern):
 class DescribedLayers(Reductions):
     "Layers that can be printed as tables, and returned as rows of a log."
     def numel(self, *, lw=False, pattern=None):
-        "Return the number of values in the whole model, or in each layer if `lw` (layer-wise)."
+        "Return the number of elements (numel) of the whole model, or of each layer if `lw` (layer-wise)."
         counts = {k: x.numel() if isinstance(x, torch.Tensor) else 1 for k,x in select_layers(self, pattern).items()}
         return self.result(counts) if lw else sum(counts.values())
 
@@ -645,7 +645,7 @@ class DescribedLayers(Reductions):
         return self.result((k, tuple(getattr(x, 'shape', ()))) for k,x in select_layers(self, pattern).items())
 
     def no(self, *, lw=False, pattern=None):
-        "Return the position (from 0) of each layer if `lw` (layer-wise). Else return the number of layers."
+        "Return the number (no): the position of each layer, from 0, if `lw` (layer-wise). Else return the number of layers."
         selected = select_layers(self, pattern)
         return self.result((k, i) for i,k in enumerate(self) if k in selected) if lw else len(selected)
 
@@ -654,7 +654,7 @@ class DescribedLayers(Reductions):
         return self.result((k, k) for k in select_layers(self, pattern)) if lw else self._name
 
     def value(self, *, lw=False, pattern=None):
-        "Return the layers that match `pattern` if `lw` (layer-wise), else the printed text of the snapshot."
+        "Return the value: the layers that match `pattern` if `lw` (layer-wise), else the printed text of the snapshot."
         return self.filter(pattern) if lw else str(self)
 
     def describe(self,
@@ -667,7 +667,7 @@ class DescribedLayers(Reductions):
         additional_info=None, # More columns: column name -> dict: layer name -> number
         exlude_keys=None # Same as `exclude_keys`: the misspelled name that nnstat uses
     ):
-        """Print a table of reductions, or return the numbers of the table in dicts (`display=False`).
+        """Describe the snapshot: print a table of reductions, or return the numbers of the table in dicts (`display=False`).
 
         Args:
             lw: True to show one row per layer, not one for the whole model
@@ -705,7 +705,7 @@ class DescribedLayers(Reductions):
         return make_rows(self, stats, ttype, step, pattern)
 
     def headline(self):
-        "Return one line of text: name, norm, size, device and dtype. For shards, omit the norm, because it needs data of all processes."
+        "Return a headline of one line: name, norm, size, device and dtype. For shards, omit the norm, because it needs data of all processes."
         if not self: return f'{self._name}[Empty]()'
         if self.is_result: return self._name
         if any(is_sharded(self[k]) for k in self): l2 = 'sharded: call norm()'
@@ -747,7 +747,7 @@ class PlottableLayers(Layers):
         return plot_heatmap(self.drawn(pattern), name or self._name, lw, vmin, vmax, log, square, ax, to, **kwargs)
 
     def drawn(self, pattern):
-        "Return the layers to plot. Raise TypeError if the values are numbers, not tensors."
+        "Return the layers that are drawn in a plot. Raise TypeError if the values are numbers, not tensors."
         if self.is_result:
             raise TypeError(f"{self._name} has only one number for each layer, "
             "so there is no distribution in a layer to plot. Plot the numbers of all layers: list(sd.values()), where sd is this object.")
@@ -776,7 +776,7 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
         require_values(select_layers(self, pattern))
         if not lw: return func(self.flatten(pattern))
         def number(x):
-            "Convert a tensor with one element to a number."
+            "Convert a tensor with one element to a number. Return other values unchanged."
             return x.item() if isinstance(x, torch.Tensor) and x.numel()==1 else x
         return self.result((k, number(func(x))) for k,x in select_layers(self, pattern).items())
 
@@ -786,7 +786,7 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
         func, # Function that takes a tensor and returns a number
         merge=None # Function that combines the list of layer results into one result. Default: apply `func` to one tensor of all values
     ):
-        """Add a user-defined reduction as a method of StateDict and as a column of `describe`.
+        """Register a user-defined reduction as a method of StateDict and as a column of `describe`.
 
         Args:
             name: Name of the method and of the column

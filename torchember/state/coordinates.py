@@ -32,7 +32,7 @@ ratios = {'output/input': ('output', 'input'), 'from_weights/input': ('from_weig
     'from_inputs/input_change': ('from_inputs', 'input_change')}
 
 def fit_slope(widths, sizes) -> tuple: # sizes: array of shape (seeds, widths)
-    "Return the slope of log(size) over log(width), averaged over seeds, and its standard error. NaN if a size is zero or not finite."
+    "Fit the slope of log(size) over log(width), averaged over seeds. Return it and its standard error. NaN if a size is zero or not finite."
     with np.errstate(divide='ignore', invalid='ignore'): x,y = np.log2(np.asarray(widths, float)),np.log2(np.asarray(sizes, float))
     if not np.isfinite(y).all(): return math.nan, math.nan
     x = x-x.mean()
@@ -68,7 +68,7 @@ class Slopes:
         return self.known.get((layer, step, quantity), (math.nan,))[0]
 
     def own(self, layer, step, quantity, against, may_shrink=1.) -> float:
-        """Return the part of a layer's slope that is not explained by the slope of the layer's input. Return 0 if this part is within the tolerance.
+        """Return the own part of a layer's slope, not explained by the slope of the layer's input. Return 0 if it is within the tolerance.
 
         against: name of the size of the input
         may_shrink: factor of the tolerance for sizes that shrink
@@ -81,7 +81,7 @@ class Slopes:
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #3593eb77
 def round_slope(slope) -> float:
-    "Return a slope rounded to a multiple of 1/2, or to two decimals if this multiple is 0 or more than 0.15 away."
+    "Round a slope to a multiple of 1/2, or to two decimals if this multiple is 0 or more than 0.15 away."
     half = round(2*slope)/2
     return half if half and abs(half-slope)<=.15 else round(slope, 2)
 
@@ -98,7 +98,7 @@ def compare_widths(slope, widths) -> str:
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #dd6795dc
 class Fault(NamedTuple):
-    "A size of one layer that depends on the width although it should not."
+    "Fault of a layer: a size that depends on the width although it should not."
     rule:str # key of `remedies`
     layer:dict # row of the layer in the table of sizes
     step:int # training step at which the slope was measured
@@ -116,7 +116,7 @@ def steps_text(step):
     return f"{step} step{'s'*(step!=1)}"
 
 def initial_fault(slopes, layer, widths, fixed):
-    """Return a `Fault` if the initial weights of a layer are too large or too small in wide models. Else return None.
+    """Return a `Fault` of the initial weights of a layer, if they are too large or too small in wide models. Else return None.
 
     fixed: True if the layer's output has the same number of features at each width
     """
@@ -135,7 +135,7 @@ def initial_fault(slopes, layer, widths, fixed):
     return Fault('initial_weights', layer, step, 'from_inputs', own, text)
 
 def rate_fault(slopes, layer, widths, fixed):
-    "Return a `Fault` if the learning rate of a layer is too large or too small in wide models. Else return None."
+    "Return a `Fault` of the learning rate of a layer, if it is too large or too small in wide models. Else return None."
     name,step = layer['layer'],slopes.first_step(layer['layer'], 'from_weights')
     # allow the last layer to shrink more, because in muP its initial output shrinks with the width
     own = slopes.own(name, step, 'from_weights', 'input', may_shrink=2 if fixed else 1)
@@ -166,7 +166,7 @@ def group_faults(faults) -> list:
     return list(groups.values())
 
 def find_faults(table, slopes, tolerance, follows_gradient) -> list:
-    """Return the findings of a coordinate check: first about initial weights, then about learning rates.
+    """Find the faults in a coordinate check. Return findings: first about initial weights, then about learning rates.
 
     table, slopes: `CoordCheck.table` and `CoordCheck.slopes`
     follows_gradient: True if a step of the optimizer is proportional to the gradient, as for SGD
@@ -184,7 +184,7 @@ def find_faults(table, slopes, tolerance, follows_gradient) -> list:
         +[fault_finding(slopes, g, widths, first) for g in group_faults(rates)])
 
 def stopped_finding(width, seed, step):
-    "Return a finding: the training of one model stopped, because the loss was not finite."
+    "Return a finding about a stopped training: the loss of one model was not finite."
     text = f"The loss is not finite after {steps_text(step)} at width {width:g} with seed {seed}. No slope can be computed from later steps."
     advice = "Use a smaller learning rate in make_optimizer, or leave out this width."
     return finding('', text, step, severity='error', advice=advice, width=width, seed=seed) | {'rule': 'not_finite'}
@@ -235,7 +235,7 @@ class CoordCheck:
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #02e8387c
 def choose_layers(check, globs=None) -> list:
-    "Return the names of the layers that match a glob or one of several globs. Without a glob, return the layers with weights."
+    "Choose the layers that match a glob or one of several globs, by name. Without a glob, choose the layers with weights."
     if globs is None: return check.layers
     known = check.table['layer'].unique().tolist()
     found = [l for l in known if any(fnmatchcase(l, g) for g in ([globs] if isinstance(globs, str) else globs))]
@@ -243,7 +243,7 @@ def choose_layers(check, globs=None) -> list:
     return found
 
 def draw_check(check, step, layers=None, ax=None):
-    "Draw the picture of `CoordCheck.plot`. Return its Axes."
+    "Draw the coordinate check: the picture of `CoordCheck.plot`. Return its Axes."
     from torchember.show.style import axes_for
     layers,table = choose_layers(check, layers),check.table
     if step not in table['step'].unique(): raise ValueError(f"step {step} was not measured. Measured steps: {table['step'].unique().tolist()}.")
@@ -256,7 +256,7 @@ def draw_check(check, step, layers=None, ax=None):
     return axes
 
 def draw_sizes(ax, rows, check, quantity, layers):
-    "Plot the sizes of layers at one step into one panel: geometric mean over seeds as a line, range over seeds as a band."
+    "Draw the sizes of layers at one step into one panel: geometric mean over seeds as a line, range over seeds as a band."
     from torchember.show.legend import short_names
     from torchember.show.lines import line_colors, name_lines
     lines,colors,widths,names = [],[],rows['width'].unique(),short_names(layers, 18)
@@ -274,11 +274,11 @@ def draw_sizes(ax, rows, check, quantity, layers):
     name_lines(ax, lines, colors)
 
 def fit_slope_of(check, layer, quantity, step) -> float:
-    "Return the slope for a layer, quantity and step of a coordinate check. Return NaN if the slope is unknown."
+    "Return the fitted slope for a layer, quantity and step of a coordinate check. Return NaN if it is unknown."
     return Slopes(check.slopes, 0.).slope(layer, step, quantity)
 
 def widen(ax, values, factor):
-    "Extend a logarithmic y axis to a range of at least `factor`. On a smaller range, noise would look like a slope."
+    "Widen the range of a logarithmic y axis to at least `factor`. On a smaller range, noise would look like a slope."
     from matplotlib.ticker import FuncFormatter, LogLocator
     low,high = values.min(),values.max()
     more = max(factor/(high/low), 1)**.5*1.3
@@ -290,7 +290,7 @@ def widen(ax, values, factor):
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #5aa52d0b
 def check_widths(widths) -> list:
-    "Return the widths as a list. Raise an error unless there are at least two positive numbers in increasing order."
+    "Check the widths, and return them as a list. Raise an error unless they are at least two increasing positive numbers."
     if isinstance(widths, int|float|str) or not hasattr(widths, '__iter__'):
         raise TypeError(f"widths must be a list of numbers, got {an(widths)}. Example: widths=[64, 128, 256, 512].")
     widths = [w.item() if hasattr(w, 'item') else w for w in widths]
@@ -303,13 +303,13 @@ def check_widths(widths) -> list:
     return widths
 
 def check_seeds(seeds) -> list:
-    "Return the seeds as a list. A number `n` stands for the seeds 0 to n-1."
+    "Check the seeds, and return them as a list. A number `n` stands for the seeds 0 to n-1."
     found = list(range(seeds)) if isinstance(seeds, int) and not isinstance(seeds, bool) else list(seeds) if hasattr(seeds, '__iter__') else []
     if not found: raise ValueError(f"seeds must be a number of at least 1, or a list of seeds, got {seeds!r:.60}.")
     return found
 
 class ModelMaker:
-    "Creates a model for each width, and checks that the models have the same parameter names, but different shapes."
+    "Maker of models: creates a model for each width, and checks that the models have equal parameter names, but different shapes."
     def __init__(self, make_model, make_optimizer=None):
         if make_optimizer is None: make_optimizer = lambda model: torch.optim.Adam(model.parameters(), lr=1e-3)
         for name,f,example in (('make_model', make_model, 'lambda width: Net(width)'),
@@ -333,7 +333,7 @@ class ModelMaker:
         return model
 
     def check_shapes(self, width, shapes):
-        "Raise ValueError if models have different parameter names, or if models of two widths have equal parameter shapes."
+        "Check the parameters of models. Raise ValueError for different names, or for equal shapes at two widths."
         if not shapes: raise ValueError(f"make_model({width}) returned a model without parameters.")
         for other,known in self.shapes.items():
             if odd := sorted(known.keys()^shapes.keys()):

@@ -25,12 +25,12 @@ from .layers import select_layers
 
 # %% ../../nbs/70_state/08_factories.ipynb #58345378
 def check_copy(clone, device, dtype):
-    "Raise ValueError if a device or dtype is given with `clone=False`, because only copies can have a new device or dtype."
+    "Check that a device or dtype is given only for a copy. Raise ValueError for `clone=False`, because only copies can have a new one."
     if not clone and (device is not None or dtype is not None):
         raise ValueError("device= and dtype= make a copy, so they need clone=True. With clone=False a snapshot shares the memory of the model.")
 
 def take_snapshot(items, pattern, clone, device, dtype, name, ttype=None) -> StateDict:
-    "Return a snapshot of the given tensors. `items`: tuples (name, tensor, columns for the log row of the tensor)."
+    "Take a snapshot of tensors, and return it. `items`: tuples (name, tensor, columns for the log row of the tensor)."
     check_copy(clone, device, dtype)
     places = {k: (x, p) for k,x,p in items}
     d = StateDict((k, x) for k,(x,_) in select_layers(places, pattern).items())
@@ -46,7 +46,7 @@ def from_state_dict(
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> StateDict:
-    """Return a snapshot of the tensors of a state dict, including buffers.
+    """Return a snapshot from a state dict: its tensors, including buffers.
 
     Args:
         raw_state_dict: Result of `model.state_dict()`
@@ -61,7 +61,7 @@ def from_state_dict(
 
 # %% ../../nbs/70_state/08_factories.ipynb #33857c79
 def check_model(model):
-    "Raise TypeError if `model` is not a module."
+    "Check that `model` is a module. Raise TypeError otherwise."
     if isinstance(model, nn.Module): return
     raise TypeError(f"expected a torch.nn.Module, got a {type(model).__name__}. For a dict of tensors, use from_state_dict.")
 
@@ -79,11 +79,11 @@ def named_parameters_of(model, include=None, exclude=None):
                 layer=named_layer(t))
 
 def select_ids(ts, include, exclude):
-    "Return the ids of the modules that `include` and `exclude` select. For a shared module, one selected path is enough."
+    "Select modules by `include` and `exclude`, and return their ids. For a shared module, one selected path is enough."
     return chosen(((p, t.module) for t in ts for p in (t.path, *t.aliases)), include, exclude)
 
 def named_layer(track):
-    "Return the path of a module and the names of its classes, for `select`."
+    "Return the name (path) of a layer and the names of its classes, for `select`."
     return NamedLayer(track.path, kinds_of(track.module))
 
 def default_name(model, what):
@@ -100,7 +100,7 @@ def from_weight(
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> StateDict:
-    """Return a snapshot of the parameters of a model.
+    """Return a snapshot from the weights (all parameters) of a model.
 
     Args:
         pattern: Regular expression for layer names, matched from the start
@@ -122,7 +122,7 @@ def from_grad(
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> StateDict:
-    """Return a snapshot of the gradients of a model's parameters.
+    """Return a snapshot from the gradients of a model's parameters.
 
     Args:
         pattern: Regular expression for layer names, matched from the start
@@ -151,7 +151,7 @@ def from_optimizer_state(
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> StateDict:
-    """Return a snapshot of one optimizer state, such as 'exp_avg', of each parameter.
+    """Return a snapshot from one optimizer state, such as 'exp_avg', of each parameter.
 
     Args:
         optimizer_key: Name of the optimizer state, such as 'exp_avg'. Optional if the optimizer has only one state
@@ -180,7 +180,7 @@ def from_together(
     clone:bool=False, # True copies the tensors. False shares memory with the model and the optimizer
     device=None, dtype=None # Device and dtype of the copies, only with `clone=True`
 ) -> tuple: # Snapshot of weights, snapshot of gradients, list of snapshots of optimizer states
-    """Return snapshots of the weights, of the gradients and of each optimizer state.
+    """Return snapshots of the weights, of the gradients and of each optimizer state together.
 
     Args:
         optimizer_keys: Names of optimizer states, such as 'exp_avg'. Default: all
@@ -204,7 +204,7 @@ def load(
     pattern=None, # Regular expression for layer names, matched from the start
     *, device=None, dtype=None # Device and dtype of the tensors. Default: the CPU, and the dtype in the file
 ) -> StateDict:
-    """Read a snapshot from a file. Refuse a file with objects other than tensors and plain values, because such a file could run code.
+    """Load a snapshot from a file. Refuse a file with objects other than tensors and plain values, because such a file could run code.
 
     Args:
         path: File written by `StateDict.save`, or a saved state dict
@@ -223,12 +223,12 @@ def load(
 
 # %% ../../nbs/70_state/08_factories.ipynb #9fcd3109
 def activation_key(path:str, name:str, call:int=0) -> str:
-    "Return the key of an output in the snapshot, from the module path, the tensor name ('' for a single output), and the call number."
+    "Return the key of an activation in a snapshot, from module path, tensor name ('' for a single output) and call number."
     return '.'.join(filter(None, (path, name or ('' if path else 'output_0'))))+(f'@{call}' if call else '')
 
 # %% ../../nbs/70_state/08_factories.ipynb #8b6ab2ac
 class LatestPass:
-    "Captured tensors of the latest forward pass of a model, in the order of this pass."
+    "Latest forward pass of a model: its captured tensors, in the order of the pass."
     def __init__(self, state, copy=None): # state: StateDict to fill; copy: arguments of `Tensor.to` for copies, or None
         self.state,self.copy = state,copy
         # number of the forward pass that produced the tensors in the snapshot
@@ -238,16 +238,16 @@ class LatestPass:
         self.versions = {} # name -> `Tensor._version` at capture, or None if in-place changes cannot be detected
 
     def begin(self):
-        "Reset the count of outputs at the beginning of a forward pass."
+        "Begin a forward pass: reset the count of outputs."
         self.count = 0
 
     def add_name(self, key, place):
-        "Store the position of the next output in the forward pass. `key`: name of the output; `place`: columns of its log row."
+        "Add the name of the next output in the forward pass, to store its position. `key`: name of the output; `place`: columns of its log row."
         self.position[key] = self.count = self.count+1
         self.state._places[key] = place
 
     def keep_only_pass(self, number):
-        "Clear the snapshot, unless its tensors come from the forward pass with this number."
+        "Keep only tensors from the forward pass with this number: if the pass is new, clear the snapshot."
         if number==self.shown: return
         self.shown = number
         self.state.clear()
@@ -263,12 +263,12 @@ class LatestPass:
         self.state[key] = x
 
     def sort_state(self):
-        "Sort the snapshot in the order of the forward pass. Return the snapshot."
+        "Sort the state (snapshot) in the order of the forward pass. Return the snapshot."
         for k in sorted(self.state, key=self.position.get): self.state.move_to_end(k)
         return self.state
 
     def find_overwritten(self):
-        "Return the names of tensors that were changed in place after their capture. Return each name only once."
+        "Find tensors that were overwritten in place after their capture. Return each name only once."
         lost = [k for k,x in self.sort_state().items()
             if self.versions.get(k) is not None and x._version!=self.versions[k]]
         for k in lost: self.versions[k] = None
@@ -276,7 +276,7 @@ class LatestPass:
 
 # %% ../../nbs/70_state/08_factories.ipynb #6f0a3c11
 class OutputListener(Listener):
-    "Receives the events of hooks, and captures module outputs, or gradients of outputs, of the latest forward pass."
+    "Listener for events of hooks: captures module outputs, or gradients of outputs, of the latest forward pass."
     running = 1 # constant above 0: only a call of the root module begins a new pass
     lasting = 7 # accept gradients of a pass during this number of later passes
 
@@ -287,14 +287,14 @@ class OutputListener(Listener):
         self.step,self.leaves = 0,[]
 
     def pass_begins(self, state, grad=None):
-        "Count a new forward pass of the model, and reset the positions of outputs. Called when the pass begins."
+        "Handle the beginning of a forward pass of the model: count the pass, and reset the positions of outputs."
         self.step += 1
         self.remove_leaf_hooks()
         self.latest.begin()
         if not self.grads: self.latest.keep_only_pass(self.step)
 
     def call_ends(self, state, outputs, compiled=False):
-        "Capture the outputs of a module, or register hooks for the gradients of these outputs. Called after each call of a module."
+        "Handle the end of a module call: capture the outputs, or register hooks for the gradients of these outputs."
         track,call,number,keys = state.track,state.number(self.step),self.step,{}
         known = self.latest.state._places
         for n,x in outputs:
@@ -324,7 +324,7 @@ class OutputListener(Listener):
 
 # %% ../../nbs/70_state/08_factories.ipynb #b2fe55b1
 class Activations:
-    "Captured outputs of modules in the latest forward pass, or gradients of these outputs. The tensors are in `state_dict`."
+    "Activations (outputs) of modules, or their gradients, captured in the latest forward pass. The tensors are in `state_dict`."
     def __init__(self, model, pattern, include, exclude, grads, clone, device, dtype, name):
         # grads: True to capture gradients of outputs. Other arguments: as in `from_activation`
         check_model(model)
@@ -369,7 +369,7 @@ def from_activation(
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> Activations: # Context manager. Its `state_dict` contains the captured tensors
-    """Capture the outputs of modules in every forward pass. Stop when `remove` is called or the returned object is deleted.
+    """Capture module outputs (activations) in every forward pass. Stop when `remove` is called or the returned object is deleted.
 
     Args:
         pattern: Regular expression for module paths, matched from the start
@@ -391,7 +391,7 @@ def from_activation_grad(
     device=None, dtype=None, # Device and dtype of the copies, only with `clone=True`
     name=None # Name of the snapshot in printed text
 ) -> Activations: # Context manager. Its `state_dict` contains the captured tensors
-    """Capture the gradients of module outputs in every backward pass. Stop when `remove` is called or the returned object is deleted.
+    """Capture gradients of activations (module outputs) in every backward pass. Stop when `remove` is called or the result is deleted.
 
     Args:
         pattern: Regular expression for module paths, matched from the start

@@ -31,21 +31,21 @@ def rms_or_nan(x) -> float:
     return math.nan if x is None else float(derive(summarize_local([x])[0], ['rms'])['rms'])
 
 def difference_or_none(x, y):
-    "Return `x-y` for two tensors of the same shape. Return None if the shapes differ, or if `x` or `y` is None."
+    "Return the difference `x-y` of two tensors, or None if the shapes differ, or if `x` or `y` is None."
     return x-y if x is not None and y is not None and x.shape==y.shape else None
 
 # %% ../../nbs/70_state/30_layer_sizes.ipynb #00b04e77
 def has_own_weights(module) -> bool:
-    "Return True if a module has own parameters. Weights computed by `torch.nn.utils.parametrize` count, too."
+    "Return True if a module has own weights (parameters). Weights computed by `torch.nn.utils.parametrize` count, too."
     return any(p is not None for p in module._parameters.values()) or is_parametrized(module)
 
 def innermost(paths) -> set:
-    "Remove each path whose module contains a module with a different path in `paths`. Return the remaining paths. The root has the path ''."
+    "Return the innermost of several module paths: leave out each path with another of `paths` inside of it. The root has the path ''."
     return {p for p in paths if not any(q!=p and (not p or q.startswith(p+'.')) for q in paths)}
 
 # %% ../../nbs/70_state/30_layer_sizes.ipynb #bc84c5d6
 class LayerSizes:
-    """Measures the sizes of module outputs, and the changes of these outputs since the object was created (step 0).
+    """Sizes of layers: measures module outputs, and their changes since the object was created (step 0).
 
     run_pass: function without arguments that runs a forward pass, always on the same batch
     include, exclude: modules to measure or to leave out, as `select` accepts them
@@ -66,13 +66,13 @@ class LayerSizes:
         self.weights = {p: w for p,w in self.weights.items() if p in kept}
 
     def measure(self) -> list:
-        "Run a forward pass. Return a list of rows (dicts), one for each output of each module."
+        "Measure the outputs of each module in a forward pass. Return a list of rows (dicts), one for each output."
         self.rows = []
         self.hooked_pass(self.add_rows)
         return self.rows
 
     def hooked_pass(self, hook):
-        "Run a forward pass and call `hook` after each module. Restore buffers, gradients and random generators after the pass."
+        "Run a forward pass with hooks: call `hook` after each module. Restore buffers, gradients and random generators after the pass."
         self.calls.clear()
         handles = [t.module.register_forward_pre_hook(partial(self.call_begins, t.path)) for t in self.tracks if t.path in self.weights]
         handles += [t.module.register_forward_hook(partial(self.call_ends, hook, t), with_kwargs=True) for t in self.tracks]
@@ -84,11 +84,11 @@ class LayerSizes:
             for h in handles: h.remove()
 
     def call_begins(self, path, module, args):
-        "Store the states of the random generators before a layer is called."
+        "Handle the beginning of a layer call: store the states of the random generators."
         if not self.repeats: self.random[path] = random_states(self.weights[path])
 
     def call_ends(self, hook, track, module, args, kwargs, result):
-        "Call `hook` with the tensors of a module call. Do nothing while `repeat` calls the layer with its weights of step 0."
+        "Handle the end of a module call: pass its tensors to `hook`, unless `repeat` calls the layer with its weights of step 0."
         if self.repeats: return
         hook(track, args, kwargs, result)
         self.calls[track.path] += 1
@@ -115,7 +115,7 @@ class LayerSizes:
                 **{k: rms_or_nan(v) for k,v in tensors.items()}))
 
     def repeat(self, track, args, kwargs):
-        "Call a layer again with its weights of step 0 and the same random numbers. Return the result."
+        "Repeat the call of a layer with its weights of step 0 and the same random numbers. Return the result."
         self.repeats = True
         set_random_states(self.random[track.path])
         try: return functional_call(track.module, self.weights[track.path], args, kwargs)
@@ -126,7 +126,7 @@ def random_states(weights) -> dict: # weights: dict of tensors
     return {None: torch.get_rng_state()} | {d: torch.cuda.get_rng_state(d) for d in {p.device for p in weights.values()} if d.type=='cuda'}
 
 def set_random_states(states):
-    "Restore the states of random generators that `random_states` has returned."
+    "Set the random generators to the states that `random_states` has returned."
     for device,state in states.items():
         if device is None: torch.set_rng_state(state)
         else: torch.cuda.set_rng_state(state, device)
@@ -137,7 +137,7 @@ def first_input(args, kwargs):
 
 # %% ../../nbs/70_state/30_layer_sizes.ipynb #091b163b
 def as_batches(data, most:int) -> list:
-    "Return at most `most` batches of the argument `data`: one batch, a list of batches, or an iterable such as a DataLoader."
+    "Return the argument `data` as a list of batches, at most `most`: it is one batch, a list, or an iterable such as a DataLoader."
     if isinstance(data, torch.Tensor):
         raise TypeError("data is a Tensor. Pass a batch (x, y), a dict of arguments for the model, or a list of such batches.")
     is_pair = isinstance(data, tuple|list) and len(data)==2 and not isinstance(data[1], tuple|list|Mapping)
@@ -152,7 +152,7 @@ def as_batches(data, most:int) -> list:
     return batches
 
 def run_batch(model, batch):
-    "Call the model with the inputs of a batch. Return the output of the model."
+    "Run the model on a batch: call it with the inputs of the batch. Return its output."
     if isinstance(batch, Mapping): return model(**batch)
     x = batch[0]
     return model(**x) if isinstance(x, Mapping) else model(*x) if isinstance(x, tuple|list) else model(x)
@@ -169,7 +169,7 @@ def loss_of_batch(model, batch, loss_fn=None):
 
 # %% ../../nbs/70_state/30_layer_sizes.ipynb #758f77cb
 def train_and_measure(model, optimizer, batches, loss_fn, steps, include=None, exclude=None) -> tuple:
-    "Train for some steps. Return the rows of `LayerSizes` at each step, and the step with a non-finite loss, or None."
+    "Train for some steps, and measure sizes. Return the rows of `LayerSizes` at each step, and the step with a non-finite loss, or None."
     sizes = LayerSizes(model, lambda: run_batch(model, batches[0]), include, exclude)
     rows = [dict(step=0, **r) for r in sizes.measure()]
     for step in range(1, steps+1):

@@ -27,7 +27,7 @@ def select_layers(
     include=None, # Modules, as `select` accepts them: 'features.*', nn.Linear, ...
     exclude=None # Modules to leave out
 ) -> dict:
-    "Return the layers with names that match `pattern`, from modules that `include` and `exclude` select."
+    "Select layers by name: return all that match `pattern`, from modules that `include` and `exclude` select."
     if pattern is not None and not isinstance(pattern, str|re.Pattern):
         pattern,include = None,pattern if include is None else select(pattern) & include
     try: match = re.compile(pattern or '').match
@@ -40,13 +40,13 @@ def select_layers(
     return {k:v for k,v in found.items() if id(named[k]) in ids}
 
 def name_layers(layers):
-    "Return a dict: layer name -> `NamedLayer`. It holds the module path and class names, which `chosen` needs for the selection."
+    "Name layers: return a dict, layer name -> `NamedLayer` (module path and class names, which `chosen` needs for the selection)."
     known = getattr(layers, '_places', {})
     return {k: known.get(k, {}).get('layer') or NamedLayer(k.rpartition('.')[0]) for k in layers}
 
 # %% ../../nbs/70_state/00_layers.ipynb #9eb9d673
 def require_values(layers:dict) -> dict:
-    "Return the layers unchanged. Raise `Unmeasurable` if a tensor is on the meta device and therefore has no values."
+    "Require that layers have values: return them unchanged. Raise `Unmeasurable` for a tensor on the meta device."
     for k,x in layers.items():
         if getattr(x, 'is_meta', False):
             raise Unmeasurable(f"{k!r} is on the meta device: it has a shape, but no values. Ask for shapes and counts, or load the weights first.")
@@ -54,7 +54,7 @@ def require_values(layers:dict) -> dict:
 
 # %% ../../nbs/70_state/00_layers.ipynb #f54c68b0
 def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: groups of statistics to compute, such as 'basic' (count, mean, ...)
-    "Return the summary vectors (numbers from which statistics are derived) of unsharded tensors, as an array with one row per tensor."
+    "Summarize unsharded tensors: return an array with one summary vector (numbers from which statistics are derived) per tensor."
     out,by_device = np.empty((len(xs), length(wanted))),{}
     for i,x in enumerate(xs): by_device.setdefault(x.device, []).append(i)
     for device,at in by_device.items():
@@ -65,7 +65,7 @@ def summarize_local(xs:list, wanted=scalars) -> np.ndarray: # wanted: groups of 
     return out
 
 def summarize_on_device(xs, wanted):
-    "Return the summary vectors of tensors on one device, as one tensor on this device."
+    "Summarize tensors on one device: return their summary vectors, as one tensor on this device."
     listed = [x for x in xs if list_kernels(x, wanted)]
     fast = iter(())
     if listed:
@@ -76,7 +76,7 @@ def summarize_on_device(xs, wanted):
 
 @contextmanager
 def no_grad_no_autocast(devices):
-    "Disable gradients and autocast in the `with` block, for the given device types."
+    "Disable gradients (no_grad) and autocast in the `with` block, for the given device types."
     with ExitStack() as s:
         s.enter_context(torch.no_grad())
         for d in devices:
@@ -85,12 +85,12 @@ def no_grad_no_autocast(devices):
 
 # %% ../../nbs/70_state/00_layers.ipynb #9f4d3105
 def is_sharded(x):
-    "Return True if `x` is a `DTensor`, a tensor that is distributed over several processes."
+    "Return True if `x` is sharded: a `DTensor`, which is distributed over several processes."
     return hasattr(x, 'device_mesh')
 
 # %% ../../nbs/70_state/00_layers.ipynb #1701f6d8
 def local_tensor(x):
-    "Return this process's shard of a `DTensor`. If the `DTensor` is a partial sum, first sum it over all processes."
+    "Return the local tensor of a `DTensor`: the shard of this process. A partial sum is first summed over all processes."
     from torch.distributed.tensor import Replicate
     if any(p.is_partial() for p in x.placements):
         x = x.redistribute(placements=[Replicate() if p.is_partial() else p for p in x.placements])
@@ -98,7 +98,7 @@ def local_tensor(x):
     return x.wait() if hasattr(x, 'wait') else x
 
 def gather_rows(rows, mesh):
-    "Gather the summary vectors `rows` from all processes of a device mesh. Return an array of shape `(*mesh.shape, *rows.shape)`."
+    "Gather the rows (summary vectors) of all processes of a device mesh. Return an array of shape `(*mesh.shape, *rows.shape)`."
     out = torch.as_tensor(rows, dtype=torch.float64).to(mesh.device_type)
     for d in reversed(range(mesh.ndim)):
         gathered = [torch.empty_like(out) for _ in range(mesh.size(d))]
@@ -122,7 +122,7 @@ def merge_over_ranks(rows:np.ndarray, xs:list, merge_rows=merge) -> np.ndarray:
 
 # %% ../../nbs/70_state/00_layers.ipynb #6fe24bdc
 def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: groups of statistics to compute, such as 'basic' (count, mean, ...)
-    "Return the summary vectors (numbers from which statistics are derived) of layers, one row each. Raise `Unmeasurable` without values."
+    "Summarize layers: return their summary vectors (numbers to derive statistics from), one row each. Raise `Unmeasurable` without values."
     xs = list(require_values(layers).values())
     if not xs: return np.empty((0, length(wanted)))
     with no_grad_no_autocast({x.device.type for x in xs}):
@@ -132,7 +132,7 @@ def summarize_layers(layers:dict, wanted=scalars) -> np.ndarray: # wanted: group
 
 # %% ../../nbs/70_state/00_layers.ipynb #a808944a
 def find_unreadable(layers):
-    "Return the name of the first layer whose values cannot be read, for an error message."
+    "Find the first layer with values that cannot be read. Return its name, for an error message."
     for k,x in layers.items():
         try: read(x, ('basic',))
         except Unmeasurable: return k
@@ -143,7 +143,7 @@ reduction_stats = dict(norm1='l1', norm2='l2', norm1_mean='abs_mean', mean='mean
     skew='skew', kurtosis='kurtosis', max='max', min='min', abs_min='abs_min', abs_max='abs_max')
 
 def derive_reduction(v:np.ndarray, name:str) -> np.ndarray: # name: 'sum', or one of `reduction_stats`
-    "Compute one reduction, such as the mean, from each summary vector."
+    "Derive one reduction, such as the mean, from each summary vector."
     values = derive(v, ['mean' if name=='sum' else reduction_stats[name]]).popitem()[1]
     n = v[..., 0]
     if name=='sum': values = values*n
@@ -169,7 +169,7 @@ def groups_for_reductions(names) -> tuple:
 
 # %% ../../nbs/70_state/00_layers.ipynb #56365dde
 def scalar_tensor(value:float, dtypes, name='') -> torch.Tensor: # dtypes: dtypes of the layers that were reduced
-    "Return a model-wide reduction as a tensor. Its dtype is that of torch's reduction, but at least float32."
+    "Return a model-wide reduction as a scalar tensor. Its dtype is that of torch's reduction, but at least float32."
     dtypes = set(dtypes)
     floating = [d for d in dtypes if d.is_floating_point or d.is_complex]
     if dtypes and not floating and name in ('sum', 'min', 'max', 'abs_min', 'abs_max') and math.isfinite(value):
@@ -214,7 +214,7 @@ foreach_functions = dict(add=torch._foreach_add, sub=torch._foreach_sub, mul=tor
     neg=torch._foreach_neg, abs=torch._foreach_abs, sqrt=torch._foreach_sqrt, sign=torch._foreach_sign)
 
 def share_dtype_and_device(xs):
-    "Return True if all tensors are dense floating-point tensors with the same dtype and device."
+    "Return True if all tensors share their dtype and device, and are dense floating-point tensors."
     a = xs[0]
     return a.is_floating_point() and all(type(x) is torch.Tensor and x.layout is torch.strided
         and x.dtype is a.dtype and x.device==a.device for x in xs)

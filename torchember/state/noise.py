@@ -20,7 +20,7 @@ from ..ground.messages import warn
 
 # %% ../../nbs/70_state/20_noise.ipynb #9dab8816
 def solve_two_sizes(small, big, small_sq, big_sq) -> tuple: # two batch sizes, and the squared gradient norms at these batch sizes
-    "Return the squared norm of the expected gradient, and the trace of the per-sample gradient covariance, from two batch sizes."
+    "Solve for two batch sizes: return the squared norm of the expected gradient, and the trace of the per-sample gradient covariance."
     if not 0<small<big: raise ValueError(f"the second batch size must be larger than the first, got {small} and {big}.")
     return (big*big_sq-small*small_sq)/(big-small), (small_sq-big_sq)/(1/small-1/big)
 
@@ -42,7 +42,7 @@ class PairMean:
         self.mean,self.spread = np.zeros(2),np.zeros((2, 2))
 
     def add(self, pair):
-        "Include a new pair of numbers in the moving average and its covariance."
+        "Add a new pair of numbers to the moving average and its covariance."
         d,pair = self.decay,np.asarray(pair, dtype=float)
         self.count,self.weight,self.weight2 = self.count+1,d*self.weight+1,d*d*self.weight2+1
         difference = pair-self.mean
@@ -69,12 +69,12 @@ class NoiseEstimate:
         self.cov,self.count,self.sizes,self.squares,self.fit = pairs.cov,pairs.count,list(sizes),squares,fit
 
     def two_errors(self):
-        "Return twice the standard error of the squared gradient norm, or 0 if this error is unknown."
+        "Return two standard errors of the squared gradient norm (twice the error), or 0 if the error is unknown."
         return 2*math.sqrt(self.cov[0, 0]) if self.cov[0, 0]>=0 else 0.
 
     @property
     def is_known(self):
-        "True if the squared gradient norm exceeds twice its standard error. False for NaN."
+        "True if the squared gradient norm is known: it exceeds twice its standard error. False for NaN."
         # False also for NaN
         return self.grad_sq>self.two_errors()
 
@@ -88,7 +88,7 @@ class NoiseEstimate:
 
     @property
     def at_least(self):
-        "Lower bound of the noise scale: the squared gradient norm in the denominator is increased by two standard errors."
+        "Lower bound: the noise scale is at least this value. The squared gradient norm is increased by two standard errors."
         top = max(self.grad_sq, 0.)+self.two_errors()
         return max(self.trace, 0.)/top if top else math.nan
 
@@ -100,7 +100,7 @@ class NoiseEstimate:
         return dict(noise_scale=float(np.sqrt(slope@self.cov@slope)), grad_sq=float(own[0]), trace=float(own[1]))
 
     def dict(self):
-        "Return numbers for a log: `noise_scale`, `grad_sq`, `trace`, and their errors as `<name>_error`."
+        "Return a dict of numbers for a log: `noise_scale`, `grad_sq`, `trace`, and their errors as `<name>_error`."
         return {k: getattr(self, k) for k in self.errors} | {f'{k}_error': e for k,e in self.errors.items()}
 
     def format(self, name):
@@ -152,7 +152,7 @@ def squared_norms(groups) -> list: # groups: for each group, a list of the summa
 all_watches = weakref.WeakSet() # all existing `GradWatch` objects, so that `noise_scale` can pause them
 
 class GradWatch:
-    "Hooks on parameters. They measure each new gradient before autograd adds the gradient to `p.grad`."
+    "Watch on gradients: hooks on parameters measure each new gradient before autograd adds it to `p.grad`."
     def __init__(self, params): # params: parameters. Parameters without `requires_grad` are ignored
         self.params = [p for p in params if p.requires_grad]
         if not self.params:
@@ -164,17 +164,17 @@ class GradWatch:
         self.remove = weakref.finalize(self, lambda handles: [h.remove() for h in handles], self.handles)
 
     def reset(self):
-        "Forget all measured gradients."
+        "Reset the watch: forget all measured gradients."
         self.vectors,self.seen,self.twice = [],set(),False
 
     def pop_summaries(self):
-        "Return the summary vectors of new gradients, and True if any parameter got two or more gradients. Then reset."
+        "Pop the summary vectors of new gradients: return them, and True if any parameter got two or more gradients. Then reset."
         result = self.vectors,self.twice
         self.reset()
         return result
 
     def summarize_accumulated(self):
-        "Return the summary vectors of the accumulated gradients in `p.grad`."
+        "Summarize the accumulated gradients in `p.grad`. Return their summary vectors."
         return [read(p.grad) for p in self.params if p.grad is not None]
 
 def add_gradient(watch, i, grad): # watch: weak reference to a `GradWatch`; grad: None if there is no gradient
@@ -188,7 +188,7 @@ def add_gradient(watch, i, grad): # watch: weak reference to a `GradWatch`; grad
 # %% ../../nbs/70_state/20_noise.ipynb #e93ed92f
 @contextmanager
 def preserve_state(model):
-    "Restore gradients, buffers, training modes and random generators at the end of the `with` block."
+    "Preserve state in a `with` block: at its end, restore gradients, buffers, training modes and random generators."
     params = list(model.parameters())
     grads,modes = [p.grad for p in params],[(m, m.training) for m in model.modules()]
     buffers = [(b, b.clone()) for b in model.buffers()]
@@ -207,7 +207,7 @@ def preserve_state(model):
 # %% ../../nbs/70_state/20_noise.ipynb #8f805856
 @contextmanager
 def pause_watches():
-    "Pause each active `GradWatch` during the `with` block, so that it ignores gradients that do not belong to the training."
+    "Pause each active `GradWatch` in the `with` block, so that it ignores gradients that do not belong to the training."
     others = [w for w in all_watches if w.is_active]
     for w in others: w.is_active = False
     try: yield
@@ -216,7 +216,7 @@ def pause_watches():
 
 # %% ../../nbs/70_state/20_noise.ipynb #4ea56c62
 def measure_micro_batches(watch, closure, lengths, tick): # tick: function to call after each micro-batch, for a progress bar
-    "Return squared gradient norms of each micro-batch, and of the sum over the first n micro-batches for each n in `lengths`."
+    "Measure micro-batches: return squared gradient norms of each, and of the sum over the first n of them for each n in `lengths`."
     for p in watch.params: p.grad = None
     watch.reset()
     micro,sums = [],[]
@@ -236,9 +236,9 @@ def measure_micro_batches(watch, closure, lengths, tick): # tick: function to ca
     return check_accumulation(np.array(norms[:len(micro)]), np.array(norms[len(micro):]), lengths)
 
 def check_accumulation(micro, sums, lengths):
-    "Return the squared norms unchanged. Raise ValueError if `p.grad` was not the sum of the micro-batch gradients."
+    "Check the accumulation of gradients: return the squared norms. Raise ValueError if `p.grad` was not the sum of the micro-batch gradients."
     def close(a, b):
-        "Return True if two arrays of norms are equal up to rounding and not all zero."
+        "Return True if two arrays of norms are close: equal up to rounding, and not all zero."
         return np.allclose(a, b, rtol=1e-3, atol=0) and (a>0).any()
     if not (close(micro[:1], sums[:1]) or micro[0]==0 or np.isnan(micro[0])):
         raise ValueError("after one micro-batch, p.grad is not the gradient of this micro-batch: p.grad is averaged over ranks, or clipped. "
@@ -319,7 +319,7 @@ class NoiseScale:
         self.start()
 
     def start(self):
-        "Begin a new step, which has no micro-batches yet."
+        "Start a new step, which has no micro-batches yet."
         self.micros,self.inverses,self.twice = [],0.,False
 
     def micro(self,
@@ -338,7 +338,7 @@ class NoiseScale:
     def step(self,
         scale:float|None=None # Loss divided by the mean loss per sample in this step. Default: the argument `scale` of `NoiseScale`
     ) -> NoiseEstimate: # The current estimate
-        """Update the estimate. Call this method before `zero_grad`, as soon as the gradients of the step are complete.
+        """Finish a step: update the estimate. Call this method before `zero_grad`, as soon as the gradients of the step are complete.
 
         Args:
             scale: Loss divided by the mean loss per sample in this step. Default: the argument `scale` of `NoiseScale`
@@ -360,18 +360,18 @@ class NoiseScale:
         return self.estimate
 
     def skip(self, reason):
-        "Count a step that cannot be used for the estimate. Warn once for each reason."
+        "Skip a step that cannot be used for the estimate, and count it. Warn once for each reason."
         self.skipped += 1
         if reason not in self.warned: warn(f"NoiseScale left out a step: {reason}")
         self.warned.add(reason)
 
     @property
     def estimate(self):
-        "`NoiseEstimate` from all steps until now."
+        "The estimate (`NoiseEstimate`) from all steps until now."
         return NoiseEstimate(self.pairs, self.sizes)
 
     def close(self):
-        "Remove the hooks from the parameters."
+        "Close the measurement: remove the hooks from the parameters."
         self.watch.remove()
 
     def __enter__(self): return self
@@ -388,7 +388,7 @@ def sum_over_ranks(group, total, count, inverses, like): # like: tensor on the d
     return *x.tolist(), dist.get_world_size(group)
 
 def explain_unusable(twice, total, count, big):
-    "Return the reason why a step cannot be used for the noise scale. Return None for a usable step."
+    "Explain why a step is unusable for the noise scale: return the reason, or None for a usable step."
     if twice: return 'a parameter had two gradients in one micro-batch. Call micro() after each backward.'
     if not math.isfinite(total+big):
         return 'a gradient was not finite, or a parameter had two gradients on another rank.'

@@ -21,14 +21,14 @@ max_values = 1_000_000 # maximum number of values in a plot. If there are more, 
 max_panels = 48 # largest number of panels in a figure: one panel per layer
 
 def dense_tensor(x):
-    "Convert a tensor to a dense, unsharded, real tensor. Complex values become magnitudes."
+    "Return a dense, unsharded, real tensor, converted from `x`. Complex values become magnitudes."
     x = x.detach()
     if hasattr(x, 'full_tensor'): x = x.full_tensor()
     if x.layout is not torch.strided: x = x.to_dense()
     return x.abs() if x.is_complex() else x
 
 def sample_values(layers:dict, n:int=max_values) -> tuple: # n: largest number of values
-    "Return the finite values of layers, and a note about omitted values. If there are more than `n` values, take a random sample."
+    "Sample the finite values of layers, at random if there are more than `n`. Return the values, and a note about omitted values."
     total = sum(x.numel() for x in layers.values())
     g,out = torch.Generator().manual_seed(0),[]
     for x in layers.values():
@@ -44,7 +44,7 @@ def sample_values(layers:dict, n:int=max_values) -> tuple: # n: largest number o
 
 # %% ../../nbs/70_state/04_plots.ipynb #1b29280b
 def make_axes(names:list, ax=None, size=(4, 2.6), title=''): # names: titles of the panels; size: width and height of a panel in inches
-    "Return the Axes of all panels, and a note about layers without a panel. Without `ax`, create a figure with a grid of Axes."
+    "Make the Axes of all panels: return them, and a note about layers without a panel. Without `ax`, create a figure with a grid of Axes."
     from torchember.show.style import Panels, panels
     if not names: raise ValueError('there is nothing to plot, because no layer matches. Choose other layers.')
     note = f'the first {max_panels} of {len(names)} layers' if ax is None and len(names)>max_panels else ''
@@ -69,7 +69,7 @@ def set_title(ax, title, *notes):
         fontsize=9, parse_math='$' not in title)
 
 def wrap_text(text, chars):
-    "Break a text into lines of at most `chars` characters, at spaces and after dots, but not inside a shape such as [3, 4]."
+    "Wrap a text into lines of at most `chars` characters, at spaces and after dots, but not inside a shape such as [3, 4]."
     lines = ['']
     for part in re.findall(r'\[.*?\]|[^ .[]*[ .]?', text):
         if lines[-1] and len((lines[-1]+part).rstrip())>chars: lines.append('')
@@ -77,7 +77,7 @@ def wrap_text(text, chars):
     return '\n'.join(l.rstrip() for l in lines)
 
 def mark_empty(ax, reason):
-    "Write into an empty panel the reason why the panel is empty."
+    "Mark a panel as empty: write into the panel the reason why it is empty."
     ax.text(.5, .5, reason, ha='center', va='center', transform=ax.transAxes, color='.5', fontsize=9)
     ax.set(xticks=[], yticks=[])
 
@@ -94,26 +94,26 @@ def new_plot_file(what):
     return next(f for i in range(10**9) if not os.path.exists(f := f'{stem}{f"_{i}" if i else ""}.png'))
 
 def finish_plot(axes, note:str, is_single:bool, to=None, what:str=''):
-    "Write a note below the figure, and save the figure if there is a file name. Return the first Axes if `is_single`, else all Axes."
+    "Finish a plot: write a note below it, and save the figure if there is a file name. Return the first Axes if `is_single`, else all."
     if note: axes[0].figure.supxlabel(note, fontsize=8)
     to = to or new_plot_file(what)
     if to is not None: axes[0].figure.savefig(to)
     return axes[0] if is_single else axes
 
 def format_shape(x):
-    "Return the shape of a layer as text."
+    "Format the shape of a layer as text."
     return str(list(x.shape))
 
 # %% ../../nbs/70_state/04_plots.ipynb #598efd71
 def axis_values(values, logx):
-    "Return the values to plot (absolute values if `logx`), the axis label, and a note about zeros, which a log axis cannot show."
+    "Return the values for an axis (absolute values if `logx`), the axis label, and a note about zeros, which a log axis cannot show."
     if not logx: return values, 'value', ''
     a = np.abs(values)
     zeros = int((a==0).sum())
     return a[a>0], '|value|', f'{zeros:,} zeros are not shown' if zeros else ''
 
 def explain_no_values(layers):
-    "Return a text that explains why no value of these layers can be plotted."
+    "Explain why there are no values to plot in these layers. Return the reason as text."
     if not sum(x.numel() for x in layers.values()): return 'no values'
     return 'only zeros' if any(x.isfinite().any() for x in layers.values()) else 'no finite value'
 
@@ -147,7 +147,7 @@ def plot_hist(
 ): # Axes; with `lw`, an array of axes
     "Plot one histogram per layer if `lw` (layer-wise), else one histogram of the values of all layers."
     def draw_values(a, values):
-        "Draw the histogram of some values into one panel."
+        "Draw values as a histogram in one panel."
         plot_histogram(a, values, bins, logx, logy, **kwargs)
     return plot_distributions(layers, title, lw, ax, to, sample, logx, 'hist', 'values', draw_values)
 
@@ -175,7 +175,7 @@ def plot_ecdf(
 ): # Axes; with `lw`, an array of axes
     "Plot one empirical distribution function per layer if `lw` (layer-wise), else one function for the values of all layers."
     def draw_values(a, values):
-        "Draw the distribution function of some values into one panel."
+        "Draw values as a distribution function in one panel."
         a.ecdf(values, **kwargs)
         if logx: a.set_xscale('log')
         if logy: a.set_yscale('log')
@@ -190,14 +190,14 @@ def as_matrix(x):
     return x.reshape(1, -1) if x.dim()<2 else x.flatten(1)
 
 def subsample_matrix(x, n=max_pixels):
-    "Return at most `n` evenly spaced rows and columns of a matrix, and a note about omitted rows and columns."
+    "Subsample a matrix: return at most `n` evenly spaced rows and columns, and a note about omitted rows and columns."
     rows,cols = (torch.linspace(0, s-1, min(s, n)).round().long() for s in x.shape)
     note = ', '.join(f'{len(i)} of {s} {what}'
         for i,s,what in zip((rows, cols), x.shape, ('rows', 'columns'), strict=True) if len(i)<s)
     return x[rows.to(x.device)][:, cols.to(x.device)].to('cpu', torch.float64, copy=True).numpy(), note
 
 def sample_evenly(x, n=max_pixels):
-    "Return `n` evenly spaced values of a layer."
+    "Sample `n` evenly spaced values of a layer. Return them."
     x = dense_tensor(x).reshape(-1)
     at = torch.linspace(0, max(x.numel()-1, 0), n, dtype=torch.float64).round().long()
     return x[at.to(x.device)].to('cpu', torch.float64, copy=True).numpy() if x.numel() else np.full(n, np.nan)
@@ -209,12 +209,12 @@ def positive_percentile(a, q):
     return float(np.percentile(a, q)) if a.size else 1.
 
 def color_scale(m, vmin, vmax, log, each_row=False):
-    "Return color map and color scale for a matrix. With `each_row`, choose the scale by the median row, not by the largest values."
+    "Return the color scale and the color map for a matrix. With `each_row`, use the median row instead of the largest values."
     import matplotlib
     from matplotlib.colors import LogNorm, Normalize
     a = np.where(np.isfinite(m), np.abs(m), 0)
     def get_color_map(name, bad):
-        "Return the color map `name`, with the color `bad` for invalid values."
+        "Get the color map `name`, with the color `bad` for invalid values."
         return matplotlib.colormaps[name].with_extremes(bad=bad)
     if log:
         top = vmax or positive_percentile(a, 100)

@@ -27,7 +27,7 @@ def as_list(names):
 
 # %% ../../nbs/70_state/02_tables.ipynb #f9ec588c
 def select_columns(group=None, include_keys=None, exclude_keys=None) -> list:
-    "Return the names of the columns to show. If `include_keys` is given without a group, show only these columns."
+    "Select the columns to show, by name. If `include_keys` is given without a group, show only these columns."
     include,exclude = as_list(include_keys),as_list(exclude_keys)
     if group is not None and group not in columns_group:
         raise ValueError(unknown('group of columns', group, columns_group))

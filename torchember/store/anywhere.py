@@ -67,7 +67,7 @@ def file_size(path):
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #9821c960
 class Entry(NamedTuple):
-    "File or folder inside a folder behind a URL, with the interface of `os.DirEntry`."
+    "Entry of a folder behind a URL: a file or folder, with the interface of `os.DirEntry`."
     path:object # `UPath` of the file or folder
     name:str
     info:dict # type, size and other properties of the file, as the store returns them
@@ -82,7 +82,7 @@ class Entry(NamedTuple):
     def size(self): return self.info['size']
 
 def list_folder(folder):
-    "Return the entries of a folder as `os.DirEntry` or `Entry`; an empty list if the folder does not exist. Send one request to a remote store."
+    "List a folder: return its entries as `os.DirEntry` or `Entry`, [] if there is no folder. Send one request to a remote store."
     if not is_url(folder):
         try:
             with os.scandir(folder) as found: return list(found)
@@ -95,7 +95,7 @@ def list_folder(folder):
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #8bb96478
 def open_regular(path, flags):
-    "Open a regular file, as `opener` of Python's `open`. Raise OSError for a pipe, device or folder, because reading could block."
+    "Open a regular file (function for the argument `opener` of `open`). Raise OSError for a pipe, device or folder: reading could block."
     try: refuse_irregular(os.stat(path).st_mode, path)
     except FileNotFoundError: pass # the file may be missing, because `open` may create it
     fd = os.open(path, flags | getattr(os, 'O_NONBLOCK', 0), 0o666)
@@ -105,14 +105,14 @@ def open_regular(path, flags):
     return fd
 
 def refuse_irregular(mode, path):
-    "Raise OSError unless `mode` is the file mode of a regular file."
+    "Refuse an irregular file: raise OSError unless `mode` is the file mode of a regular file."
     if stat.S_ISREG(mode): return
     what = next((w for is_,w in ((stat.S_ISDIR, 'a folder'), (stat.S_ISFIFO, 'a pipe'), (stat.S_ISSOCK, 'a socket')) if is_(mode)), 'a device')
     raise OSError(f"{printable(path)} is {what}, not a file, so it was not opened. Give another path.")
 
 # %% ../../nbs/30_store/00_anywhere.ipynb #c0ad9072
 class RangedFile(io.RawIOBase):
-    "Python file object for a file behind a URL. It reads byte ranges instead of downloading the whole file."
+    "File behind a URL, read in ranges of bytes instead of one download. It has the interface of Python's file objects."
     least,most = 1<<16,1<<23 # smallest and largest number of bytes in a request
 
     def __init__(self, path, size=None): # path: a `UPath`; size: size of the file in bytes, if known
@@ -145,7 +145,7 @@ class RangedFile(io.RawIOBase):
         return n
 
     def fetch(self, n):
-        "Read a range of bytes, beginning at the current position. Double the size of requests while the file is read sequentially."
+        "Fetch a range of bytes from the store, beginning at the current position. Double the request size during sequential reads."
         self.ask = min(2*self.ask, self.most) if self.data and self.at==self.start+len(self.data) else self.least
         end = min(self.at+max(n, self.ask), self.size)
         self.data = call_store(self.path, lambda: self.path.fs.cat_file(self.path.path, start=self.at, end=end))
@@ -167,7 +167,7 @@ def write_remote(path, data):
     "Write a file behind a URL atomically: readers never see an incomplete file."
     fs = path.fs
     def write():
-        "Write `data`. If the store has folders, write a temporary file first, then rename it."
+        "Write `data` to the remote file. If the store has folders, write a temporary file first, then rename it."
         if path.protocol in objects: return fs.pipe_file(path.path, data)
         fs.makedirs(path.parent.path, exist_ok=True)
         temp = path.with_name(f'.torchember-{os.urandom(8).hex()}')

@@ -34,7 +34,7 @@ forbidden = re.compile(r'[/\\\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\
 
 # %% ../../nbs/30_store/00_base.ipynb #7501f978
 def safe_name(name, what, most=200):
-    """Return `name` unchanged. Raise ValueError unless it is a safe file name in the folder of logs.
+    """Check that `name` is a safe file name in the folder of logs, and return it. Else raise ValueError.
 
     `what`: noun for the message. `most`: maximum number of bytes. File systems accept 255 bytes, but suffixes are
     added to the name.
@@ -65,7 +65,7 @@ def run_name(kind):
 
 # %% ../../nbs/30_store/00_base.ipynb #9f4c8ce4
 def portable_name(name): # name: a name that `safe_name` has accepted
-    "Return `name` unchanged. Raise ValueError unless every operating system accepts it as a file name."
+    "Check that every operating system accepts `name` as a file name, and return it. Else raise ValueError."
     why = ('is the name of a device on Windows' if devices.fullmatch(name.partition('.')[0].rstrip()) else
         f'contains {found[0]!r}, which Windows does not allow in file names' if (found := re.search(r'[<>:"|?*]', name)) else
         'ends in a dot or a space' if name[-1] in '. ' else None)
@@ -135,14 +135,14 @@ def user():
 
 # %% ../../nbs/30_store/00_base.ipynb #b1d453a2
 def open_without_links(path, flags):
-    "Open a file for writing, as `opener` of Python's `open`. Raise OSError if `path` is a symbolic link."
+    "Open a file for writing, but not through links (for the argument `opener` of `open`). Raise OSError if `path` is a symbolic link."
     if os.path.islink(path):
         raise OSError(f"{printable(path)} is a link, and torchember does not write through links. Remove it, or choose another name.")
     return open_regular(path, flags | getattr(os, 'O_NOFOLLOW', 0))
 
 # %% ../../nbs/30_store/00_base.ipynb #5bc325aa
 def replace(path, data):
-    "Write a file atomically: readers never see an incomplete file. If the path is a symbolic link, replace the link itself."
+    "Replace a file atomically: readers never see an incomplete file. If the path is a symbolic link, replace the link itself."
     if is_url(path): return write_remote(path, data)
     path.parent.mkdir(parents=True, exist_ok=True)
     temp = path.with_name(f'.torchember-{token_hex(8)}')

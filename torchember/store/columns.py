@@ -37,7 +37,7 @@ class ColumnBlock:
     def __len__(self): return self.n
 
     def load(self, columns):
-        "Do nothing: all columns of this block are in memory. A `StoredBlock` reads columns from its file here."
+        "Load columns: do nothing, because all columns of this block are in memory. A `StoredBlock` reads columns from its file here."
         pass
 
     def __getitem__(self, k): return self.columns[k] if k in self.columns else [missing]*self.n
@@ -57,7 +57,7 @@ class ColumnBlock:
 
     # `convert` returns None if the caller must inspect the type of each value
     def convert(self, k, column):
-        "Convert the values of the key `k` to (kind, array) for the table column `column`."
+        "Convert the values of the key `k` to an array for a table column. Return the kind of the values, and the array."
         return column.convert_known_type(self[k], self.sure.get(k))
 
     def distinct(self, k):
@@ -96,7 +96,7 @@ def msgspec():
 few = 100
 
 class Expected:
-    "Keys, value types and texts found so far in the rows of a log. If a line has no new key, type or text, msgspec can parse it fast."
+    "Expected keys, value types and texts of a log's rows. If a line has no new key, type or text, msgspec can parse it fast."
     def __init__(self, names=()): # names: columns whose lists are converted to tuples
         self.names = names
         self.layouts = [] # layouts (tuples of keys) of the rows that had a new key
@@ -116,7 +116,7 @@ class Expected:
         self.decoder = self.new_decoder()
 
     def add_layouts(self, layouts):
-        "Store the layouts that contain a new key. A layout is the tuple of a row's keys."
+        "Add the layouts that contain a new key. A layout is the tuple of a row's keys."
         for keys in layouts:
             if not self.types.keys()>=set(keys): self.layouts.append(keys)
             for k in keys: self.types.setdefault(k, set())
@@ -148,7 +148,7 @@ class Expected:
         except ValueError: return None # raised for keys that msgspec rejects
 
     def read(self, data):
-        "Convert a block of JSON lines, or a Parquet part, to a `ColumnBlock`. Return the block and the number of incomplete lines."
+        "Read a block of JSON lines, or a Parquet part, as a `ColumnBlock`. Return the block and the number of incomplete lines."
         if not isinstance(data, bytes):
             self.add_layouts(data.layouts.keys())
             return data.block(), data.header['torn']
@@ -159,7 +159,7 @@ class Expected:
         return ColumnBlock.from_rows(rows), torn
 
     def parse_expected(self, data):
-        "Parse a block of lines with msgspec. Return a `ColumnBlock`, or None if a line has a new key, type or text."
+        "Parse a block of lines with msgspec if all keys, types and texts are expected. Return a `ColumnBlock`, or None."
         n = count_objects(data)
         try: rows = self.decoder.decode_lines(data) if n else []
         except (ValueError, RecursionError): return None
@@ -281,7 +281,7 @@ def as_numbers(values, types):
 stamp = re.compile(r'\d{4}-\d\d-\d\d \d\d:\d\d:\d\d')
 
 def times_of(texts):
-    "Parse time stamps. Return None if any text is not a time stamp."
+    "Return the times of time stamps (texts) as an array. Return None if any text is not a time stamp."
     if not texts or not all(isinstance(t, str) and stamp.fullmatch(t) for t in texts): return None
     try: return pd.array(np.array([t.replace(' ', 'T') for t in texts], 'datetime64[s]'))
     except ValueError: return None
@@ -298,7 +298,7 @@ def as_texts(codes, texts, category):
 
 # %% ../../nbs/30_store/07_columns.ipynb #051e26cb
 def collect(blocks, file, names, keep, only, as_it_is, expected):
-    """Read all blocks of a log, and collect their values in `Column` objects. The arguments are described in `columns_of_lines`.
+    """Collect the values of all blocks of a log in `Column` objects. The arguments are described in `columns_of_lines`.
 
     `as_it_is`: columns whose values stay Python objects.
     """
@@ -324,7 +324,7 @@ def collect(blocks, file, names, keep, only, as_it_is, expected):
 
 # %% ../../nbs/30_store/07_columns.ipynb #4e35c17b
 def columns_of_lines(blocks, file=None, names=(), keep=None, only=None, expected=None):
-    """Read a log into a dict of columns that keep the exact values of its rows.
+    """Read the lines of a log as a dict of columns that keep the exact values of the rows.
 
     Return: dict name -> column, layouts (keys of rows that have a new key), number of rows, number of torn lines, (rows, torn lines) of each block.
     `blocks`: function that yields blocks. `file`: path and size of the log, for a progress bar. `only`: columns to read.

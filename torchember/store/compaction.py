@@ -25,7 +25,7 @@ from torchember.store.parts import Part, arrow_table, renamed_file, folder_of, g
 most_rows,most_bytes = 1<<17,1<<25
 
 def next_lines(f, start, stop, rows=None):
-    "Read complete JSON lines of a file between the bytes `start` and `stop`, at most as many as fit into one Parquet part."
+    "Read the next complete JSON lines of a file between the bytes `start` and `stop`, at most as many as fit into one Parquet part."
     rows = rows or most_rows
     f.seek(start)
     data = f.read(min(most_bytes, rows<<10, stop-start))
@@ -86,7 +86,7 @@ def store_part(path, listing, rows, **entry):
     return dict(file=name, last=max(map(step_of, rows), default=-1), size=file_size(folder_of(path)/name), **entry)
 
 def make_parts(path, listing, file, base, last):
-    """Convert the JSON lines of a file to Parquet parts. Skip lines that were converted before. Return the new list of parts.
+    """Make Parquet parts from the JSON lines of a file. Skip lines that were converted before. Return the new list of parts.
 
     `base`: bytes of the log before this file. `last`: number of the incomplete last step, whose rows stay lines; None
     if the run is over.
@@ -129,7 +129,7 @@ def rename_lines(path, listing):
     return aside
 
 def remove_lines(path, listing):
-    "Convert the remaining JSON lines of a log to Parquet parts, then delete the lines. Return the new list of parts."
+    "Remove the remaining JSON lines of a log after their conversion to Parquet parts. Return the new list of parts."
     aside = rename_lines(path, listing)
     # repeat the conversion: a process that opened the file before the renaming may still append lines
     while (listing := make_parts(path, listing, aside, listing['removed'], None))['end']-listing['removed']<os.path.getsize(aside):
@@ -150,7 +150,7 @@ def sync_part_list(path):
 
 # %% ../../nbs/30_store/10_compaction.ipynb #5aedbdf0
 def compact_url(path, last=None, keep=False, group=group_rows):
-    "Convert the JSON lines of a log behind a URL to Parquet parts. The arguments are described in `convert_to_parts`."
+    "Compact a log behind a URL: convert its JSON lines to Parquet parts. The arguments are described in `convert_to_parts`."
     listing = read_part_list(path) or new_part_list(path, group)
     # skip a log with the flag 'aside': the next `sync` will copy this log and its Parquet parts
     if listing.get('aside'): return
@@ -179,7 +179,7 @@ def find_small_parts(parts):
         first = max(n, first+1)
 
 def join_parts(path, listing):
-    "Merge consecutive small Parquet parts into larger parts. Delete the small parts only after `parts.json` lists the merged part."
+    "Join consecutive small Parquet parts into larger parts. Delete the small parts only after `parts.json` lists the larger part."
     while found := find_small_parts(listing['parts']):
         some,rows = listing['parts'][slice(*found)],[]
         for p in some:
@@ -227,7 +227,7 @@ def convert_to_parts(path, last=None, keep=False, group=group_rows):
 
 # %% ../../nbs/30_store/10_compaction.ipynb #b6b05440
 def rotate(path, group=group_rows):
-    """Rename a log's file of JSON lines, so that `compact_renamed` can convert it. Return False if an earlier renamed file is not converted yet.
+    """Rotate a log: rename its file of JSON lines for `compact_renamed`. Return False if an earlier renamed file is not converted yet.
 
     Call this function while no rows are appended.
     """
@@ -242,7 +242,7 @@ def rotate(path, group=group_rows):
         return True
 
 def compact_renamed(path):
-    "Convert the JSON lines in the file that `rotate` has renamed to Parquet parts, then delete the file."
+    "Compact the file renamed by `rotate`: convert its JSON lines to Parquet parts, then delete the file."
     if read_part_list(path) is None: return
     with lock_folder(folder_of(path)):
         listing = read_part_list(path)

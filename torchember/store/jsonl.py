@@ -55,7 +55,7 @@ class Metadata:
             raise
 
     def begin(self, base, more):
-        "Set the metadata of a run that starts. For a continued run, keep earlier values from the file, such as the start time."
+        "Begin a run: set its metadata. For a continued run, keep earlier values from the file, such as the start time."
         try: earlier = {k:v for k,v in valid_base(self[self.name('base')]).items() if k not in keys_at_end}
         except (KeyError, ValueError, OSError): earlier = {} # the file does not exist, or cannot be read
         self.known = {'base': {**base, **earlier, 'pid': os.getpid(), 'host': gethostname()}, **more}
@@ -77,7 +77,7 @@ class Metadata:
                 raise
 
     def end(self, more):
-        "Write the general metadata (kind 'base') again, with the time at the end of the run and the values `more`."
+        "End a run: write its general metadata (kind 'base') again, with the time of the end and the values `more`."
         try: self[self.name('base')] = {**self.known['base'], 'end': now(), **more}
         except OSError: pass # ignore a failed write: only the summary in the metadata is lost, no rows
 
@@ -114,13 +114,13 @@ class StoredRun:
     def __repr__(self): return printable(f'<{self.libname}:{self.fname}>')
 
     def barrier(self, close=False):
-        "Write all rows recorded so far to the file of the run. `close`: True to end the current step first."
+        "Make readers see all rows recorded so far: write them to the file of the run. `close`: True to end the current step first."
         if self.source is not None and self.file.is_ours: self.source(close)
         self.file.flush()
         flush_logs(self.log_path)
 
     def older(self):
-        "Return True if the run was recorded by torchember 0.1 or 0.2."
+        "Return True if the run has the older format of torchember 0.1 or 0.2."
         if self.folder or self.about.known or self.source is not None: return self.folder
         try: return is_version_01(self[f'base_{self.fname}'])
         except (KeyError, ValueError, OSError): return False # the file does not exist, or cannot be read
@@ -145,11 +145,11 @@ class StoredRun:
             raise FileNotFoundError(f"{unknown('run', self.fname, known)} Looked in {printable(self.log)}.")
 
     def whole_file(self):
-        "Return (path, size in bytes) of the log. Return None if some rows are only in memory so far."
+        "Return (path, size in bytes) of the log if its file has the whole log. Return None if some rows are only in memory so far."
         return None if self.older() else self.file.disk.complete_file()
 
     def lines(self):
-        "Return all rows of the run as a list of dicts."
+        "Return a list of all rows (lines of the log) of the run, as dicts."
         self.barrier()
         self.require_exists()
         rows,self.torn = parse_blocks(self.blocks)
@@ -169,7 +169,7 @@ class StoredRun:
         return self.file.disk.tail() if not self.folder else max((r.get('step', -1) for r in self.lines()), default=-1)
 
     def latest_line_list(self):
-        "Return the rows of the latest step as dicts."
+        "Return a list with the rows (lines of the log) of the latest step, as dicts."
         self.barrier()
         rows = parse(self.file.step.read(self.latest, self.file.is_ours))[0]
         # read the log if the file of the latest step is missing, as after a killed run
@@ -181,7 +181,7 @@ class StoredRun:
         return with_path(frame(self.latest_line_list()))
 
     def refresh(self): # Path of the file with the latest step
-        """End the step that is being recorded, and write the file with the rows of the latest step
+        """Refresh the file with the rows of the latest step: end the step that is being recorded, and write the file
 
         Returns:
             Path of the file with the latest step
@@ -228,7 +228,7 @@ class AppendedRun(StoredRun):
     def logging(self,
         line:str # One row as a line of JSON
     ): # The run itself, so that calls can be chained
-        """Append a line of JSON unchanged, without adding the user's marks
+        """Log (append) a line of JSON unchanged, without adding the user's marks
 
         Args:
             line: One row as a line of JSON
@@ -295,7 +295,7 @@ def cannot_append_message(name):
     return f"The run {name!r} was recorded by torchember 0.2, as a folder. It can be read, but no rows can be added. Choose another name."
 
 def refuse_constant(word):
-    "Raise ValueError for a constant that is not valid JSON, such as NaN. The message gives advice."
+    "Refuse a constant that is not valid JSON, such as NaN: raise ValueError with advice."
     raise ValueError(f"{word} is not valid JSON, so logging() cannot write this line. Pass a dict to the run t instead: t({{'name': float('nan')}}).")
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #c942d217
@@ -343,7 +343,7 @@ class tracker(AppendedRun):
         base:dict, # General metadata (kind 'base'), such as the start time
         more:dict # Further metadata: kind -> value
     ):
-        """Set the metadata to write with the first row. Add the process id, so that readers can check if the run is still being recorded
+        """Begin a run: set the metadata to write with the first row, with the process id, so that readers can check if the run is still recorded
 
         Args:
             base: General metadata (kind 'base'), such as the start time
@@ -368,7 +368,7 @@ class tracker(AppendedRun):
     def end(self,
         **more # Further values for the general metadata (kind 'base') of the run
     ):
-        """Write all queued rows, and mark the run as ended in its metadata
+        """End the run: write all queued rows, and mark the run as ended in its metadata
 
         Args:
             **more: Further values for the general metadata (kind 'base') of the run
@@ -382,7 +382,7 @@ class tracker(AppendedRun):
         name:str|None=None, # Name of the function in messages
         per_rank:bool=False # With `reduce='step'`, on rank 0: True to get the rows of this rank instead of the merged rows
     ) -> Listener: # A `Listener`; call its `close()` to stop the calls of `f`
-        """Call `f` for all rows recorded from now on, including the current step. A slow or failing `f` does not disturb the training or the log
+        """Listen to the run: call `f` for all rows from now on, with the current step. A slow or failing `f` does not disturb the training or log
 
         Args:
             f: Function of a step number (None for rows without a step) and a list of rows. It runs in its own thread
@@ -396,13 +396,13 @@ class tracker(AppendedRun):
         return listen_to_run(self, f, name, per_rank)
 
     def close(self):
-        "Write all queued rows, and wait a limited time until all functions given to `listen` have received their rows"
+        "Close the run: write all queued rows, and wait a limited time until the functions given to `listen` have received them"
         self.barrier()
         self.file.wait_for_listeners()
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #3b28efb3
 class emberTracker(tracker):
-    """A run recorded by torchember. The name of an existing run opens this run again, to read or append rows
+    """Tracker of a run recorded by torchember. The name of an existing run opens this run again, to read or append rows
 
     Args:
         fname: Name of the run

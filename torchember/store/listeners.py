@@ -65,7 +65,7 @@ class BoundedQueue:
         return dropped
 
     def note_removed(self, lines):
-        "Update the counters `steps` and `size` of the queue, after a block with these lines was removed."
+        "Note that a block with these lines was removed: update the counters `steps` and `size` of the queue."
         with self.lock:
             self.steps.popleft()
             self.size -= len(lines)
@@ -80,7 +80,7 @@ class LostSteps:
         if step!=self.last: self.count,self.last = self.count+1,step
 
     def report(self, step, reason):
-        "Count a step with lost rows. At the first such step, warn the user and name the reason."
+        "Report a step with lost rows: count the step. At the first such step, warn the user and name the reason."
         self.add(step)
         if self.reason is not None: return
         self.reason = f'{reason} (at {printable(name_step(step))})'
@@ -127,7 +127,7 @@ class Listener:
             for dropped in self.queue.put(self, step, lines, sources): self.lost.report(dropped, 'it is too slow')
 
     def notify(self, step, lines, sources):
-        "Call the listener's function with one block of rows. This method runs in the thread of the listener."
+        "Notify the listener: call its function with one block of rows. This method runs in the thread of the listener."
         self.queue.note_removed(lines)
         # after `close`, nothing waits for this listener, so its remaining rows count as lost
         if self.is_closed: return self.lost.add(step)
@@ -140,7 +140,7 @@ class Listener:
     def end_step(self): "Do nothing: this listener does not collect the rows of a step."
 
     def mark(self):
-        """Add an event to the queue, and return the event. It is set when the listener's function has received all rows that are queued now.
+        """Mark the end of the queue: add an event, and return it. The event is set when the listener's function has received all queued rows.
 
         Return None if waiting would be wrong: in a forked process, in the listener's own thread, or if an earlier
         call does not return.
@@ -160,7 +160,7 @@ class Listener:
         return False
 
     def rest(self):
-        "End the thread of this listener after the queued blocks. The next block of rows will start a new thread."
+        "Let the listener rest: end its thread after the queued blocks. The next block of rows will start a new thread."
         with self.queue.lock: thread,self.thread = self.thread,None
         if thread is None: return
         self.queue.queue.put(None)
@@ -204,11 +204,11 @@ class DirectListener:
     def end_step(self): "Do nothing: this listener does not collect the rows of a step."
 
     def mark(self):
-        "Return None, because there is no queue to wait for."
+        "Return None instead of an event that marks the end of the queue, because there is no queue."
         return None
 
     def wait(self, done, until):
-        "Return False, because there is no queue to wait for."
+        "Wait for nothing, because there is no queue. Return False."
         return False
 
 # %% ../../nbs/30_store/09_listeners.ipynb #06ae56ba

@@ -40,7 +40,7 @@ class Writer:
         if not log.queued: log.queued = True; self.dirty.append(log); self.ready.put(1)
 
     def hold(self, log):
-        "Make the writer thread try again to write `log`, after `patience` seconds."
+        "Hold a log back: the writer thread tries again to write `log` after `patience` seconds."
         if log in self.holding: return
         self.holding.add(log)
         self.ready.put(1) # wake the writer thread, because it may be waiting without a time limit
@@ -74,7 +74,7 @@ class Writer:
         except Empty: return 0
 
     def empty(self, log):
-        "Write the queued rows of `log` without raising an error. Keep a warning that a filter turns into an error for the next flush."
+        "Empty the queue of `log`: write its rows without raising an error. Keep a warning that a filter turns into an error for later."
         try: log.drain()
         except EmberWarning as e: log.messages.notes.append(str(e).removeprefix('torchember: '))
         except Exception as e: log.note("rows could not be written to the log", e)
@@ -109,7 +109,7 @@ class Messages:
             self.notes.append(f'{what}: {type(error).__name__}: {error} (shown once)' if error else what)
 
     def is_new(self, kind):
-        "Return True on the first call with the message `kind`."
+        "Return True if the message `kind` is new: only at the first call with it."
         new = kind not in self.known
         self.known.add(kind)
         return new
@@ -151,7 +151,7 @@ class Batches:
         self.waiting.append(Batch(*batch))
 
     def take(self):
-        "Compute the first batches with the same function `by` together. For each batch, yield a `ReadyBatch`, then remove the batch from the queue."
+        "Take the first batches with the same function `by`, and compute them together. Yield each as a `ReadyBatch`, then remove it."
         by,some,n = self.waiting[0].by,[],0
         # loop over indices, because the training thread may add batches meanwhile
         for i in range(len(self.waiting)):
@@ -172,7 +172,7 @@ class Batches:
             return [[]]
 
     def with_lines(self, rows):
-        "Convert rows to JSON lines. Return the rows that JSON can represent, and their lines."
+        "Return rows with their JSON lines: the rows that JSON can represent, and the lines as bytes."
         if not rows: return [], b''
         if (data := lines_of(rows)) and len(data)<=longest_line: return rows, data
         good = [(r, line) for r in rows if (line := self.line(r)) is not None]
@@ -281,7 +281,7 @@ class Log:
     step = property(lambda self: self.files.step, doc="`LatestStep`: the lines of the latest step.")
 
     def hold(self, needed):
-        "Plan another write of this log by the writer thread if `needed` is True; else cancel the planned write."
+        "Hold this log back for another write by the writer thread if `needed` is True; else cancel the planned write."
         if needed: writer.hold(self)
         else: writer.holding.discard(self)
 
@@ -303,7 +303,7 @@ class Log:
             if len(self.batches)==self.bound//2: writer.ready.put(1)
 
     def drain(self, insist=False):
-        "Write all queued rows in this thread. `insist`: True to write even directly after a failed write."
+        "Drain the queue: write all queued rows in this thread. `insist`: True to write even directly after a failed write."
         if not self.is_ours: return
         with self.disk.lock:
             if self.busy: return # a signal handler interrupted another call of `drain`
@@ -357,13 +357,13 @@ class Log:
         return self.listeners.remarks() if self.is_ours else []
 
     def finish(self):
-        "Convert the last JSON lines to Parquet at the end of a run with Parquet storage."
+        "Finish a run with Parquet storage: convert the last JSON lines of the log to Parquet."
         if not self.is_ours: return
         self.disk.finish()
         self.messages.show()
 
     def close(self):
-        "Write the queued rows for the last time. Rows that cannot be written now are lost."
+        "Close the log: write the queued rows for the last time. Rows that cannot be written now are lost."
         self.flush()
         self.wait_for_listeners()
         self.finish()

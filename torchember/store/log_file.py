@@ -22,7 +22,7 @@ class LogStore(Protocol):
     def append(self, lines:bytes, rows:int): "Queue JSON lines for the next write. `rows`: number of lines."
     def flush(self): "Write all queued lines to the file. Raise OSError if this fails."
     def rows(self, after=(0, 0)): "Yield all rows of the log in blocks, including queued rows. `after`: (bytes, rows) to skip at the start."
-    def tail(self) -> int: "Return the number of the last step in the log, or -1 if there are no steps."
+    def tail(self) -> int: "Return the last step, found at the tail of the log: its number, or -1 if there are no steps."
     def layouts(self): "Return the distinct layouts (tuples of keys) of the log's rows, or None if this requires reading the rows."
     def metadata(self, kind:str): "Return the run's metadata of one kind, such as 'base'. Raise KeyError if there are no metadata of this kind."
 
@@ -91,7 +91,7 @@ class LatestStep:
 def last_step_of(path):
     "Return the number of the last step in a log, or -1 if there are no steps. Read only the end of the log, if its end contains a step."
     def last(listing, files):
-        "Return the largest step number in the log's Parquet parts and last JSON lines, or -1."
+        "Return the last step in the log's Parquet parts and last JSON lines: the largest step number, or -1."
         in_lines = next((n for f,_ in reversed(files) if (n := last_step_in(f))>=0), -1)
         return max(in_lines, *(p['last'] for p in (listing['parts'] if listing else ())), -1)
     return call_with_current_files(path, last)
@@ -199,7 +199,7 @@ class JsonLines:
         return blocks_of_run(None if self.fresh else self.path, more, size, after)
 
     def tail(self):
-        "Return the number of the last step in the log, or -1 if there are no steps."
+        "Return the last step, found at the tail of the log: its number, or -1 if there are no steps."
         return last_step_of(self.path)
 
     def layouts(self):
@@ -211,7 +211,7 @@ class JsonLines:
         return read_meta(self.path.parent.parent/'data'/f'{kind}_{self.path.name}.json')
 
     def complete_file(self):
-        "Return (path, size in bytes) of the log. Return None if some lines are only in memory so far."
+        "Return (path, size in bytes) of the log if its file is complete. Return None if some lines are only in memory so far."
         if not (self.fresh or self.unwritten_lines()[1]) and file_exists(self.path):
             return self.path, summarize_parts(self.path)['lines']+file_size(self.path)
 

@@ -27,7 +27,7 @@ def parameter_entry(path, name, shape, dtype, requires_grad, optimizer=None, gra
         | ({'elsewhere': True} if elsewhere else {})
 
 def label_of(p):
-    "Return the full name of a parameter, for plots."
+    "Return the label of a parameter for plots: its full name."
     return f"{p['path']}.{p['name']}" if p['path'] else p['name']
 
 # %% ../../nbs/30_store/05_parameters.ipynb #9c6070c2

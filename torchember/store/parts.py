@@ -139,7 +139,7 @@ def part_in_progress(path):
     finally: temp.unlink(missing_ok=True)
 
 def check_part(temp, path, rows):
-    "Flush the Parquet file `temp` to the disk (fsync). Raise OSError unless the file has `rows` rows. `path`: file name for the message."
+    "Check that the Parquet file `temp` has `rows` rows, else raise OSError. First flush it to the disk. `path`: name for the message."
     with open(temp, 'r+b') as f: os.fsync(f.fileno())
     n = pq.read_metadata(temp).num_rows
     if n!=rows: raise OSError(f"{printable(path)} has {n} rows, but {rows} rows were written. Check the disk.")
@@ -306,7 +306,7 @@ class Part:
         return out
 
     def log_names(self, names):
-        "Return an array with the rank of each row. `names`: id of a log -> its rank."
+        "Return an array with the name of the log (its rank) for each row. `names`: id of a log -> its rank."
         called = np.full(len(self.about.of), -1)
         for id,name in names.items(): called[self.about.number[id]] = name
         return called[self.logs[self.mask]]
@@ -476,7 +476,7 @@ def size_or_zero(path):
     except FileNotFoundError: return 0
 
 def lines_after(path, listing):
-    "Return (file, first byte) for each file of a log with lines that are not yet in a Parquet part."
+    "Return the lines of a log after its Parquet parts, as (file, first byte) for each file with such lines."
     aside,at = renamed_file(path, listing),listing['end']-listing['removed']
     is_aside = (listing.get('aside')
         or path_exists(aside) and (is_url(path) or not (os.path.exists(path) and os.path.samefile(path, aside))))
@@ -503,7 +503,7 @@ def parts_and_lines(path):
             if read_part_list(path)==listing: raise
 
 def call_with_current_files(path, f):
-    "Return the result of `f`, called with a log's list of Parquet parts and files of lines. Call `f` again if these files change meanwhile."
+    "Call `f` with a log's list of Parquet parts and files of lines. Call `f` again if these files change meanwhile."
     while True:
         now = parts_and_lines(path)
         try: out = f(*now)
@@ -515,7 +515,7 @@ def call_with_current_files(path, f):
         if path is None or is_url(path) or parts_and_lines(path)==now: return out
 
 def read_up_to(path, listing, files, end):
-    """Return the Parquet parts and files of JSON lines that contain a log's rows up to byte `end` of its file of lines.
+    """Return the Parquet parts and files of JSON lines to read for a log's rows up to byte `end` of its file of lines.
 
     A part that ends later is read as lines.
     """
@@ -578,7 +578,7 @@ def summarize_parts(path):
     removed from the file; `start`: first byte of the file that is not in a part.
     """
     def summary(listing, files):
-        "Add up the numbers in the entries of the list of Parquet parts."
+        "Return a summary of the Parquet parts: totals of the numbers in their entries."
         parts,before = (listing['parts'],listing['removed']) if listing else ((), 0)
         return dict(rows=sum(p['rows'] for p in parts), size=sum(p['size'] for p in parts),
             lines=before+sum(file_size(f) for f,_ in files[:-1]),

@@ -25,7 +25,7 @@ def marks_in(layouts):
     return list(found)
 
 def distinct_layouts(rows):
-    "Return the layouts (tuples of keys) of all rows that have a new key, in the order of the rows."
+    "Return the distinct layouts (tuples of keys) of rows, in order. Omit a layout without a new key."
     known = set()
     return [keys for keys in dict.fromkeys(map(tuple, rows)) if not known.issuperset(keys) and not known.update(keys)]
 

@@ -21,7 +21,7 @@ from torchember.store.parts import group_rows, parts_and_lines, size_or_zero
 stores = 'jsonl', 'parquet'
 
 def check_store(store):
-    "Return `store`, the storage format of a run. Raise ValueError for an unknown format, ImportError if its library is missing."
+    "Check the storage format `store` of a run, and return it. Raise ValueError if it is unknown, ImportError if its library is missing."
     if store not in stores: raise ValueError(unknown('store', store, stores))
     if store=='parquet':
         for lib in ('pyarrow', 'pyarrow.parquet'): needs(lib, for_="store='parquet'", package='pyarrow')
@@ -85,7 +85,7 @@ class Rotation:
         self.left = None # bytes of lines left unconverted by an earlier process; None if unknown
 
     def rotate_if_due(self, disk):
-        "Rename the file of JSON lines of the log `disk` if it is large enough. Call this method while no lines are appended."
+        "Rotate the log `disk` (rename its file of JSON lines) if this file is large enough. Call this while no lines are appended."
         if self.child is not None or self.ready or time.monotonic()<self.again: return
         try:
             if self.left is None: self.left = unconverted_bytes(disk.path)-disk.written

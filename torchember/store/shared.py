@@ -66,7 +66,7 @@ class LogRows:
         return np.unique(np.maximum.accumulate(np.where((steps>=0) & (steps<2**53), steps, -1)), return_counts=True)
 
     def begin(self, to_table):
-        "Prepare to read the log by row groups. `to_table`: function that converts a block and the log's number to an Arrow table."
+        "Begin to read the log by row groups. `to_table`: function that converts a block and the log's number to an Arrow table."
         self.more = (to_table(part.limit_to_group(g).block(), self.number) for part in self.parts()
             for g in part.groups)
         return self
@@ -90,7 +90,7 @@ class LogRows:
         return p['start']+(p['end']-p['start'])*int(rows-self.ends[i])//p['rows'], sum(p['torn'] for p in self.own[:i])
 
     def share(self, before):
-        "Return (start byte, end byte, rows, incomplete lines) of the rows taken after the first `before` rows of the log."
+        "Return this log's share of a file: (start byte, end byte, rows, incomplete lines) of the rows taken after the first `before` rows."
         (start,torn_before),(end,torn) = self.position(before),self.position(self.taken)
         return start, end, self.taken-before, torn-torn_before
 
@@ -162,7 +162,7 @@ class SharedFiles:
 
 # %% ../../nbs/30_store/10_shared.ipynb #5324386a
 def shared_entries(made, id, holder, last):
-    """Return the entries of shared files for one log's list of parts. `made`: files written by `SharedFiles`; `id`: id of the log.
+    """Return the entries of shared Parquet files for the list of parts of one log. `id`: id of this log.
 
     `holder`: rank whose folder contains the files; `last`: last step of the log.
     """
@@ -210,7 +210,7 @@ def share_logs(lists):
         for log in logs: replace_by_shared_files(log, files.made, int(holder.name.rpartition('.rank')[2]))
 
 def replace_by_shared_files(log, made, holder):
-    "Replace a log's own Parquet parts by shared files in its list of parts, then delete the old files. `made`: files of `SharedFiles`."
+    "Replace the Parquet parts of one log by shared files, then delete the old parts. `made`: list of files written by `SharedFiles`."
     before = [p for p in log.listing['parts'] if 'holder' in p]
     new = shared_entries(made, log.listing['id'], holder, max(p['last'] for p in log.listing['parts']))
     write_part_list(log.path, log.listing|{'parts': [*before, *new]})

@@ -49,7 +49,7 @@ def attention_arguments(given) -> tuple:
 
 # %% ../../../nbs/88_jaxember/25_attention.ipynb #5d9733f4
 class Reports(threading.local):
-    "Setting of one thread for recording attention. `say`: function that shows a warning, or None if attention is not recorded."
+    "Setting for reports of attention in one thread: `say` shows a warning, or is None if attention is not recorded."
     say = None
 
 reports = Reports()
@@ -69,7 +69,7 @@ def wrap_to_tag_statistics(function):
     of = signature(function)
     @wraps(function)
     def run(*args, **kwargs):
-        "Call the original attention function. Then tag the statistics of the call for recording, and return the function's result."
+        "Run the original attention function. Then tag the statistics of the call for recording, and return the function's result."
         out = function(*args, **kwargs)
         if reports.say is None or thread_state.initializes or asked.value is None or not asked.value.attention: return out
         try: tag_attention(of.bind(*args, **kwargs).arguments)
@@ -99,7 +99,7 @@ class ReplacedFunctions:
     def __init__(self): self.users,self.done,self.lock = 0,[],threading.Lock()
 
     def start(self):
-        "Increase the number of threads that record attention. The first thread replaces the attention functions by wrappers."
+        "Start recording attention in one more thread. The first thread replaces the attention functions by wrappers."
         with self.lock:
             self.users += 1
             if self.users>1: return
@@ -107,7 +107,7 @@ class ReplacedFunctions:
             for m,n,f in self.done: setattr(m, n, wrap_to_tag_statistics(f))
 
     def stop(self):
-        "Decrease the number of threads that record attention. The last thread restores the functions, unless other code has replaced them since."
+        "Stop recording attention in one thread. The last thread restores the functions, unless other code has replaced them since."
         with self.lock:
             self.users -= 1
             if self.users: return

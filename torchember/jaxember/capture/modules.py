@@ -18,7 +18,7 @@ from ...ground.messages import printable
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #7a45dc64
 @dataclass(frozen=True)
 class Place:
-    "Location of a flax module: path and display name of the module, and its model."
+    "Place of a flax module: path and display name of the module, and its model."
     path: str # Path of the module in its model, such as 'layers.0.attn'; '' for the model itself
     name: str # Display name of the module: 'model(GPT).layers(List).0(Block).attn(Attention)'
     model: object = None # The `Model` that contains the module. None if the model is unknown
@@ -202,6 +202,7 @@ def wrap_scan(scan):
     "Wrap `flax.linen.scan`. Flax traces its body twice and discards the first trace, so only outputs of the second trace must be recorded."
     @wraps(scan)
     def wrapper(fn, *args, check_constancy_invariants=True, **kwargs):
+        "Return `run_scan`, the wrapped `flax.linen.scan` for the body `fn`."
         def run_scan(*values):
             "Run `flax.linen.scan` so that outputs in its body are recorded once although flax traces the body twice. Return the result of the scan."
             # flax traces the body twice only if `check_constancy_invariants` is True
@@ -259,7 +260,7 @@ def item_order(item):
     return (0, int(item[0]), '') if str(item[0]).isdigit() else (1, 0, str(item[0]))
 
 def modules_in(value, where, seen, to): # where: `Place` (path and name) of the value; seen: ids of the objects visited already
-    "Append a pair (module, `Place`) to the list `to` for each nnx module in a value. Return the list."
+    "Append the nnx modules in a value to the list `to`, as pairs (module, `Place`). Return the list."
     kind = container_kind(type(value))
     if id(value) in seen: return to
     seen.add(id(value))
@@ -293,7 +294,7 @@ class MarkedTree:
         return like.pop() if len(like)==1 else None
 
     def end(self):
-        "Remove the `Mark` attributes from all modules of the nnx model, including modules added while the model ran."
+        "End the marking: remove the `Mark` attributes from all modules of the nnx model, also from modules added while the model ran."
         with lock:
             marked[id(self.model)] -= 1
             if marked[id(self.model)]: return
@@ -390,12 +391,12 @@ class MethodPatches:
         for name,(m,new) in known.items(): self.replace(cls, name, m, new)
 
     def replace(self, where, name, old, new):
-        "Set an attribute of a class or Python module to `new`. Remember its original value `old`, which `stop` restores."
+        "Replace an attribute of a class or Python module by `new`. Remember its original value `old`, which `stop` restores."
         setattr(where, name, new)
         self.done.append((where, name, old, new))
 
     def start(self):
-        "Increase the number of threads that record outputs. The first thread installs the wrappers on the methods of flax modules."
+        "Start recording outputs in one more thread. The first thread installs the wrappers on the methods of flax modules."
         with lock:
             self.users += 1
             if self.users>1: return
@@ -421,7 +422,7 @@ class MethodPatches:
         return restore_init_subclass
 
     def stop(self):
-        "Decrease the number of threads that record outputs. The last thread restores the methods, unless other code has replaced them since."
+        "Stop recording outputs in one thread. The last thread restores the methods, unless other code has replaced them since."
         with lock:
             self.users -= 1
             if self.users: return

@@ -40,7 +40,7 @@ def discardable_tags():
 Key = namedtuple('Key', 'where ttype tname')
 
 class Tag(NamedTuple):
-    "Parameters of the JAX operation that tags a value for recording: name of the tensor, and how to record it."
+    "Tag of a value to record: the parameters of the JAX operation that tags the value."
     key:Key
     number:int # Number of the tag, unique in this process. A gradient has the same number as its value
     grad:bool=False # True if the tagged value is the gradient of another tagged value
@@ -73,7 +73,7 @@ ad.deflinear2(slope_p, lambda ct, x, *, tag: [ct if type(ct) is ad.Zero
 ad.primitive_jvps[slope_p] = lambda xs, ts, *, tag: (slope_p.bind(*xs, tag=tag), ts[0])
 
 def tap_jvp(primals, tangents, *, tag):
-    "Apply the JVP rule of the tag operation: tag the value for recording, and make the backward pass tag its gradient."
+    "Apply the JVP rule of the tap (tag operation): tag the value for recording, and make the backward pass tag its gradient."
     tag = tag if tag.grad else tag._replace(order=tag.order+1)
     y,(t,) = tap_p.bind(*primals, tag=tag),tangents
     if tag.grad or type(t) is ad.Zero or asked.value is None: return y, t
@@ -174,7 +174,7 @@ def known_loop_params(first, params):
     return {k: replace_tags(v, lambda tag: tag._replace(again=tag.again or name(tag) in done)) for k,v in params.items()} if done else None
 
 class LoopNesting(Trace):
-    "JAX trace that stores the parameters of each `while` loop, and lets the trace `below` run every operation."
+    "JAX trace that finds nested `while` loops by storing their parameters. The trace `below` runs every operation."
     def __init__(self, below):
         super().__init__()
         self.below,self.params = below,[]
@@ -190,7 +190,7 @@ def partial_eval_while(rule):
     The second loop repeats the first loop, so its values are not recorded."""
     @wraps(rule)
     def split_while(trace, *tracers, **params):
-        "Apply JAX's rule, and replace the second `while` loop by a loop that does not record the values of the first loop again."
+        "Split a `while` loop by JAX's rule. The second loop does not record the values of the first loop again."
         if not any(map(has_tags, jaxprs_in_params(params))): return rule(trace, *tracers, **params)
         with take_current_trace() as below: first,handles = LoopNesting(below),len(trace.effect_handles)
         with set_current_trace(first): out = rule(trace, *tracers, **params)
@@ -207,7 +207,7 @@ def partial_eval_closed_while(rule):
     "Wrap JAX's rule for differentiating a `while` loop of a traced program. JAX runs the loop twice; values of the second run are not recorded."
     @wraps(rule)
     def split_while(saveable, unknown, instantiated, e):
-        "Apply JAX's rule. Return the second `while` loop without recording, because it repeats values of the first loop."
+        "Split a `while` loop by JAX's rule. The second loop records no value of the first loop again."
         first,second,*more = rule(saveable, unknown, instantiated, e)
         again = known_loop_params(first.params, second.params) if first is not None else None
         if again:

@@ -51,12 +51,12 @@ class Limits:
         self.arrays,self.causal,self.window = (mask, bias, query_lengths, key_lengths),causal,window
 
     def of_sequences(self, every):
-        "Return a copy of the `Limits` (visible keys) that contains only every n-th sequence. `every`: n."
+        "Return the `Limits` (visible keys) of every n-th sequence. `every`: n."
         mask,bias,*lengths = (x if x is None or len(x)==1 else x[::every] for x in self.arrays)
         return Limits(mask, bias, *lengths, self.causal, self.window)
 
     def apply(self, logits, rows):
-        "Return the logits with the bias added, and a boolean array, which is True for visible keys. `rows`: positions of the queries."
+        "Apply the limits to logits: return the logits with the bias added, and a boolean array, which is True for visible keys."
         mask,bias,query_lengths,key_lengths = self.arrays
         row,key = rows[..., None],jnp.arange(logits.shape[-1], dtype=jnp.int32)
         visible = jnp.ones(logits.shape, bool)

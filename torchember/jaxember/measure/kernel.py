@@ -46,6 +46,7 @@ def make_mode_functions(b):
         raw = b.bitcast(at, cgutils.voidptr_t)
         call(b, 'llvm.x86.sse.stmxcsr', ir.VoidType(), raw)
         def set_mode(x):
+            "Generate code to set the floating-point mode of this processor to `x`."
             b.store(x, at)
             call(b, 'llvm.x86.sse.ldmxcsr', ir.VoidType(), raw)
         return b.load(at), set_mode, 1<<15 | 1<<6
@@ -56,7 +57,9 @@ def reader(fmt):
     "Return a numba function that measures arrays of a number format. The function enables subnormal numbers, because XLA disables them."
     @intrinsic
     def call_loops(typing, x, n, how, row, desk):
+        "Return the numba signature of a call of the compiled loops, and the function that generates its code."
         def generate_code(context, b, signature, arguments):
+            "Generate the code of a call of the compiled loops. Enable subnormal numbers during the call."
             x,n,how,row,desk = arguments
             mode = make_mode_functions(b)
             if mode:

@@ -171,7 +171,7 @@ def row_by_float32(x, wanted):
     "Compute the summary row of an array by fast float32 sums. Return the row, and True if the row is accurate enough."
     n = x.size
     def first_sums(r):
-        "Return minimum, maximum and sums of a chunk. From these sums, the mean of the whole array is computed."
+        "Return the first sums of a chunk, with its minimum and maximum. From these sums, the mean of the whole array is computed."
         sums,sizes = (r.sum(0), (r*r).sum(0), r.max(0), r.min(0)),jnp.abs(r)
         return (*sums, sizes.sum(0), sizes.min(0)) if 'absolute' in wanted else sums
     s,q,hi,lo,*size = zip(*apply_in_chunks(first_sums, x), strict=True)
@@ -272,6 +272,7 @@ def number_format(d):
 def lowering_rule(f):
     "Return the lowering rule of a JAX primitive that computes `f` in float64. The rule drops shardings, so that XLA decides how to partition."
     def lower_to_mlir(ctx, x, **params):
+        "Lower `f` to MLIR code that computes in float64, without shardings of the arrays."
         ctx = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
         with jax.enable_x64(True): return mlir.lower_fun(partial(f, **params), multiple_results=False)(ctx, x)
     return lower_to_mlir
@@ -282,10 +283,12 @@ def primitive(name, shape, f, on_cpu):
     @partial(jax.jit, static_argnames=('names', 'values'))
     def bind_in_jit(x, names, values): return p.bind(x, **dict(zip(names, values, strict=True)))
     def compute_now(x, **params):
+        "Compute the summary row of `x` immediately, outside of compiled functions."
         # with `disable_jit`, JAX would call `compute_now` recursively without end
         with jax.disable_jit(False): return bind_in_jit(x, tuple(params), tuple(params.values()))
     p.def_impl(compute_now)
     def abstract_rows(x, **params):
+        "Return the abstract value of the summary rows of `x`: shape, dtype and sharding."
         return x.update(shape=shape(x, **params), dtype=np.dtype(np.uint32), weak_type=False,
             sharding=x.sharding.update(spec=jax.sharding.PartitionSpec()))
     p.def_abstract_eval(abstract_rows)
@@ -337,6 +340,7 @@ def warm_up(arrays=()):
     if jax.default_backend()!='cpu' or not is_compiled(): return
     kinds = {number_format(x.dtype) for x in arrays} or {'float32'}
     def load_loops():
+        "Load the compiled loops of all needed number formats. Report an error instead of raising it."
         try: [kernel_module().custom_call_name(k) for k in sorted(kinds)]
         except Exception as e: report_broken_loops(e)
     threading.Thread(target=load_loops, name='torchember loads', daemon=True).start()

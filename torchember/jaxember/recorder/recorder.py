@@ -63,7 +63,7 @@ class StepRowMaker:
         return self.lines([*map(self.measured, steps)])
 
     def measured(self, s):
-        "Convert the measurements of a step to a `JaxMeasured`, which `LineMaker` converts to rows of the log."
+        "Return the measurements of a step as a `JaxMeasured`, which `LineMaker` converts to rows of the log."
         groups = [*self.parts(s.states), self.placed(s.found), attention_rows(s.found, self.placed.placed), *self.parts(s.gradients)]
         groups = [g for g in groups if g[0]]
         heads,summaries,custom,at = self.taps([tensors for tensors,_ in groups]),[],[],0
@@ -92,7 +92,7 @@ class StepRowMaker:
         return new
 
     def parts(self, some):
-        "Yield pairs (list of `Tensor`s, their measurements): parameters, optimizer states or gradients of a step."
+        "Yield the parts of a step (parameters, optimizer states or gradients): pairs of a list of `Tensor`s and their measurements."
         for what,todo,found in some:
             known = self.tensors.get(what)
             if known is None or known[0] is not todo or known[1]!=found.notes:
@@ -164,7 +164,7 @@ class RunReporter:
             "tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
 
     def begin(self, states):
-        "Check `include` and `exclude`, and write the metadata of the run. Called after the first step, when all module paths are known."
+        "Begin the run: check `include` and `exclude`, and write the metadata. Called after the first step, when module paths are known."
         self.begun,(include,exclude) = True,self.asks[:2]
         seen = dict.fromkeys([*self.display.known, *sorted(paths_by_request[self.asks]),
             *(p.path for _,todo,_ in states for p,_ in todo)])
@@ -284,7 +284,7 @@ class JaxRecorder:
         if self.on: self.current.noted.append(numbers)
 
     def close(self, over, rates=None):
-        "Pass the measurements of the step that ends now to the writer thread, to write the measurements to the log."
+        "Close the step that ends now: pass its measurements to the writer thread, which writes them to the log."
         whole = self.states.has_all_gradients
         found,(first,last),noted = self.watching.pop_measurements(),self.states.pop_measurements(),self.current.noted
         new = [s.key.where for f in found if f.notes is not self.notes for s in f.notes]
@@ -304,7 +304,7 @@ class JaxRecorder:
             over, by=self.rows)
 
     def finish(self):
-        "Stop recording, and write the current, unfinished step to the log."
+        "Finish the recording: write the current, unfinished step to the log."
         unfinished,self.is_open = self.on and (self.current.ran or self.current.noted),False
         if unfinished: # mark the rows of this step as `unfinished`, because the run ends before `tracker.step`
             self.watching.found += self.current.failed

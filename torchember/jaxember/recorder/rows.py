@@ -26,7 +26,7 @@ class ModuleNames:
     def __init__(self): self.known = {}
 
     def learn(self, where):
-        "Store the display names of a module and of its parents. `where`: path and name of the module, as a `Place`."
+        "Learn (store) the display names of a module and of its parents. `where`: path and name of the module, as a `Place`."
         path,name = where.path,where.name
         while path not in self.known:
             self.known[path] = name
@@ -67,7 +67,7 @@ class ModulePlaces:
     def __init__(self, say=lambda text: None): self.say,self.at,self.done,self.by,self.own = say,{},{},{},set()
 
     def learn(self, named, arrays): # named: a `Named` (path, name, kind) for each array
-        "Store the names and shapes of the recorded parameters, from which `known` finds the path of a flax model."
+        "Learn the names and shapes of the recorded parameters, from which `known` finds the path of a flax model."
         below = defaultdict(list)
         for n,x in zip(named, arrays, strict=True):
             if n.kind!='weight': continue
@@ -88,7 +88,7 @@ class ModulePlaces:
             if m not in self.at: self.at[m] = self.free(m)
 
     def known(self, m):
-        "Return the path under which the parameters of a model are recorded. None if there is no such path, or more than one."
+        "Return the known path of a model, under which its parameters are recorded. None if there is no such path, or more than one."
         same = [p for o,p in self.at.items() if o.leaves==m.leaves and m.leaves and '' in (o.cls, m.cls)]
         if same: return same[0]
         some = (self.by.get(m.leaves) or self.by.get(tuple(name for name,_ in m.leaves)) or []) if m.leaves else []
@@ -105,7 +105,7 @@ class ModulePlaces:
         return not any(q==p and o.cls!=m.cls and o.cls for o,q in self.at.items())
 
     def free(self, m):
-        "Return a path used by no model so far: '' if possible, else the class of the model, with a number if needed."
+        "Return a free path, used by no model so far: '' if possible, else the class of the model, with a number if needed."
         taken = {*self.at.values()}
         if '' not in taken and (not self.own or not m.leaves or any(name in self.own for name,_ in m.leaves)): return ''
         return next(n for i in range(1, len(taken)+2) if (n := f"{m.cls or 'model'}{i if i>1 else ''}") not in taken)
@@ -135,7 +135,7 @@ def in_call_order(notes, depth:int=0): # depth: number of leading axes that the 
         for k in sorted(each): yield from in_call_order(each[k].values(), depth+1)
 
 def scan_call(s, i):
-    "Return the loop iterations in which a value was measured, and a dict of its log columns 'shard' and 'iteration'."
+    "Describe the call of a `scan` body that measured a value: return loop iterations, and a dict of columns 'shard' and 'iteration'."
     pairs = [*zip(s.axes, i, strict=True)]
     shards = [f'{axis_name_in_log(a)}={(k//after)%size}' for axis,k in pairs if not isinstance(axis, Loop)
         for a,size,after in strides(axis)]
@@ -243,7 +243,7 @@ class Taps:
         return self.heads
 
     def head(self, t, event):
-        "Return the integers that describe a tensor: number of its tap, call, dtype and shape. `event`: position of the tensor in the step."
+        "Return the head of a row, integers that describe a tensor: number of its tap, call, dtype and shape. `event`: position in the step."
         head,dims = [0]*head_width,len(t.shape)
         head[:SHAPE] = event,self.number(t),t.call,0,dtype_number(t.dtype),dims
         head[SHAPE:SHAPE+dims] = t.shape
@@ -276,7 +276,7 @@ class PlacedCalls:
         return self.tensors, (rows[0] if len(rows)==1 else np.concatenate(rows))[self.at]
 
     def one_by_one(self, found):
-        "Return the `Tensor`s of a step and their measurements, for a step whose programs differ from those of the last step."
+        "Return `Tensor`s and measurements of a step, found one by one, because its programs differ from those of the last step."
         got = without_attention(number_calls(found, self.placed))
         own = [pieces[0] if s.form=='given' else rebuild_statistic(s.form, pieces) for s,*_,pieces in got if s.form is not None]
         return [tensor_of_tag(*n[:-1]) for n in got], own or np.array([pieces[0] for *_,pieces in got])

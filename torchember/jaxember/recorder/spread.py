@@ -73,7 +73,7 @@ class Spread:
         return self.known[key]
 
     def describe(self, x):
-        "Compute the `LocalPart` of an array: the shards in this process, and their columns in the log. `local_part` caches the result."
+        "Describe an array by a `LocalPart`: the shards in this process, and their columns in the log. `local_part` caches the result."
         all_here = x.is_fully_addressable
         roles,first = ({}, False) if all_here else self.roles(x.sharding, x.shape)
         columns = self.own if all_here else (('part', format_roles(roles)),
@@ -85,7 +85,7 @@ class Spread:
         return LocalPart(tuple(sorted(counts.values())), x.shape if all_here else shape_of_regions([*counts]), columns)
 
     def roles(self, sharding, shape):
-        """Return the distribution of an array as a dict: mesh axis -> 'R' (replicated) or 'S0' (sharded in dimension 0).
+        """Return the role of each mesh axis for an array, as a dict: mesh axis -> 'R' (replicated) or 'S0' (sharded in dimension 0).
 
         The second result is True if only the first of several replicas must be measured."""
         lines = ranks_by_axis(sharding.mesh, self.rank) if isinstance(sharding, NamedSharding) else None

@@ -25,11 +25,11 @@ class ExpectedTrees:
         self.odd,self.reported = [],set()
 
     def expect(self, what, named):
-        "Store the names of the arrays in an argument of `track`. The same argument of `step` should have the same names."
+        "Store the expected names of arrays: the names in an argument of `track`, for the same argument of `step`."
         self.names[what] = flat_names(what, named)
 
     def compare(self, what, named):
-        "Store a difference if the tree given to `step` shares too few names (less than half) with the tree given to `track`."
+        "Compare the tree given to `step` with the tree given to `track`. Store a difference if less than half of the names are equal."
         if self.seen.get(what) is named: return
         self.seen[what],known,given = named,self.names.get(what),flat_names(what, named)
         if not known or what in self.reported or 2*len(known & given)>=min(len(known), len(given) or 1): return

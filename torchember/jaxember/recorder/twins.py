@@ -58,7 +58,7 @@ class UserStatistic:
         return self.failed(e)
 
     def failed(self, e):
-        "Warn about an error in the user's statistic. Return a dict with the error text, which becomes the row in the log."
+        "Warn that the user's statistic has failed. Return a dict with the error text, which becomes the row in the log."
         error = f'{type(e).__name__}: {e}'
         self.say(f"stash_value={self.__name__} failed: {error}. Its rows contain the error in column 'error'. Training continues.")
         return {'error': error}
@@ -124,7 +124,7 @@ class TagNote:
         return self if where==key.where else replace(self, tag=self.tag._replace(key=key._replace(where=where)))
 
     def later(self, n):
-        "Return a copy of this `TagNote` with all array indices increased by `n`, because `n` arrays were inserted before its measurement arrays."
+        "Return a copy of this `TagNote` for later positions: its array indices increased by `n`, because `n` arrays were inserted before."
         return replace(self, at=tuple(i+n for i in self.at), when=tuple((i+n, v) for i,v in self.when))
 
     def add_axis(self, axis):
@@ -184,7 +184,7 @@ class Evaluation:
         return out if p.multiple_results else [out], [], []
 
     def tapped(self, x, tag):
-        "Measure a tagged value. Return a list of measurement arrays and a list with a `TagNote`. Both are empty for a value that is not recorded."
+        "Measure a tapped (tagged) value. Return lists of measurement arrays and of `TagNote`s, both empty for a value that is not recorded."
         if tag.again: return [], []
         if tag.key.ttype=='attention': pieces,form = [attention_bits(x, self.measure.width)],None
         else: pieces,form = self.measure.measurements(tag.key, x)
@@ -314,6 +314,7 @@ def measure_cond(self, e, vals):
     def measured_branch(i):
         "Return branch `i` as a JAX program that also returns measurements, with empty measurements for all other branches."
         def run_branch(*args):
+            "Run branch `i`. Return its outputs, its measurements, and empty measurements for the other branches."
             out = jaxpr_as_fun(twins[i][0])(*args)
             return [*out[:n], *(x for j,avals in enumerate(more)
                 for x in (out[n:] if i==j else map(self.empty, avals)))]
@@ -487,9 +488,10 @@ class MeasuredJit:
         return self.within[start]
 
     def evaluated(self, closed, measure):
-        "Add measurements to the outputs of a program. Return the new program, and the `Evaluation` that created this program."
+        "Return the evaluated program, which has measurements as further outputs, and the `Evaluation` that created it."
         evaluation = Evaluation(measure, self.every)
         def run_and_pack(*args):
+            "Run the program. Return its outputs, then its measurements packed into few arrays."
             out,pieces,seen = evaluation.run(closed, args)
             rows = {i for s in seen if s.form is None for i in s.at}
             self.notes,self.shapes = tuple(replace(s, piece=self.piece) for s in seen),tuple(p.shape for p in pieces)

@@ -241,7 +241,7 @@ class MeasuringTrace(Trace):
         return self.compiled(inside[0], lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params)), args, primitive.multiple_results)
 
     def stage_value(self, x):
-        "Convert a value by JAX's own trace, because `MeasuringTrace` handles only operations."
+        "Stage a value: convert it by JAX's own trace, because `MeasuringTrace` handles only operations."
         return self.below.stage_value(x)
 
     def process_call(self, primitive, f, args, params, /):
@@ -249,22 +249,25 @@ class MeasuringTrace(Trace):
         with set_current_trace(self): return f.call_wrapped(*args)
 
     def process_custom_jvp_call(self, primitive, fun, jvp, args, /, **params):
+        "Run a function with a custom JVP rule, and measure the values tagged in this function."
         with set_current_trace(self): return fun.call_wrapped(*args)
 
     def process_custom_vjp_call(self, primitive, fun, fwd, bwd, args, /, **params):
+        "Run a function with a custom VJP rule, and measure the values tagged in this function."
         with set_current_trace(self): return fun.call_wrapped(*args)
 
     def process_shard_map(self, primitive, fun, args, /, **params):
         "Compile and run a `shard_map` that the user calls outside of jit, and measure its tagged values."
         form = []
         def bind_shard_map(*xs):
+            "Run the `shard_map` in JAX's current trace, and store its result. Return the outputs as a list."
             with take_current_trace() as t: form[:] = [t.process_shard_map(primitive, fun, xs, **params)]
             return [*form[0]]
         out = self.compiled(None, bind_shard_map, args, True)
         return form[0].update(out) if hasattr(form[0], 'update') else out # some versions of JAX return a tree object in `form[0]`
 
     def tapped(self, x, tag):
-        "Measure a tagged value outside of compiled functions. Return the value."
+        "Measure a tapped (tagged) value outside of compiled functions. Return the value."
         if tag.again: return x
         if tag.key.ttype=='attention':
             self.found += measure_attention(x, tag, self.measure.width, self.say)

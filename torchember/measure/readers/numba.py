@@ -94,11 +94,11 @@ def add_words(b, words, planes):
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5b6ea573
 def step_of(how):
-    "Return the number of elements that one iteration of the loop reads. `how`: flags of the sums."
+    "Return the number of elements read by one step (iteration) of the loop. `how`: flags of the sums."
     return lanes*(8 if how & EXPONENTS else 4)
 
 def one_pass(element, how):
-    """Return a numba intrinsic to compute sums of a block in one loop. It writes its results to memory.
+    """Return a numba intrinsic to compute sums of a block in one pass (loop). It writes its results to memory.
 
     `element`: LLVM type, `single` or `double`. `how`: flags of the sums; exponents only with `single`. Arguments of the intrinsic: address, iterations,
     base, end of the memory, address for results, first exponent of the window, address for bit planes."""
@@ -115,13 +115,13 @@ def one_pass(element, how):
         base,first = broadcast_vector(b, doubles, base),broadcast_vector(b, integers, first)
 
         def less(x, y):
-            "Generate code for the smaller of two numbers."
+            "Generate code for the smaller of two numbers, the one that is less."
             return b.select(b.fcmp_ordered('<', x, y), x, y)
         def more(x, y):
-            "Generate code for the larger of two numbers."
+            "Generate code for the larger of two numbers, the one that is more."
             return b.select(b.fcmp_ordered('>', x, y), x, y)
         def times(x, y):
-            "Generate code that multiplies `x` by `y`, which the compiler may merge with an addition."
+            "Generate code for `x` times `y`, a product that the compiler may merge with an addition."
             return b.fmul(x, y, flags=('contract',))
         def absolute(x):
             "Generate code for an absolute value."
@@ -130,7 +130,7 @@ def one_pass(element, how):
         def step(i, now):
             "Generate the code of one iteration. `now`: values of the sums before the iteration. Return the values after it."
             def plus(k, x):
-                "Generate code to add `x` to the sum `k`."
+                "Generate code for the sum `k` plus `x`."
                 now[k] = b.fadd(now[k], x, flags=('contract',))
             here,words = b.add(address, b.mul(i, word(size*lanes*unroll))),[]
             for line in range(0, size*lanes*unroll, 64):
@@ -193,7 +193,7 @@ def block_reader(element):
 
     @njit(nogil=True)
     def find(v, end, base, how, found, first, planes):
-        """Compute the sums of the block `v`, such as sums of powers of the distances from `base`. Write them into `found`.
+        """Find the sums of the block `v`, such as sums of powers of the distances from `base`. Write them into `found`.
 
         Count the exponents of as many elements as possible, and return their number."""
         address,to,planes_to = np.uint64(v.ctypes.data),np.uint64(found.ctypes.data),np.uint64(planes.ctypes.data)
@@ -229,7 +229,7 @@ find32,find64 = block_reader(single),block_reader(double)
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a02
 @intrinsic
 def void_pointer(typing, address):
-    "Convert an address, given as an integer, to a pointer for numba."
+    "Convert an address, given as an integer, to a void pointer for numba."
     def make(context, b, signature, arguments):
         "Generate LLVM code to convert the integer address to a pointer."
         return b.inttoptr(arguments[0], cgutils.voidptr_t)
@@ -237,7 +237,7 @@ def void_pointer(typing, address):
 
 @njit(nogil=True)
 def array_at(address, offset, shape, kind):
-    "Return the memory at `address+offset` as an array of a shape and dtype, without a copy."
+    "Return an array of a shape and dtype at the address `address+offset`, without a copy of the memory."
     return carray(void_pointer(address+offset), shape, kind)
 
 # sizes in bytes of the arrays in a thread's work space
@@ -267,8 +267,9 @@ def planes_to_counts(typing, planes, counts):
 
 @intrinsic
 def outside(typing, address, first):
-    """Read 64 exponents, one byte each, from `address`. Return a mask of 64 bits: a bit is 1 if its exponent is neither 0 nor one of
-    `first` to `first`+30."""
+    """Return a mask of the exponents outside of a window: of 64 exponents, one byte each, at `address`.
+
+    A bit is 1 if its exponent is neither 0 nor one of `first` to `first`+30."""
     def make(context, b, signature, arguments):
         "Generate the LLVM code to compute the mask."
         address,first = arguments
@@ -281,7 +282,7 @@ def outside(typing, address, first):
 # %% ../../../nbs/20_measure/03_numba.ipynb #ff918edd
 @njit(nogil=True)
 def count(e, n, tables, recent):
-    "Count how often each of the 256 byte values occurs among the first `n` bytes of `e`. Write the counts into `recent`; `tables` is work memory."
+    "Count how often each byte value (0 to 255) occurs in the first `n` bytes of `e`. Write the counts into `recent`. `tables`: work memory."
     recent[:] = 0
     # counting into 8 tables is faster than into one, but for fewer than 512 bytes, clearing 8 tables would take longer
     whole = n//8 if n>=512 else 0
@@ -297,9 +298,9 @@ def count(e, n, tables, recent):
 
 @njit(nogil=True)
 def best_window(recent):
-    """Choose the window of 31 adjacent exponents that contains the most elements.
+    """Return the first exponent of the best window: the 31 adjacent exponents that contain the most elements.
 
-    Return its first exponent. `recent`: number of elements for each exponent."""
+    `recent`: number of elements for each exponent."""
     inside = 0
     for i in range(1, 1+window): inside += recent[i]
     best,most = 1,inside
@@ -314,14 +315,14 @@ def best_window(recent):
 # %% ../../../nbs/20_measure/03_numba.ipynb #b37382c3
 @njit(nogil=True)
 def count_arrays(desk):
-    "Return the arrays for counting exponents. They are parts of a thread's work space at the address `desk`."
+    "Return the arrays with the counts of exponents. They are parts of a thread's work space at the address `desk`."
     first = array_at(desk, FIRST, 1, np.int64)
     first[0] = 127-window+8
     return (array_at(desk, BYTES, block, np.uint8), array_at(desk, TABLES, (8, bins), np.int32), array_at(desk, COUNTS, bins, np.int32),
         array_at(desk, PLANES, digits*lanes, np.uint32), array_at(desk, INSIDE, 32, np.int32), first)
 
 def counters(of, fraction, bias):
-    "Compile two functions for a float format: one counts zeros in a block, one counts exponents. `of`: integer dtype for the bits of a float."
+    "Return two compiled functions that count in a block of floats: zeros, and exponents. `of`: integer dtype for the bits of a float."
     bits = 8*np.dtype(of).itemsize
     mask,shift,field,bias,zero,top = of(2**(bits-1)-1),of(fraction),of(2**(bits-1-fraction)-1),of(bias),of(0),of(bins-1)
 
@@ -334,7 +335,7 @@ def counters(of, fraction, bias):
 
     @njit(nogil=True)
     def exponents(k, e):
-        "Write into `e`, for each element, the number of its exponent bin (0 to 255)."
+        "Write the exponents of all elements into `e`, as numbers of exponent bins (0 to 255)."
         for i in range(k.size): e[i] = np.uint8(min(max(of(of((k[i]>>shift) & field)-bias), zero), top))
 
     @njit(nogil=True)
@@ -376,7 +377,7 @@ FINITE,LOOPED = width-1,len(fast)
 
 @njit(nogil=True)
 def add(n, base, found, how, out):
-    "Merge the sums of a block of `n` elements into the mean and moments of the summary vector `out`. `found` has the sums of distances from `base`."
+    "Add the sums of a block of `n` elements to the summary vector `out`: merge mean and moments. `found`: sums of distances from `base`."
     e,q = found[D1],found[D2]
     r = e/n # distance of the block's mean from the number `base`
     mean,m2 = base+r,max(q-e*r, 0.)
@@ -396,19 +397,19 @@ def add(n, base, found, how, out):
 # %% ../../../nbs/20_measure/03_numba.ipynb #d52b5dc0
 @njit(nogil=True)
 def quick_mean(v):
-    "Return the mean of four elements of a block, as an estimate of the block's mean; 0 if it is not finite."
+    "Return a quick estimate of a block's mean: the mean of four of its elements, 0 if it is not finite."
     n = v.size
     x = (np.float64(v[0])+np.float64(v[n//3])+np.float64(v[n-n//3-1])+np.float64(v[n-1]))/4
     return x if math.isfinite(x) else 0.
 
 @njit(nogil=True)
 def end_address(x):
-    "Return the address after the last element of an array."
+    "Return the end address of an array: the address after its last element."
     return np.uint64(x.ctypes.data+x.size*x.itemsize)
 
 @njit(nogil=True)
 def mean_by_parts(v):
-    "Return the mean of a block with a sum too large for float64: divide each element by the number of elements before adding."
+    "Return the mean of a block by small parts, if its sum is too large for float64: divide each element by their number before adding."
     mean = 0.
     for i in range(v.size): mean += np.float64(v[i])/v.size
     return mean
@@ -480,7 +481,7 @@ def compile_block_functions(of, infinity, find, counters):
 
     @njit(nogil=True)
     def finish(n, how, out):
-        "Compute the remaining entries of a summary vector after the last block of a tensor."
+        "Finish a summary vector after the last block of a tensor: compute its remaining entries."
         out[COUNT] = n
         out[MIN] += 0. # adding 0 converts a minimum of -0 to 0
         out[MAX] += 0.
@@ -513,7 +514,7 @@ def from_float16(x, v): # x: uint16 array with the bits of float16 numbers; v: f
 
 @njit(nogil=True)
 def gather(x, start, n, sizes, strides, to):
-    "Copy `n` elements of a strided tensor into the array `to`, beginning with element number `start` of the tensor."
+    "Gather `n` elements of a strided tensor in the array `to`, beginning with element number `start` of the tensor."
     last,done = sizes.size-1,0
     run,step = sizes[last],strides[last]
     while done<n:
@@ -533,11 +534,11 @@ def gather(x, start, n, sizes, strides, to):
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #efc66a2d
 def compile_memory_reader(blocks, work, widen=None):
-    "Compile a function that measures a tensor block by block. `widen`: function that converts a block to the dtype `work`, or None."
+    "Compile a function that reads memory: it measures a tensor block by block. `widen`: function to convert a block to `work`, or None."
     (add_block,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
 
     def read_wide_blocks(x, n, dims, sizes, strides, how, out, desk):
-        "Measure a tensor block by block, without conversion, because the loops support its dtype."
+        "Read a tensor of a wide dtype block by block to measure it, without conversion, because the loops support its dtype."
         x,sizes,strides,out = carray(x, (n if dims==0 else 1<<48,)),carray(sizes, (dims,)),carray(strides, (dims,)),carray(out, (wide,))
         room,found,counting = array_at(desk, ROOM, min(n, block), work),array_at(desk, FOUND, 11, np.float64),count_arrays(desk)
         end = end_address(room) if dims else end_address(x)
@@ -550,7 +551,7 @@ def compile_memory_reader(blocks, work, widen=None):
         finish(n, how, out)
 
     def read_narrow_blocks(x, n, dims, sizes, strides, how, out, desk):
-        "Measure a tensor block by block, after converting each block to float32."
+        "Read a tensor of a narrow dtype block by block to measure it, after converting each block to float32."
         x,sizes,strides,out = carray(x, (n if dims==0 else 1<<48,)),carray(sizes, (dims,)),carray(strides, (dims,)),carray(out, (wide,))
         room,few = array_at(desk, ROOM, min(n, block), work),array_at(desk, FEW, min(n, block), np.uint16)
         found,counting = array_at(desk, FOUND, 11, np.float64),count_arrays(desk)
@@ -572,7 +573,7 @@ through_float32,through_float64 = compile_memory_reader(blocks32, np.float32),co
 through_bfloat16,through_float16 = compile_memory_reader(blocks32, np.float32, from_bfloat16),compile_memory_reader(blocks32, np.float32, from_float16)
 
 def converting(blocks, work, name):
-    "Compile a function that reads contiguous integers, and converts them to the float dtype `work`. `name`: name of the integer dtype."
+    "Compile a function that reads contiguous integers by converting them to the float dtype `work`. `name`: name of the integer dtype."
     (add_block,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
     def read_integers(x, n, dims, sizes, strides, how, out, desk):
         "Read contiguous integers block by block, after converting each block to floats."
@@ -629,8 +630,7 @@ def compile_cached(compiled, function, more=0):
 # %% ../../../nbs/20_measure/03_numba.ipynb #589d843e
 @cache
 def kernel(fmt):
-    """Return the compiled loops for a number format ('float32', 'float64', 'bfloat16' or 'float16'): the address of the machine code, and a
-    Python function that releases the GIL.
+    """Return the compiled kernel (loops) for a format such as 'float32': address of the code, and a Python function that releases the GIL.
 
     The arguments of both are those of the function `float32`."""
     entry,memory = entries[fmt]
@@ -667,13 +667,13 @@ desk = WorkSpace()
 
 @cache
 def initial_values_of_groups(wanted):
-    "Return the sum of the flags of the groups in `wanted`, the summary vector before any element is read, and the vector's length."
+    "Return the initial values for groups of sums: the sum of their flags, the summary vector before any element is read, and its length."
     v = empty_summary(wanted)
     v[FINITE] = 0
     return sum(f for f,g in zip(flags, ('absolute', 'higher', 'powers', 'exponents'), strict=True) if g in wanted), v, len(v)
 
 def read_at(address, n, fmt, wanted=('basic',), sizes=(), strides=()) -> np.ndarray:
-    """Return the summary vector of `n` numbers at an address.
+    """Read `n` numbers at an address, to measure them. Return their summary vector.
 
     `sizes`, `strides`: dimensions of a tensor with gaps in memory, in elements."""
     how,start,length = initial_values_of_groups(wanted)
@@ -687,13 +687,13 @@ def read_at(address, n, fmt, wanted=('basic',), sizes=(), strides=()) -> np.ndar
 
 @cache
 def runner():
-    "Return the compiled function for calling the loops of any number format, by the address of their machine code."
+    "Return the compiled function that runs the loops of any number format, by the address of their machine code."
     return compile_integer_function(run_kernel, 9)
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a05
 @njit
 def empty_row(row, how):
-    "Write the summary of an empty tensor into a row, before a tensor is read. The last entry becomes 0, to count finite elements meanwhile."
+    "Make a row empty before a tensor is read: write the summary of an empty tensor. The last entry becomes 0, to count finite elements."
     row[:] = 0.
     row[LOOPED:FINITE] = math.nan
     row[MIN],row[MAX],row[MIN_ABS] = math.inf,-math.inf,math.inf
@@ -703,7 +703,7 @@ def empty_row(row, how):
     if not how & POWERS: row[S4] = row[S8] = math.nan
 
 def fill_next_row(tap, x, n, call, event):
-    "Measure a tensor into the next row of a tap. If `n` is negative, copy the summary at the address `x` instead."
+    "Fill the next row of a tap with the summary of a tensor. If `n` is negative, copy the summary at the address `x` instead."
     j = array_at(tap, 0, LIKE+head_width, np.int64)
     i,how = j[NEXT],j[HOW]
     if i>=j[LAID]: return 0
@@ -726,7 +726,7 @@ def fill_next_row(tap, x, n, call, event):
 
 @cache
 def row_writer():
-    """Return the compiled function that measures a tensor into the next row of a tap. With -1 elements it copies a row instead.
+    """Return the compiled function that writes a row: it measures a tensor into the next row of a tap. For -1 elements, it copies a row instead.
 
     Its arguments: address of the cursor, address of the elements (or the row to copy), number of elements, call or -1, event number. It returns the
     address of the row, 0 if the tap has no free row."""
@@ -736,7 +736,7 @@ def row_writer():
 shared_work_space = np.empty(DESK, np.uint8)
 
 def prepare_cursor(tap, fmt, wanted=('basic',)):
-    """Store in `tap`, the counter array of a tap, the settings for measuring tensors of a number format.
+    """Prepare the cursor of a tap (counter array `tap`): store the settings for measuring tensors of a number format.
 
     Return the compiled function to measure them into rows.
     """
@@ -744,13 +744,13 @@ def prepare_cursor(tap, fmt, wanted=('basic',)):
     return row_writer()
 
 def load(fmt):
-    "Prepare all functions for reading a number format: load them from numba's cache on disk, or compile them."
+    "Load all functions for reading a number format from numba's cache on disk, or compile them."
     kernel(fmt),runner(),row_writer()
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #287559bf
 @cache
 def pool(threads):
-    "Return a pool of threads. The first call for a number of threads makes the pool; later calls return the same pool."
+    "Return a pool of threads. The first call for a number of threads makes the pool. Later calls return the same pool."
     return ThreadPoolExecutor(threads, 'torchember')
 
 # a forked child process has no threads, so it makes a new pool
@@ -760,7 +760,7 @@ item = dict(float32=4, float64=8, bfloat16=2, float16=2) # size of an element in
 long = 1<<20 # minimum number of elements for one thread; with fewer, starting a thread costs more than it saves
 
 def read_on_cores(address, n, fmt, wanted, threads) -> np.ndarray:
-    "Return the summary vector of `n` numbers at an address, read by `threads` threads. The result does not depend on the number of threads."
+    "Read `n` numbers at an address on several CPU cores: return their summary vector. It does not depend on the number of `threads`."
     if n<=long: return read_at(address, n, fmt, wanted)
     # compile before the threads start, because otherwise each thread would compile
     kernel(fmt)
@@ -770,5 +770,5 @@ def read_on_cores(address, n, fmt, wanted, threads) -> np.ndarray:
     return merge(np.stack([*read_all(pieces[:share]), *(v for r in rest for v in r.result())]))
 
 def read_all(pieces):
-    "Measure several pieces of a tensor, and return their summary vectors."
+    "Read all pieces of a tensor to measure them, and return their summary vectors."
     return [read_at(*p) for p in pieces]

@@ -32,12 +32,12 @@ python_object = ObjectType()
 
 @register_model(ObjectType)
 class ObjectModel(models.PrimitiveModel):
-    "Makes numba represent a Python object (type `ObjectType`) by its address, a 64-bit number."
+    "Model of Python objects for numba (type `ObjectType`): represents an object by its address, a 64-bit number."
     def __init__(self, manager, kind): super().__init__(manager, kind, word)
 
 @unbox(ObjectType)
 def unbox_object(kind, o, c):
-    "Convert a Python object to its address, when the object is passed to compiled code."
+    "Unbox a Python object: convert it to its address, when the object is passed to compiled code."
     return NativeValue(c.builder.ptrtoint(o, word))
 
 @intrinsic
@@ -50,7 +50,9 @@ def address(typing, o):
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #b958afb4
 def calling(name, returns):
-    "Return a function that generates code to call the C function `name` with 64-bit arguments. `returns`: LLVM type of the result, or None."
+    """Return a function that generates code for calling the C function `name` with 64-bit arguments.
+
+    `returns`: LLVM type of the result, or None."""
     def make(context, b, signature, arguments):
         "Generate LLVM code to call the C function."
         kind = ir.FunctionType(returns or ir.VoidType(), [word]*len(arguments))
@@ -66,7 +68,7 @@ def c_function(name, arguments, returns=word):
     "Return a numba intrinsic that calls the function `name` of Python's C API. `arguments`: number of its 64-bit arguments."
     make,result = calling(name, returns),result_of(returns)
     def none(typing):
-        "Return numba's signature of a C function without arguments, and the code generator."
+        "Return numba's signature of a C function without (none) arguments, and the code generator."
         return result(), make
     def one(typing, a):
         "Return numba's signature of a C function with one argument, and the code generator."
@@ -104,17 +106,17 @@ LE,EQ = 1,2 # codes of the comparisons <= and == in Python's C API
 # %% ../../../nbs/20_measure/52_objects.ipynb #701a1941
 @intrinsic
 def load(typing, at):
-    "Read the 64-bit number at a memory address."
+    "Load the 64-bit number at a memory address."
     def make(context, b, signature, arguments):
-        "Generate LLVM code to read the number."
+        "Generate LLVM code to load the number."
         return b.load(b.inttoptr(arguments[0], word.as_pointer()))
     return types.int64(types.int64), make
 
 @intrinsic
 def store(typing, at, x):
-    "Write a 64-bit number to a memory address."
+    "Store a 64-bit number at a memory address."
     def make(context, b, signature, arguments):
-        "Generate LLVM code to write the number."
+        "Generate LLVM code to store the number."
         b.store(arguments[1], b.inttoptr(arguments[0], word.as_pointer()))
         return context.get_dummy_value()
     return types.void(types.int64, types.int64), make
@@ -125,7 +127,7 @@ room_words = 8+most_depth*frame+most_tensors
 
 @intrinsic
 def room(typing):
-    """Reserve memory on the stack of the compiled function: for a `DLTensor`, the containers being searched, and found tensors.
+    """Reserve memory on the stack of the compiled function: for a `DLTensor`, the searched containers, and found tensors.
 
     Return its address.
     """
@@ -136,7 +138,7 @@ def room(typing):
 
 @intrinsic
 def call_table(typing, at, x, to):
-    "Call the C function at the address `at` with the arguments `x` and `to`. Return its result."
+    "Call the C function at the address `at` of a table with the arguments `x` and `to`. Return its result."
     def make(context, b, signature, arguments):
         "Generate LLVM code to call the C function."
         f = b.inttoptr(arguments[0], ir.FunctionType(integer, [word, word]).as_pointer())
@@ -179,7 +181,7 @@ def dlpack_codes():
 
 @cache
 def shared_words():
-    "Return the 64-bit words that all runs share, as a dict: index of a word -> value. Objects given by address are never freed."
+    "Return the 64-bit words that all runs share: index of a word -> value. Objects given by an address are never freed."
     codes = dlpack_codes()
     kept.append(codes)
     objects = {TENSOR: torch.Tensor, PARAMETER: torch.nn.Parameter, NONE: None, FALSE: False, TRUE: True, COMPILER: torch.compiler,
@@ -190,7 +192,7 @@ def shared_words():
 kept = []
 
 def exchange_function():
-    "Return the address of torch's C function that describes a tensor as a `DLTensor` (a struct of DLPack, with address, dtype and shape)."
+    "Return the address of torch's exchange function: a C function to describe a tensor as a `DLTensor` (address, dtype and shape)."
     find = ctypes.pythonapi.PyCapsule_GetPointer
     find.restype,find.argtypes = ctypes.c_void_p,[ctypes.py_object, ctypes.c_char_p]
     table = find(torch.Tensor.__dlpack_c_exchange_api__, b'dlpack_exchange_api')
@@ -201,7 +203,7 @@ def exchange_function():
 # %% ../../../nbs/20_measure/52_objects.ipynb #e9dff353
 @njit
 def describe(run, x, cursor, to):
-    """Return the number of elements of the tensor `x`. Write the address of its data to `to`, and the address of its sizes to `to+24`.
+    """Describe the tensor `x`: write the address of its data to `to`, and of its sizes to `to+24`. Return its number of elements.
 
     Return -1 if its dtype differs from that of the tap's last tensor, or if it has gaps in memory."""
     kind = load(x+8)
@@ -224,7 +226,7 @@ def describe(run, x, cursor, to):
 
 @njit
 def is_negated(run, x):
-    "Return True if the tensor `x` is a negative view (its memory has the opposite signs), or if torch raises an exception."
+    "Return True if the tensor `x` is negated: a view whose memory has the opposite signs. Also True if torch raises an exception."
     f = get_attribute(x, load(run+8*IS_NEG))
     if f==0:
         clear_error()
@@ -254,8 +256,7 @@ CURSOR,TAPPED,GROUPS,SHARE,tap_words = range(5)
 
 @njit
 def known_row(run, entry, x, tap, version, at):
-    """Return the memory address of the row that already has the summary of the tensor `x`. Return 0 if there is none, so that `x` must be
-    read. `entry`: entry of `Arena.seen` for `x`."""
+    "Return the address of the known row that already has the summary of `x`. Return 0 if `x` must be read. `entry`: `Arena.seen` of `x`."
     if tuple_item(entry, 7)!=load(run+8*NONE) or referent(tuple_item(entry, 0))!=x: return 0
     row = number_at(tuple_item(entry, 4))
     if row==0 or number_at(tuple_item(entry, 1))!=version or number_at(tuple_item(entry, 2))!=at: return 0
@@ -266,7 +267,7 @@ def known_row(run, entry, x, tap, version, at):
 
 @njit
 def remember(run, key, x, tap, version, at, row):
-    "Store in the dict `Arena.seen` that the row at the address `row` contains the summary of the tensor `x`."
+    "Remember in the dict `Arena.seen` that the row at the address `row` contains the summary of the tensor `x`."
     entry,ref = new_tuple(8),new_reference(x, 0)
     if entry==0 or ref==0:
         clear_error()
@@ -288,7 +289,7 @@ def remember(run, key, x, tap, version, at, row):
 
 @njit
 def use_shape(run, tap, to):
-    "Write the shape of a tensor into the cursor of its tap, if the previous tensor of the tap had a different shape. `to`: the tensor's `DLTensor`."
+    "Use the shape of a tensor: write it into the cursor of its tap, unless the shape is unchanged. `to`: the tensor's `DLTensor`."
     cursor,dims,shape = load(tap+8*CURSOR),load(to+16) & 0xffffffff,load(to+24)
     same = dims==load(cursor+8*(LIKE+DIMS))
     for i in range(dims): same = same and load(shape+8*i)==load(cursor+8*(LIKE+SHAPE+i))
@@ -311,7 +312,7 @@ def next_event(run):
 
 @njit
 def write_row(run, x, tap, call, to, kept=True):
-    """Measure the tensor at the address `x`, and write its row.
+    """Write the row of the tensor at the address `x` after measuring it.
 
     Return False if Python code must write the row. `tap`: address of the words of a tap. `to`: memory for a `DLTensor`.
     `kept`: True to note the row in `Arena.seen`. False for a parameter or its gradient, because hardly any other tap gets the same tensor."""
@@ -342,17 +343,17 @@ IS_TENSOR,IS_LEAF,IS_TUPLE,IS_LIST,IS_DICT = range(5)
 
 @njit
 def same_key(key, known):
-    "Return True if two dict keys are equal and have the same type."
+    "Return True if two dict keys are the same: equal, with the same type."
     return key==known or (load(key+8)==load(known+8) and compare(key, known, EQ)==1)
 
 @njit
 def size_of(kind, o):
-    "Return the length of the tuple, list or dict `o`."
+    "Return the size (number of items) of the tuple, list or dict `o`."
     return tuple_size(o) if kind==IS_TUPLE else list_size(o) if kind==IS_LIST else dict_size(o)
 
 @njit
 def find_tensors(run, p, o, frames, out, n):
-    """Collect the tensors in an object that should have the structure at the address `p`. Return their number, -1 if the structure differs.
+    """Find the tensors in an object that should have the structure at the address `p`. Return their number, -1 if the structure differs.
 
     `out`: memory for the addresses of tensors; `n`: number of tensors found before; `frames`: memory for the containers around."""
     depth = -1
@@ -407,7 +408,7 @@ UNPLANNED,DONE,OTHER,OTHER_PARAMETERS,MORE,FIRST = range(6)
 
 @njit
 def is_result(f, value):
-    "Call a Python function without arguments. Return True if it returns the object at the address `value`."
+    "Return True if the result of a Python function without arguments is the object at the address `value`."
     got = call_object(f)
     if got==0:
         clear_error()
@@ -417,7 +418,7 @@ def is_result(f, value):
 
 @njit
 def returns_number(f, value):
-    "Call a Python function without arguments. Return True if it returns the integer `value`."
+    "Return True if a Python function without arguments returns the integer number `value`."
     got = call_object(f)
     if got==0:
         clear_error()
@@ -428,7 +429,7 @@ def returns_number(f, value):
 
 @njit
 def is_plain(run):
-    "Return True if compiled code may handle module calls now: in the thread of the pass, without an active torch mode or transform."
+    "Return True in plain conditions for compiled code: in the thread of the pass, without an active torch mode or transform."
     if load(run+8*ON)!=1 or load(load(run+8*BUSY))!=0 or thread_id()!=load(run+8*THREAD): return False
     return returns_number(load(run+8*MODES), 0) and is_result(load(run+8*TRANSFORM), load(run+8*NONE))
 
@@ -446,7 +447,7 @@ def is_executed(run):
 # %% ../../../nbs/20_measure/52_objects.ipynb #c0de5219
 @njit
 def ticks(run):
-    "Return the current time in nanoseconds, by `time.perf_counter_ns`."
+    "Return the current time in ticks (nanoseconds), by `time.perf_counter_ns`."
     t = call_object(load(run+8*TIMER))
     n = number_at(t)
     decref(t)
@@ -481,7 +482,7 @@ def number_of_call(run, state):
 
 @njit
 def enter_box(run, module, depth):
-    "Record the start of a module's call in the black box (a memory-mapped file). Compiled version of `Position.note_enter`."
+    "Enter a module call into the black box (a memory-mapped file): record its start. Compiled version of `Position.note_enter`."
     words,at = load(run+8*BOX),load(run+8*ENTRY)
     if words==0 or at==0 or depth>load(run+8*DEEPEST): return
     store(words+8*(at+1+depth), module)
@@ -492,7 +493,7 @@ def enter_box(run, module, depth):
 
 @njit
 def exit_box(run, depth):
-    "Record the end of a module's call in the black box (a memory-mapped file). Compiled version of `Position.note_exit`."
+    "Record in the black box (a memory-mapped file) the exit from a module's call. Compiled version of `Position.note_exit`."
     words,at = load(run+8*BOX),load(run+8*ENTRY)
     if words!=0 and at!=0 and depth<=load(run+8*DEEPEST): store(words+8*(at+1), depth)
 
@@ -528,23 +529,23 @@ def pop(run, plan):
 
 @njit
 def hold(out, n):
-    "Increment the reference count of each found tensor: no tensor may be freed while it is read."
+    "Hold the found tensors: increment the reference count of each, so that none is freed while it is read."
     for i in range(n): incref(load(out+8*i))
 
 @njit
 def drop_references(out, n):
-    "Decrement the reference count of each found tensor, after `hold`."
+    "Drop the references to the found tensors: decrement the reference counts that `hold` has incremented."
     for i in range(n): decref(load(out+8*i))
 
 @njit
 def write_rows(run, taps, out, n, k, call, to):
-    "Write the rows of the tensors `k` to `n`-1. Return `DONE`, or `FIRST` plus the number of the first tensor that compiled code could not write."
+    "Write the rows of the tensors `k` to `n`-1. Return `DONE`, or `FIRST` plus the number of the first tensor that Python code must write."
     while k<n and write_row(run, load(out+8*k), taps+8*tap_words*k, call, to): k += 1
     return DONE if k==n else FIRST+k
 
 @njit
 def note_shapes(run, track, attribute, names, out, n):
-    "Store the shapes of the found tensors, as a dict by tensor name, in the attribute `attribute` of a `moduleTrack`."
+    "Note the shapes of the found tensors in the attribute `attribute` of a `moduleTrack`, as a dict by tensor name."
     shapes = new_dict()
     for i in range(n):
         size = get_attribute(load(out+8*i), load(run+8*SIZES))
@@ -557,8 +558,7 @@ def note_shapes(run, track, attribute, names, out, n):
 
 @njit
 def write_all(run, plan, side, out, n, start, call, to):
-    """Write the rows of the found tensors from number `start` on, and store their shapes. Return the result of `write_rows`. `side`: 0 for
-    inputs, 1 for outputs."""
+    "Write all rows of the found tensors from number `start` on, and their shapes. Return as `write_rows`. `side`: 0 for inputs, 1 for outputs."
     known,attribute,first = load(plan+8*KNOWN)+8*side,INPUT_SHAPES,INPUTS
     if side==1: attribute,first = OUTPUT_SHAPES,OUTPUTS
     store(run+8*CHANGED, 0)
@@ -573,7 +573,9 @@ def write_all(run, plan, side, out, n, start, call, to):
     return done
 
 def enter_call(plan, args, kwargs, start):
-    "Record the start of a module's call, and write the rows of its inputs. `start`: number of the first tensor to write, -1 for a new call."
+    """Enter a module call: record its start, and write the rows of its inputs.
+
+    `start`: number of the first tensor to write, -1 for a new call."""
     run = load(plan+8*RUN)
     if start<0 and (not is_plain(run) or load(plan+8*STATE)==load(run+8*OUTERMOST) or not is_executed(run)): return UNPLANNED
     began,state,to = ticks(run),load(plan+8*STATE),room()
@@ -601,7 +603,7 @@ def enter_call(plan, args, kwargs, start):
 # %% ../../../nbs/20_measure/52_objects.ipynb #45ad67d6
 @njit
 def write_weights(run, plan, to):
-    "Write the rows of a module's parameters that were not yet measured in this step. Return False if Python code must write the remaining rows."
+    "Write the rows of a module's weights that were not yet measured in this step. Return False if Python code must write the rest."
     n,parameters,w,seen = load(plan+8*N_WEIGHTS),load(plan+8*PARAMETERS),load(plan+8*WEIGHTS),load(run+8*MEASURED)
     if n<0 or dict_size(parameters)!=n: return False
     store(to+48, 0)
@@ -626,14 +628,14 @@ def write_weights(run, plan, to):
 
 @njit
 def set_current(run, plan):
-    "Store the innermost running module in `Calls.current`, after a call has ended."
+    "Set `Calls.current` to the innermost running module, after a call has ended."
     stack = load(run+8*STACK)
     n,track = list_size(stack),load(plan+8*TRACK)
     if n>0: track = tuple_item(list_item(stack, n-1), 0)
     set_attribute(load(run+8*CALLS), load(run+8*CURRENT), track)
 
 def leave_call(plan, result, start):
-    """Record the end of a module's call, and write the rows of its parameters and outputs.
+    """Leave a module call: record its end, and write the rows of its parameters and outputs.
 
     `start`: number of the first output to write, -1 for a call that has just ended."""
     run = load(plan+8*RUN)
@@ -660,7 +662,7 @@ def leave_call(plan, result, start):
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #94d7e3f2
 def check_dicts(words, n):
-    """Return 1 if `n` dicts still have the keys and values stored in `words`, in the same order, else 0.
+    """Check that `n` dicts still have the keys and values stored in `words`, in the same order. Return 1 if so, else 0.
 
     `words`: for each dict, its address, length, keys and values."""
     to,p = room(),words
@@ -675,7 +677,7 @@ def check_dicts(words, n):
     return 1
 
 def check_lists(words, n):
-    """Return 1 if `n` lists still contain the objects stored in `words`, in the same order, else 0. Only addresses are compared.
+    """Check that `n` lists still contain the objects stored in `words`, in the same order. Return 1 if so, else 0. Compare only addresses.
 
     `words`: for each list, its address, length and the addresses of its items."""
     p = words
@@ -703,7 +705,7 @@ def is_true(run, o, name):
 
 @njit
 def write_own_gradient(run, x, p, to):
-    "Write the row of the gradient of parameter `x`. Return False if Python code must write it. `p`: address of the words that describe `x`."
+    "Write the row of the parameter `x`'s own gradient. Return False if Python code must write it. `p`: address of the words that describe `x`."
     tap = p+8*GRADIENT_TAP
     if load(load(tap+8*CURSOR)+8*NEXT)!=0 or not is_true(run, x, load(run+8*REQUIRES)) or not is_true(run, x, load(run+8*LEAF)): return False
     gradient = get_attribute(x, load(run+8*GRADIENT))
@@ -740,13 +742,13 @@ def write_gradients(run, parameters, n, start):
 own_checksum = source_checksum(__name__)
 
 def entry(function, *arguments):
-    "Compile a function that returns an integer. Return its C function: calls are fast, because numba does not inspect the arguments."
+    "Return a compiled entry point: a C function that returns an integer. Calls are fast, because numba does not inspect the arguments."
     signature = types.int64(*arguments)
     return compile_cached(partial(njit, signature), function, own_checksum).get_overload(signature.args)
 
 @cache
 def entries():
-    """Return the compiled functions `enter_call`, `leave_call`, `write_gradients`, `check_dicts` and `check_lists`.
+    """Return the entry points of compiled code: `enter_call`, `leave_call`, `write_gradients`, `check_dicts` and `check_lists`.
 
     Compile them first, or load them from numba's cache."""
     number,o = types.int64,python_object
@@ -754,7 +756,7 @@ def entries():
         entry(check_dicts, number, number), entry(check_lists, number, number))
 
 def are_cached() -> bool:
-    "Return True if numba's cache on disk has the compiled functions for the current source code. Then `entries` takes less than 0.1 s."
+    "Return True if the compiled functions for this source code are cached on disk by numba. Then `entries` takes less than 0.1 s."
     # `entries` compiles this function last: if the cache has this function, it has all functions
     last = check_lists
     last.__qualname__ = name_in_cache(last, own_checksum)
@@ -764,7 +766,7 @@ def are_cached() -> bool:
     return any(Path(folder).glob(f'*.{last.__qualname__}-*.nbc'))
 
 def why_unavailable():
-    "Return the reason, if compiled code cannot handle Python objects in this process, else ''."
+    "Return the reason why compiled handling of Python objects is unavailable in this process. Return '' if it is available."
     if platform.python_implementation()!='CPython': return 'this is not CPython'
     if sysconfig.get_config_var('Py_GIL_DISABLED') or hasattr(sys, 'gettotalrefcount') or ctypes.sizeof(ctypes.c_void_p)!=8:
         return 'this build of Python stores objects in another way'

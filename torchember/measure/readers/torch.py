@@ -17,7 +17,7 @@ from ..summary import index, merge, empty_summary, compute_named_sum, parts, par
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #d10a0015
 def read_float64(x, wanted) -> np.ndarray:
-    "Return the summary vector of a flat float64 array."
+    "Read a flat float64 array to measure it. Return its summary vector."
     n,bad = len(x),(0, 0, 0)
     lo,hi = min_and_max(x)
     if not (math.isfinite(lo) and math.isfinite(hi)):
@@ -50,7 +50,7 @@ def min_and_max(x):
     return (np.minimum.reduce(x), np.maximum.reduce(x)) if len(x) else (math.inf, -math.inf)
 
 def basic_vector(n, mean, m2, lo, hi, nans=0, posinf=0, neginf=0):
-    "Return the summary vector of a tensor with the sums of the group 'basic': count, minimum, maximum, mean and variance, for example."
+    "Return the summary vector of a tensor with the sums of the group 'basic', such as count, minimum, maximum and mean."
     return np.array((n, mean, m2, nan, nan, nan, lo, hi, nan, nan, nans, posinf, neginf, nan, nan, *others))
 
 nan,others = math.nan,(math.nan,)*(width-15)
@@ -64,7 +64,7 @@ ones = np.ones(row, dtype=np.float32)
 rowdot = getattr(np, 'vecdot', None) or (lambda a,b: np.einsum('...j,...j->...', a, b))
 
 def read_float32(x, centred=False):
-    """Return the summary vector of a flat float32 array, with the sums of the group 'basic', by fast float32 sums. None if float32 is too imprecise.
+    """Read a flat float32 array by fast float32 sums: return its summary vector with the group 'basic'. None if float32 is too imprecise.
 
     `centred`: True if a number near the mean was subtracted from all elements."""
     n,filled = len(x),len(x)//row*row
@@ -94,7 +94,7 @@ stretch = 1<<17 # number of elements that are read at once in float32: 512 KB
 cached = 1<<15 # number of elements that are read at once in float64: 256 KB, which fit the processor's cache
 
 def read_cpu(x, wanted=('basic',)) -> np.ndarray:
-    "Return the summary vector of a flat CPU tensor. Read the tensor in pieces, to fit the processor's cache."
+    "Read a flat CPU tensor in pieces, to fit the processor's cache. Return its summary vector."
     if not x.numel(): return empty_summary(wanted)
     if 'exponents' in wanted: return with_exponents(x, wanted)
     with np.errstate(all='ignore'):
@@ -104,7 +104,7 @@ def read_cpu(x, wanted=('basic',)) -> np.ndarray:
     return got[0] if len(got)==1 else merge(np.stack(got))
 
 def read_cpu_piece(p):
-    "Return summary vectors of a piece of at most `stretch` elements, with the group 'basic': one by float32 sums, or several by float64 sums."
+    "Read a piece of a CPU tensor, with the group 'basic'. Return summary vectors: one by float32 sums, or several by float64 sums."
     v = read_float32(as_array(p.float()))
     return [read_float64(as_float64(c), ('basic',)) for c in p.split(cached)] if v is None else [v]
 
@@ -121,7 +121,7 @@ def with_exponents(x, wanted):
     return v
 
 def exponent_counts(p):
-    "Return how often each exponent occurs in a float32 or float64 tensor, in the range of float32, and the number of zeros."
+    "Return the exponent counts of a float32 or float64 tensor, in the range of float32, and the number of zeros."
     single = p.element_size()==4
     k = (p.view(torch.int32)>>23)&255 if single else (p.view(torch.int64)>>52)&2047
     n = 256 if single else 2048
@@ -136,7 +136,7 @@ def exponent_counts(p):
 
 # %% ../../../nbs/20_measure/06_torch.ipynb #5bf46c36
 def read_device(x, wanted=('basic',)) -> torch.Tensor:
-    "Return the summary vector of a flat tensor, on its device, without waiting for the device."
+    "Read a flat tensor on its device, without waiting for the device. Return its summary vector."
     to = widest(x.device)
     def full(value):
         "Return a scalar tensor with the given value, on the device of `x`."

@@ -30,7 +30,7 @@ try:
 except ImportError: # without Triton, these functions stay plain Python functions that are never called
     triton = None
     class tl:
-        "Replaces `triton.language` if Triton is not installed."
+        "Stand-in for `triton.language` (usual name: tl) if Triton is not installed."
         constexpr = None
     def jit(f):
         "Return the function unchanged, because Triton is not installed."
@@ -66,17 +66,17 @@ interpreted = triton is not None and not isinstance(_count_true, triton.JITFunct
 # %% ../../../nbs/20_measure/04_triton.ipynb #52e6b438
 @jit
 def _add(a, b, c, d):
-    "Add two pairs of sums."
+    "Add two pairs of sums: return `a+c` and `b+d`."
     return a+c, b+d
 
 @jit
 def _merge_ranges(lo, hi, s, lo2, hi2, s2):
-    "Merge two triples of minimum, maximum and sum."
+    "Merge the ranges of two pieces: triples of minimum, maximum and sum."
     return tl.minimum(lo, lo2), tl.maximum(hi, hi2), s+s2
 
 @jit
 def _merge_sizes(l1, least, zeros, l12, least2, zeros2):
-    "Merge two triples: sum of magnitudes, smallest magnitude, number of zeros."
+    "Merge the magnitudes (sizes) of two pieces: triples of sum, smallest magnitude, and number of zeros."
     return l1+l12, tl.minimum(least, least2), zeros+zeros2
 
 if interpreted:
@@ -87,12 +87,12 @@ if interpreted:
 
     @jit
     def _range(x, s):
-        "Return minimum and maximum of the block `x`, and the sum of the block `s`."
+        "Return the range (minimum and maximum) of the block `x`, and the sum of the block `s`."
         return tl.min(x, 0), tl.max(x, 0), tl.sum(s, 0)
 
     @jit
     def _sizes(a, least, zeros):
-        "Return the sum and the minimum of magnitudes, and the number of zeros."
+        "Return sums about the size of the elements: sum and minimum of magnitudes, and number of zeros."
         return tl.sum(a, 0), tl.min(least, 0), tl.sum(zeros, 0)
 else:
     @jit
@@ -102,12 +102,12 @@ else:
 
     @jit
     def _range(x, s):
-        "Return minimum and maximum of the block `x`, and the sum of the block `s`."
+        "Return the range (minimum and maximum) of the block `x`, and the sum of the block `s`."
         return tl.reduce((x, x, s), 0, _merge_ranges)
 
     @jit
     def _sizes(a, least, zeros):
-        "Return the sum and the minimum of magnitudes, and the number of zeros."
+        "Return sums about the size of the elements: sum and minimum of magnitudes, and number of zeros."
         return tl.reduce((a, least, zeros), 0, _merge_sizes)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #599be683
@@ -118,7 +118,7 @@ def _exponent(x):
 
 @jit
 def _scale(big, x):
-    "Return a power of two that scales `big` into [1, 2). Powers of scaled float32 elements do not overflow. Return 1 for float64."
+    "Return the scale for a block, a power of two that brings `big` into [1, 2), to avoid overflow of powers. Return 1 for float64."
     if x.dtype==tl.float64: c = big*0+1
     else: c = ((254-tl.minimum(tl.maximum(_exponent(big), 1), 253))<<23).to(tl.float32, bitcast=True)
     return c
@@ -133,7 +133,7 @@ def _inverse_scale(big):
 # %% ../../../nbs/20_measure/04_triton.ipynb #cb4887b3
 @jit
 def _moments(y, d, wanted:tl.constexpr):
-    "Return the sums of powers of the distances `d`, and the sums of powers of the elements `y`. `wanted`: flags of the groups of sums."
+    "Return the sums for the moments: powers of the distances `d`, and powers of the elements `y`. `wanted`: flags of the groups of sums."
     q = d*d
     rest, s2 = _sum2(d, q)
     none = rest*0+float('nan')
@@ -153,7 +153,7 @@ columns = 'good', 'base', 'rest', 's2', 'lo', 'hi', 'nan', 'posinf', 's3', 's4',
 
 @jit
 def _put_block(row, step, good, base, rest, s2, lo, hi, nan, posinf, s3, s4, l1, least, zeros, p4, p8, wanted:tl.constexpr):
-    "Store the sums of a block in memory, in the order of `columns`. `row`: pointer to the first sum. `step`: distance between sums."
+    "Put the sums of a block into memory, in the order of `columns`. `row`: pointer to the first sum. `step`: distance between sums."
     tl.store(row, good)
     tl.store(row+step, base)
     tl.store(row+2*step, rest)
@@ -175,7 +175,7 @@ def _put_block(row, step, good, base, rest, s2, lo, hi, nan, posinf, s3, s4, l1,
 
 @jit
 def _read_block(x, left, row, step, wanted:tl.constexpr, B:tl.constexpr):
-    "Compute the sums of the block `x`, and store them at `row`. Only the first `left` elements belong to the tensor. Return minimum and maximum."
+    "Read the block `x`: compute its sums, and store them at `row`. Only the first `left` elements count. Return minimum and maximum."
     inf:tl.constexpr = float('inf')
     lo, hi, s = _range(x, x*(1/B))
     nan, posinf = s*0, s*0
@@ -215,7 +215,7 @@ def _bin(x):
 
 @jit
 def _count_all(x, used, bins, B:tl.constexpr):
-    "Add exponent counts to all 256 bins of a tensor, from the elements where `used` is true."
+    "Count the exponents of all elements where `used` is true, and add the counts to the 256 bins of a tensor."
     at = tl.arange(0, 256)
     found = tl.histogram(tl.where(used, _bin(x), 255), 256)-tl.where(at==255, B-_count_true(used), 0)
     tl.atomic_add(bins+at, _to_float64(found), mask=found>0, sem='relaxed')
@@ -228,7 +228,7 @@ def _add_to_bins(found, top, bins):
 
 @jit
 def _count_bins(x, lo, hi, found, top, bins, B:tl.constexpr):
-    "Count the elements of a block by exponent, in 31 bins from `top` downwards. Return the counts, and `top`, adapted to the largest element."
+    "Count the exponents of a block in 31 bins, from `top` downwards. Return the counts, and `top`, adapted to the largest element."
     big = _bin(tl.maximum(tl.maximum(-lo, hi), 0.))|7
     if big!=top:
         _add_to_bins(found, top, bins)
@@ -246,10 +246,9 @@ tile = 128 # number of rows that one program (thread block) of the kernel merges
 
 @jit
 def _larger(n, best, mean, n2, best2, mean2):
-    """Merge two pieces of a tensor.
+    """Return the mean of the larger of two pieces of a tensor, with its size and the total count.
 
-    Return their total count, and the size and mean of the larger piece (of the larger mean, if both have equal size).
-    """
+    If both have equal size, return the larger mean."""
     first = (best>best2)|((best==best2)&(mean>=mean2))
     return n+n2, tl.where(first, best, best2), tl.where(first, mean, mean2)
 
@@ -268,7 +267,7 @@ if interpreted:
 
     @jit
     def _totals(count, m2, m3, m4, l1, lo, hi, least, zeros, nan, posinf, neginf, p4, p8):
-        "Merge the sums of several pieces of a tensor."
+        "Return the totals of several pieces of a tensor: merge their sums."
         return (tl.sum(count, 0), tl.sum(m2, 0), tl.sum(m3, 0), tl.sum(m4, 0), tl.sum(l1, 0), tl.min(lo, 0), tl.max(hi, 0), tl.min(least, 0),
             tl.sum(zeros, 0), tl.sum(nan, 0), tl.sum(posinf, 0), tl.sum(neginf, 0), tl.sum(p4, 0), tl.sum(p8, 0))
 else:
@@ -279,7 +278,7 @@ else:
 
     @jit
     def _totals(count, m2, m3, m4, l1, lo, hi, least, zeros, nan, posinf, neginf, p4, p8):
-        "Merge the sums of several pieces of a tensor."
+        "Return the totals of several pieces of a tensor: merge their sums."
         return tl.reduce((count, m2, m3, m4, l1, lo, hi, least, zeros, nan, posinf, neginf, p4, p8), 0, _merge_sums)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #f2a74de4
@@ -317,18 +316,18 @@ def _merge(row, step, count, mean, m2, m3, m4, l1, lo, hi, least, zeros, nan, po
 
 @jit
 def _load_column(rows, k:tl.constexpr, step, at, inside, other):
-    "Load sum number `k` of several rows."
+    "Load one column of several rows: sum number `k`."
     return tl.load(rows+k*step+at, mask=inside, other=other, volatile=True)
 
 @jit
 def _load_scaled(rows, k:tl.constexpr, step, at, inside, times):
-    "Load sum number `k` of several rows in float64, multiplied by `times`."
+    "Load sum number `k` of several rows in float64, scaled by `times`."
     return tl.where(inside, _to_float64(_load_column(rows, k, step, at, inside, 0.))*times, 0.)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #269e0d37
 @jit
 def _load_blocks(n, first, last, rows, step, wanted:tl.constexpr, B:tl.constexpr, T:tl.constexpr):
-    "Load the stored sums of the blocks `first` to `last` of a tensor with `n` elements. Return their summaries."
+    "Load the blocks `first` to `last` of a tensor with `n` elements: their stored sums. Return their summaries."
     inf:tl.constexpr = float('inf')
     at = first+tl.arange(0, T)
     inside = at<last
@@ -376,7 +375,7 @@ def _load_merged(first, last, part, apart, T:tl.constexpr):
 # %% ../../../nbs/20_measure/04_triton.ipynb #a6a3a450
 @jit
 def _is_last(counter, of):
-    "Return True in the last of `of` programs (thread blocks) to increment `counter`. Then reset the counter to 0."
+    "Return True in the last of `of` programs (thread blocks) that increment `counter`. Then reset the counter to 0."
     tl.debug_barrier()
     last = tl.atomic_add(counter, 1, sem='acq_rel')==of-1
     if last: tl.store(counter, 0)
@@ -384,7 +383,7 @@ def _is_last(counter, of):
 
 @jit
 def _write(part, apart, bins, out, wanted:tl.constexpr, W:tl.constexpr):
-    "Write the merged sums, and the exponent counts if wanted, into the row `out` of a tensor. Set the bins to 0 for the next launch."
+    "Write the merged sums into the row `out` of a tensor, with exponent counts if wanted. Reset the bins to 0 for the next launch."
     at = tl.arange(0, 64)
     tl.store(out+at, tl.load(part+at*apart, mask=at<15, other=float('nan'), volatile=True), mask=at<W)
     if wanted&8:
@@ -394,7 +393,7 @@ def _write(part, apart, bins, out, wanted:tl.constexpr, W:tl.constexpr):
 
 @jit
 def _finish(n, k, g, groups, size, rows, step, part, apart, counter, bins, out, wanted:tl.constexpr, B:tl.constexpr, W:tl.constexpr, T:tl.constexpr):
-    "Merge the `size` blocks of group `g` into one row. The last program to finish merges the rows of all groups, until one row is left."
+    "Finish group `g`: merge its `size` blocks into one row. The last program to finish merges the rows of all groups into one."
     blocks = g*0+1
     rest = blocks # number of blocks that remain to be merged
     while rest>0:
@@ -418,7 +417,7 @@ def _finish(n, k, g, groups, size, rows, step, part, apart, counter, bins, out, 
 
 @jit
 def _read(x, n, j, rows, step, part, apart, counters, counter, bins, out, span, per, wanted:tl.constexpr, B:tl.constexpr, W:tl.constexpr, T:tl.constexpr):
-    "Run program `j` of a tensor: read `span` blocks. In each group of blocks, the last program to finish also merges the group."
+    "Read `span` blocks of a tensor, as its program `j`. In each group of blocks, the last program to finish also merges the group."
     k = tl.maximum((n.to(tl.int64)+B-1)//B, 1).to(tl.int32)
     first = j*span
     start = first.to(tl.int64)*B
@@ -439,7 +438,9 @@ def _read(x, n, j, rows, step, part, apart, counters, counter, bins, out, span, 
 @kernel
 def _kernel(x, out, jobs, n, between, tensors, rows, step, part, apart, counters, bins, span, per, wanted:tl.constexpr, B:tl.constexpr, W:tl.constexpr,
     T:tl.constexpr, aligned:tl.constexpr):
-    "Measure one tensor, or many of one dtype. Columns of the table `jobs`: address, elements, program, first row, first group, tensor, row of `out`."
+    """Kernel that measures one tensor, or many of one dtype. `jobs`: table with a row for each program.
+
+    Columns of `jobs`: address, elements, program, first row, first group, tensor, row of `out`."""
     j = tl.program_id(0)
     n = n.to(tl.int64)
     at = x.to(tl.int64)
@@ -473,7 +474,7 @@ def divide_up(a, b):
     return -(-a//b)
 
 def cut_tensors(sizes, B, span, per) -> tuple:
-    """Return how many blocks, programs and groups each tensor needs, as three arrays.
+    """Cut tensors into blocks, programs and groups. Return how many of each a tensor needs, as three arrays.
 
     `sizes`: number of elements of each tensor. `B`: elements in a block. `span`: blocks that a program reads. `per`: programs in a group."""
     blocks = np.maximum(divide_up(sizes, B), 1)
@@ -482,7 +483,7 @@ def cut_tensors(sizes, B, span, per) -> tuple:
 # %% ../../../nbs/20_measure/04_triton.ipynb #d087bbd8
 @cache
 def available(device) -> bool:
-    "Return True if Triton is installed and has a driver for `device` (a `torch.device` or a name such as 'cuda')."
+    "Return True if Triton is available: installed, with a driver for `device` (a `torch.device` or a name such as 'cuda')."
     device = torch.device(device)
     if triton is None: return False
     if interpreted: return device.type=='cpu'
@@ -502,7 +503,7 @@ def device_type(driver):
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #8d8d6ca4
 def flags(wanted):
-    "Return the kernel argument that requests these groups of sums."
+    "Return the flags of these groups of sums, as an argument of the kernel."
     return sum(bits[g] for g in set(wanted) if g in bits)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #9eba464e
@@ -530,7 +531,7 @@ class MemoryVersion:
     def __init__(self): self.numbers,self.number = itertools.count(1),0
 
     def advance(self):
-        "Change the version number, so that kernel launches with old addresses are prepared again."
+        "Advance the version number, so that kernel launches with old addresses are prepared again."
         self.number = next(self.numbers)
 
 memory_version = MemoryVersion()
@@ -540,7 +541,7 @@ class StreamMemory:
     def __init__(self, device): self.device,self.tensors,self.old = device,{},[]
 
     def get(self, name, n, dtype):
-        "Return the work memory called `name`, with at least `n` numbers. New memory contains zeros; memory used before keeps its content."
+        "Get the work memory called `name`, with at least `n` numbers. New memory contains zeros. Used memory keeps its content."
         x = self.tensors.get(name)
         if x is None or len(x)<n:
             if x is not None: self.old.append(x)
@@ -557,13 +558,13 @@ class StreamMemory:
         return rows, blocks, part, groups, self.get('counters', tensors+groups, torch.int32), self.get('bins', 256*tensors, torch.float64)
 
 def width_of(wanted):
-    "Return the number of sums that the kernel stores for each block, if these groups of sums are wanted."
+    "Return the width of a block's sums: the number of sums that the kernel stores if these groups are wanted."
     return next(n for n,last in ((15, 'powers'), (13, 'exponents'), (13, 'absolute'), (10, 'higher'), (8, 'basic')) if last in wanted)
 
 memories = {} # (device, stream) -> its `StreamMemory`
 
 def memory_of(device, stream):
-    "Return the `StreamMemory` of a stream. Make a `StreamMemory` if the stream has none."
+    "Return the work memory (`StreamMemory`) of a stream. Create it for a new stream."
     return memories.get((device, stream)) or memories.setdefault((device, stream), StreamMemory(device))
 
 def exchange(own):
@@ -575,7 +576,7 @@ def exchange(own):
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #128b2f33
 def kernel_constants(wanted, dtype, aligned):
-    "Return the kernel arguments that are compile-time constants."
+    "Return the constants for the kernel: arguments that are known at compile time."
     return dict(wanted=flags(wanted), B=blocks[dtype], W=width, T=tile, aligned=aligned)
 
 def options(device):
@@ -583,7 +584,7 @@ def options(device):
     return dict(num_warps=warps, enable_fp_fusion=True) | (dict(maxnreg=128) if device.type=='cuda' and torch.version.hip is None else {})
 
 class Handle:
-    "A compiled kernel. Calling it launches the kernel without Triton's slow inspection of the arguments."
+    "Handle of a compiled kernel. Calling it launches the kernel without Triton's slow inspection of the arguments."
     def __init__(self, compiled, constants):
         self.run,self.about = compiled.run,(compiled.function, compiled.packed_metadata, None, None, None)
         # Triton before 3.3 does not expect constants as arguments of a compiled kernel
@@ -595,7 +596,7 @@ class Handle:
 handles = {}
 
 def launch_argument(x):
-    "Return the address of a tensor, because a compiled kernel takes addresses. Return other arguments unchanged."
+    "Return the argument for a launch: the address of a tensor, because a compiled kernel takes addresses. Other arguments stay unchanged."
     return x.data_ptr() if isinstance(x, torch.Tensor) else x
 
 def launch(x, out, jobs, between, programs, stream, args, n=0, tensors=0, wanted=('basic',), aligned=False):
@@ -611,7 +612,7 @@ def launch(x, out, jobs, between, programs, stream, args, n=0, tensors=0, wanted
     if key not in handles: handles[key] = handle_of(compiled, const, programs, stream, args)
 
 def handle_of(compiled, const, *args):
-    "Make the `Handle` of a compiled kernel, and try one launch. Return the handle, or None if this version of Triton does not support handles."
+    "Return the `Handle` of a compiled kernel after trying one launch. Return None if this version of Triton does not support handles."
     if driver() is None: return None
     try:
         h = Handle(compiled, const)
@@ -626,16 +627,16 @@ def kernel_key(dtype, device, wanted, n, aligned):
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #d23f0824
 def check_row_length(wanted, out):
-    "Raise an error if the row `out` does not have the length of rows with these groups of sums."
+    "Check the length of the row `out`: raise an error if it does not fit rows with these groups of sums."
     if out.shape[-1]<length(wanted):
         raise ValueError(f"the sums {', '.join(wanted)} need a row of {length(wanted)} numbers, got an array whose rows have {out.shape[-1]}.")
 
 def chosen_stream(device):
-    "Return the current stream of a device, as a number."
+    "Return the chosen (current) stream of a device, as a number."
     return stream_of(device) if driver() is None else driver().get_current_stream(device.index)
 
 def add_torch_expressions(x, wanted, row):
-    "Compute sums without a kernel by torch operations. Write them into `row`, the row of `x`."
+    "Add the sums without a kernel to `row`, the row of `x`. Compute them by torch operations."
     todo = {p: None for p in sums_not_in_loops(wanted)}
     for d in x.reshape(-1).split(1<<24) if todo else ():
         d = d.double()
@@ -647,7 +648,7 @@ def add_torch_expressions(x, wanted, row):
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #85fb521c
 class TensorLaunch:
-    "Launches the kernel for tensors of one size, dtype and device. Arguments are prepared once, so that a launch is fast."
+    "Launch of the kernel for tensors of one size, dtype and device. Arguments are prepared once, so that a launch is fast."
     # n: number of elements of the tensor; per: maximum number of programs (thread blocks) in a group
     def __init__(self, n, dtype, device, wanted, per=None):
         self.n,self.dtype,self.device,self.wanted = n,dtype,device,wanted
@@ -675,7 +676,7 @@ class TensorLaunch:
         h(self.programs, stream, at, rows.data_ptr()+i*rows.stride(0)*8, *given[1])
 
     def first(self, x, rows, i, stream, aligned):
-        "Prepare the kernel arguments, and launch the kernel. Needed for the first launch, and after work memory was reallocated or exchanged."
+        "Launch the kernel for the first time, after preparing its arguments. Repeated after work memory was reallocated or exchanged."
         memory = memory_of(self.device, stream)
         with without_torch_modes(self.device.type):
             args = *memory.arguments(self.dtype, self.wanted, self.blocks, self.groups), self.span, self.per
@@ -693,11 +694,13 @@ def driver():
 
 @lru_cache(maxsize=4096)
 def reading(n, dtype, device, wanted, per=None):
-    "Return the cached `TensorLaunch` for tensors of one size, dtype and device, or make it."
+    "Return the `TensorLaunch` for reading tensors of one size, dtype and device. It is cached."
     return TensorLaunch(n, dtype, device, wanted, per)
 
 def read_one(x, wanted, out, per=None):
-    "Measure a floating-point tensor on a GPU. Write into the row `out`, float64 on the same device. `per`: number of programs in a group."
+    """Read one floating-point tensor on a GPU to measure it. Write the summary into the row `out`, float64 on the same device.
+
+    `per`: number of programs in a group."""
     x,_ = without_gaps(x),check_row_length(wanted, out)
     with on(x.device):
         r = reading(x.numel(), x.dtype, x.device, tuple(wanted), per)
@@ -707,7 +710,9 @@ def read_one(x, wanted, out, per=None):
 # %% ../../../nbs/20_measure/04_triton.ipynb #a20cfeea
 @lru_cache(maxsize=64)
 def plan(tensors, dtype, device, stream=0) -> tuple:
-    """Return the table of jobs (one per program) for tensors of one dtype. `tensors`: triples of address, number of elements, row of `out`.
+    """Return the plan of one launch: a table of jobs (one per program) for tensors of one dtype, and numbers that describe the launch.
+
+    `tensors`: triples of address, number of elements, row of `out`.
 
     Further results, in this order: numbers of blocks and groups, blocks that a program reads, programs in a group, and whether all addresses are
     multiples of 16."""
@@ -722,8 +727,9 @@ def plan(tensors, dtype, device, stream=0) -> tuple:
     return to_device(np.stack(jobs, 1), device), int(k.sum()), int(groups.sum()), span, per, not (where%16).any()
 
 def read_list(xs, wanted, out, to=None):
-    """Measure floating-point tensors on one GPU, with one launch per dtype. Write each summary into a row of `out`, float64 on the same device.
-    `to`: for each tensor the number of its row; None for the first rows."""
+    """Read a list of floating-point tensors on one GPU, with one launch per dtype: measure them, and write each summary into a row of `out`.
+
+    `out` is float64 on the same device. `to`: for each tensor the number of its row; None for the first rows."""
     check_row_length(wanted, out)
     device,xs,to = out.device,[without_gaps(x) for x in xs],range(len(xs)) if to is None else to
     with on(device):
@@ -740,18 +746,18 @@ patience = 30. # seconds that a test of the kernels waits for Triton's compiler
 trusted = {} # (device, dtype, groups of sums) -> result of the test: True if the kernels read such tensors correctly
 
 def single_reader(device, per=None):
-    "Return a function that measures one tensor by the kernels, for `first_mistake` to test."
+    "Return a function that reads a single tensor by the kernels, for `first_mistake` to test."
     def read(x, wanted):
-        "Measure a tensor by the kernels, and return its summary vector on the CPU."
+        "Read a tensor by the kernels to measure it, and return its summary vector on the CPU."
         out = torch.full((length(wanted),), -1., dtype=torch.float64, device=device)
         read_one(x.to(device), wanted, out, per)
         return out.cpu()
     return read
 
 def list_reader(device):
-    "Return a function that measures two tensors in one launch, and returns the result for one of them, for `first_mistake` to test."
+    "Return a function that reads a list of two tensors in one launch, and returns the result for one, for `first_mistake` to test."
     def read(x, wanted):
-        "Measure a tensor together with a second one, and return its summary vector on the CPU."
+        "Read a tensor together with a second tensor, to measure both in one launch. Return the first one's summary vector on the CPU."
         out = torch.full((3, length(wanted)), -1., dtype=torch.float64, device=device)
         read_list([x.to(device), (x*2).to(device)], wanted, out, [2, 0])
         return out[2].cpu()
@@ -760,7 +766,7 @@ def list_reader(device):
 def first_mistake(device, dtype, wanted):
     "Test the kernels for a dtype on a device. Return the first mistake, '' if there is none."
     def check(way):
-        "Test the reader returned by `way(device)`. Return its first mistake, '' if there is none."
+        "Check the reader returned by `way(device)` by a test. Return its first mistake, '' if there is none."
         with on(device): return find_reader_mistake(way(device), dtype, wanted, blocks[dtype], 1e-6)
     return run_checks(lambda: check(single_reader), lambda: check(lambda device: single_reader(device, 1)), lambda: check(list_reader), patience=patience)
 

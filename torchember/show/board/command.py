@@ -20,7 +20,7 @@ def board_arguments(p): # p: an `ArgumentParser` that already has the argument `
     p.add_argument('--no-browser', action='store_true', help='print the address, open no browser')
 
 def board_command(args):
-    "Show runs in a browser while they are recorded, until Ctrl-C. The board only reads log files and does not disturb the training"
+    "Run the command `torchember board`: show runs in a browser while they are recorded, until Ctrl-C. It only reads log files."
     from torchember.show.board.server import board
     board(*args.runs, home=args.home, host=args.host, port=args.port, allow=args.allow,
         browser=not args.no_browser and has_screen())
@@ -28,6 +28,6 @@ def board_command(args):
 
 # %% ../../../nbs/62_board/30_command.ipynb #c7bd3bea
 def has_screen():
-    "Return True if a browser window would be visible: not over SSH, and not on a machine without a display."
+    "Return True if the machine has a screen for a browser window: no SSH session, and a display."
     if 'SSH_CONNECTION' in os.environ or not sys.stdout.isatty(): return False
     return sys.platform!='linux' or bool(os.environ.get('DISPLAY') or os.environ.get('WAYLAND_DISPLAY'))

@@ -47,7 +47,7 @@ class Listing:
         self.version_prefix = token_hex(4)
 
     def matches(self, name):
-        "Return True if the board should show the log: its name matches one of the names or globs given by the user."
+        "Return True if the name of a log matches one of the names or globs given by the user, so that the board shows the log."
         from fnmatch import fnmatchcase
         m = rank_pattern.fullmatch(name)
         return not self.wanted or any(n==w or fnmatchcase(n, w) for w in self.wanted
@@ -58,7 +58,7 @@ class Listing:
         return (self.place/'log'/name).resolve().is_relative_to(self.place.resolve())
 
     def look(self) -> bool:
-        "Read the new rows of all logs, and update the table of runs. Return True if the table has changed."
+        "Look for new rows in all logs, and update the table of runs. Return True if the table has changed."
         if not self.version: recover_rows(self.place)
         names = {n for n in (*log_files(self.place/'log'), *older_runs(self.place/'log'))
             if self.matches(n) and self.is_inside(n)}
@@ -90,7 +90,7 @@ class Listing:
         return [log for _,log in sorted(ranks, key=lambda o: o[0])]
 
     def make_row(self, about):
-        "Return the table row of a run, as a dict. The loss is the mean over all ranks; the loss curve and the findings come from the first rank."
+        "Make the table row of a run, as a dict. The loss is the mean over all ranks; loss curve and findings come from the first rank."
         logs = self.logs_of(about['name'])
         first = logs[0] if logs else None
         loss = first.loss if first else None
@@ -110,7 +110,7 @@ class Listing:
             errors=len(errors) or int(bool(bad)), warnings=len(warnings), finding=next(iter(sentences), None))
 
     def source(self, row:dict, most:int): # most: approximate maximum number of tensor rows to read
-        "Open a run to draw it. Return the run, and the list of steps to read. For a small run, return None instead of the list: all steps."
+        "Open the source of a run's picture. Return the run, and a list of steps to read: None for a small run, to read all steps."
         name,logs = row['name'],self.logs_of(row['name'])
         if row['rows']<=most: return open_run(name, self.place), None
         notable = {step for log in logs for step in log.notable_steps}

@@ -30,14 +30,14 @@ def render_board(wanted:str='') -> tuple: # wanted: run names given by the user,
 
 # %% ../../../nbs/62_board/20_server.ipynb #3b37a3b4
 class Pages:
-    "Cache of the page of each run. A changed run gets a new page, but making pages takes at most 1/9 of the time."
+    "Pages of all runs, in a cache. A changed run gets a new page, but making pages takes at most 1/9 of the time."
     share = 8 # the pause after making a page lasts 8 times as long as making the page
     most,most_later = 15_000,200_000 # maximum number of tensor rows in a page while the run goes on, and after its end
 
     def __init__(self, listing): self.listing,self.made = listing,{} # made: name of a run -> its page (version, compressed JSON, time, seconds)
 
     def page_of(self, row):
-        "Return the data of a run as a web page shows it. For a large run, read few steps during recording, more after its end."
+        "Return the page of a run: its data as a web page shows them. For a large run, read few steps during recording, more after its end."
         first = row['state']=='running' or not self.made.get(row['name'], [False])[-1]
         run,steps = self.listing.source(row, self.most if first else self.most_later)
         page = page_of(run)
@@ -54,7 +54,7 @@ class Pages:
         return next((r for r in self.listing.rows if r['name']==name), None)
 
     def of(self, name:str) -> tuple:
-        "Return a run's page as compressed JSON, and the page's version. Return (None, None) for an unknown run."
+        "Return the page of a run as compressed JSON, and the page's version. Return (None, None) for an unknown run."
         row = self.row(name)
         if row is None: return None, None
         version,data,at,took,more = self.made.get(name, (None, b'', 0., 0., False))
@@ -78,12 +78,12 @@ local_names = 'localhost',
 no_token = 'The token is missing. Open the address that the board has printed.'
 
 def respond(content, status=200, kind='application/json', **headers):
-    "Return an HTTP response with the safety headers of the board."
+    "Respond to a request: return an HTTP response with the safety headers of the board."
     from starlette.responses import Response
     return Response(content, status, headers, kind)
 
 def host_of(header):
-    "Return the host name from the Host header of an HTTP request, without the port."
+    "Return the host name in the Host header of an HTTP request, without the port."
     return header.rpartition(':')[0] if re.search(r':\d+$', header) else header
 
 def is_ip_address(host):
@@ -93,7 +93,7 @@ def is_ip_address(host):
     return True
 
 class Guard:
-    "ASGI middleware that refuses requests without the token, or with an unknown host name."
+    "Guard (ASGI middleware): it refuses requests without the token, or with an unknown host name."
     def __init__(self, app, token, policy, hosts): # hosts: allowed host names, '*' for any
         self.app,self.token,self.hosts = app,token.encode(),{h.lower() for h in hosts}
         self.headers = [(k.encode(), v.encode())
@@ -101,7 +101,7 @@ class Guard:
             'referrer-policy': 'no-referrer', 'cache-control': 'no-store', 'cross-origin-resource-policy': 'same-origin'}.items()]
 
     def refusal(self, scope):
-        "Return the reason why a request is refused, or None if it is accepted."
+        "Return the reason for the refusal of a request, or None if the request is accepted."
         host = host_of(dict(scope['headers']).get(b'host', b'').decode('latin-1').lower())
         if not (host in self.hosts or '*' in self.hosts or is_ip_address(host)):
             return f"The board does not accept the host name {printable(host, 100)}. To accept it, start the board with --allow {printable(host, 100)}"
@@ -141,7 +141,7 @@ class Board:
         return respond(self.page, kind='text/html')
 
     async def look(self):
-        "Read new rows from the log files, unless they were read less than a second ago."
+        "Look for new rows in the log files, unless this was done less than a second ago."
         async with self.reading:
             if time.monotonic()-self.seen<self.every or self.one.locked() and self.listing.version:
                 # do not read again: the last reading is less than a second old, or a page is being made
@@ -150,7 +150,7 @@ class Board:
             self.seen = time.monotonic()
 
     async def get_run(self, request):
-        "Answer a request for the page of a run. The answer is empty if the browser has this version already."
+        "Get the page of a run for a request. The answer is empty if the browser has this version already."
         await self.look()
         name,have = (request.query_params.get(k, '') for k in ('name', 'have'))
         # make only one page at a time, because making a page uses a whole CPU core
@@ -159,7 +159,7 @@ class Board:
         return respond(data, **{'Content-Encoding': 'gzip'}) if have!=str(version) else respond(b'', 204)
 
     async def stream_events(self, request):
-        "Answer with a stream of server-sent events: the list of runs, whenever the list changes."
+        "Stream events to the browser (server-sent events): the list of runs, whenever the list changes."
         from starlette.responses import StreamingResponse
         async def stream():
             "Yield the list of runs as the text of a server-sent event each time the list has changed."
@@ -177,13 +177,13 @@ class Board:
             media_type='text/event-stream')
 
     def app(self):
-        "Return the application for an ASGI server such as uvicorn."
+        "Return the ASGI app of the board, for a server such as uvicorn."
         needs('starlette', for_='The board', package='starlette uvicorn')
         from starlette.applications import Starlette
         from starlette.routing import Route
         @asynccontextmanager
         async def run_lifespan(app):
-            "Start making a small example page. When the server stops, end the event streams and close the log files."
+            "Run during the lifespan of the server: start making an example page. At the end, end the event streams and close the log files."
             self.ends,self.one,self.reading = asyncio.Event(),asyncio.Lock(),asyncio.Lock()
             # make a small page in the background: this imports all Python modules, so that the first real page comes faster
             warm = asyncio.create_task(asyncio.to_thread(page_of, pd.DataFrame(example_rows)))
@@ -197,10 +197,10 @@ class Board:
 
 # %% ../../../nbs/62_board/20_server.ipynb #371f0209
 def make_server(b):
-    "Return a uvicorn server for the `Board` `b`. When the server stops, it closes the event streams that browsers keep open."
+    "Make a uvicorn server for the `Board` `b`. When the server stops, it closes the event streams that browsers keep open."
     import uvicorn
     class Server(uvicorn.Server):
-        "Server that ends the open event streams when it stops."
+        "Server (uvicorn) that ends the open event streams when it stops."
         async def shutdown(self, sockets=None):
             "End the event streams, then stop the server."
             b.ends.set() # end the open event streams, because uvicorn would wait for them
@@ -209,7 +209,7 @@ def make_server(b):
         server_header=False))
 
 def bind_socket(host, port, tries=50):
-    "Return a socket listening at a port. If the port is in use, try the next ports."
+    "Bind a socket to a port, and return the listening socket. If the port is in use, try the next ports."
     family = socket.AF_INET6 if ':' in host else socket.AF_INET
     for p in range(port, port+(tries if port else 1)):
         s = socket.socket(family, socket.SOCK_STREAM)

@@ -20,7 +20,7 @@ from ...store.parts import Part, part_file, parts_and_lines
 step_in = re.compile(rb'"step":\s?(\d+)').search
 
 def find_next_step(f, at, end):
-    "Return the byte position and the step of the first line that begins after byte `at`, or (end, None) if there is no such line."
+    "Find the first line that begins after byte `at`. Return its byte position and step, or (end, None) if there is no such line."
     f.seek(at)
     data,begin = b'',0
     while at+len(data)<end and (more := f.read(1<<14)):
@@ -30,7 +30,7 @@ def find_next_step(f, at, end):
     return end, None
 
 def find_step_start(f, step, low, high):
-    "Return a byte position shortly before the first line of a step. Find this position by bisection, because steps ascend in the file."
+    "Find a byte position shortly before the first line of a step, by bisection, because steps ascend in the file."
     end = high
     while high-low>1<<13:
         _,found = find_next_step(f, (low+high)//2, end)
@@ -39,7 +39,7 @@ def find_step_start(f, step, low, high):
     return low
 
 def read_step(f, step, start, end):
-    "Read all lines of a step. If the step was not recorded, read the next recorded step. Return the number of the step, and its lines."
+    "Read all lines of a step, or of the next recorded step. Return the number of the step, and its lines."
     f.seek(at := find_step_start(f, step, start, end))
     lines,found,rest = [],None,b''
     while at<end and (data := f.read(min(1<<18, end-at))):
@@ -56,7 +56,7 @@ def read_step(f, step, start, end):
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #04352bac
 def read_steps(path, steps, start:int=0): # steps: ascending step numbers; start: byte at which reading begins
-    "Yield the lines of the requested steps of a log file, as pairs (step, lines). If a step was not recorded, yield the next recorded step."
+    "Read the requested steps of a log file: yield pairs (step, lines). If a step was not recorded, yield the next recorded step."
     with open(path, 'rb', buffering=0, opener=open_regular) as f:
         end,done = os.fstat(f.fileno()).st_size,-1
         for step in steps:
@@ -68,7 +68,7 @@ def read_steps(path, steps, start:int=0): # steps: ascending step numbers; start
 
 # %% ../../../nbs/62_board/05_some_steps.ipynb #bf684324
 class PartOfSelectedSteps(Part):
-    "Parquet file with a part of a log, of which only tensor rows of selected steps are read. Logged numbers and findings are left out."
+    "Part of a log (Parquet file) of which only tensor rows of selected steps are read. Logged numbers and findings are left out."
     def __init__(self, path, entries, steps):
         super().__init__(path, entries)
         self.some,known = steps,self.about.steps
@@ -90,7 +90,7 @@ class RunOfSelectedSteps(emberTracker):
         self.some,self.kept,self.found = list(steps),list(kept),{}
 
     def whole_file(self):
-        "Return None, because this run has only a part of the rows of its log file."
+        "Return None instead of the whole log file, because this run has only a part of the rows of the file."
         return None
 
     def blocks(self, after=(0, 0)):
@@ -119,7 +119,7 @@ def spaced_steps(last:int, most:int, also=()) -> list:
 def run_of_steps(name:str, home, steps:list, kept:dict): # kept: name of a log -> lines to include
     "Open a run of one or several processes so that only the given steps are read."
     def one(n):
-        "Open the log with the name `n`, and read only the given steps."
+        "Open one log, with the name `n`, and read only the given steps."
         return RunOfSelectedSteps(n, home, steps, kept.get(n, ()))
     ranks = rank_logs(name, home)
     return Run(name, {r: open_log(one(n)) for r,n in ranks.items()}) if ranks and name not in kept else one(name)

@@ -34,7 +34,7 @@ class Tail:
         self.earlier = None # iterator over the blocks of rows in Parquet parts; None before the first read
 
     def more(self, most:int=1<<26): # most: approximate maximum number of bytes to read
-        """Return the next rows of the log: lines as bytes, or a Parquet part.
+        """Return more rows of the log, the next ones: lines as bytes, or a Parquet part.
 
         Return b'' if there are none. Raise FileNotFoundError if the log is gone."""
         try: block = self.next_block(most)
@@ -71,7 +71,7 @@ class Tail:
         return self.next_block(most)
 
     def skip(self, done, rows):
-        "Continue reading after the first `done` bytes and the first `rows` rows of the log. If `rows` is None, count these rows."
+        "Skip the first `done` bytes and the first `rows` rows of the log. If `rows` is None, count these rows."
         parts = None
         # open the file again if lines were moved to Parquet parts in the meantime
         while parts!=(parts := summarize_parts(self.path)):
@@ -104,12 +104,12 @@ class Tail:
 
     @property
     def is_behind(self):
-        "True if there are unread rows in Parquet parts, or more than 1 MB of unread lines in the log file."
+        "True if reading is behind the log: unread rows in Parquet parts, or more than 1 MB of unread lines in the log file."
         return self.given<self.removed or self.file is None or self.size-self.at>1<<20
 
     @property
     def share(self):
-        "Fraction of the log, in bytes, that was read so far."
+        "Share of the log, in bytes, that was read so far."
         return (self.given+self.at)/total if (total := self.removed+self.size) else 1.
 
 def count_lines_until(path, end):
@@ -123,7 +123,7 @@ evaluation_line = re.compile(rb'"phase":\s?"(?:%s)"' % '|'.join(beside_training)
 scalar_finding_or_not_finite = re.compile(scalar_or_finding.pattern+rb'|"(?:nan|posinf|neginf)":\s?[1-9]')
 
 def rows_of_interest(block, all_finite:bool=True) -> list:
-    "Return the rows of logged numbers and findings in a block of the log. If `all_finite`, include the first non-finite tensor."
+    "Return the rows of interest in a block of the log: logged numbers and findings. If `all_finite`, also the first non-finite tensor."
     if not isinstance(block, bytes): return part_rows(block, all_finite)
     out = []
     for line in lines_of_interest(block, all_finite):
@@ -133,7 +133,7 @@ def rows_of_interest(block, all_finite:bool=True) -> list:
     return out
 
 def lines_of_interest(data, all_finite):
-    "Yield the lines of logged numbers and findings. If `all_finite`, include non-finite tensors up to the first in a training pass."
+    "Yield the lines of interest: logged numbers and findings. If `all_finite`, also non-finite tensors up to the first in a training pass."
     at,end = 0,len(data)
     while at<end and (m := (scalar_finding_or_not_finite if all_finite else scalar_or_finding).search(data, at)):
         start,at = data.rfind(b'\n', 0, m.start())+1,data.find(b'\n', m.end())+1 or end
@@ -184,7 +184,7 @@ class Sparkline:
 
 # %% ../../../nbs/60_show/91_following.ipynb #2a35aeaf
 def extreme_lines(lines, width:int): # lines: tuples (step, line, dict of numbers); width: number of steps in a bin
-    "Choose lines to keep: in each bin of steps, the lines with the smallest, largest and first non-finite value of each logged number."
+    "Choose the lines with extreme values: in each bin of steps, smallest, largest and first non-finite value of each logged number."
     found = {}
     for i,(step,_,numbers) in enumerate(lines):
         for k,v in (numbers or {None: math.nan}).items():
@@ -196,7 +196,7 @@ def extreme_lines(lines, width:int): # lines: tuples (step, line, dict of number
     return [lines[i] for i in sorted({i for kept in found.values() for i in kept.values()})]
 
 class KeptLines:
-    "Keeps at most `most` lines of a log. If there are more lines, keep extreme values of logged numbers, and the latest findings."
+    "Lines that are kept of a log, at most `most`. If there are more, keep extreme values of logged numbers, and the latest findings."
     def __init__(self, most=20_000):
         self.numbers,self.findings,self.width,self.most = [],deque(maxlen=most//4),1,most-most//4
 
@@ -218,11 +218,11 @@ class KeptLines:
 
 # %% ../../../nbs/60_show/91_following.ipynb #d94feb09
 def may_have_grown(before, now): # before, now: (inode, size, modification time) of a file, or None without a file
-    "Return False if a file was replaced or shortened between the states `before` and `now`. Return True if it has grown or is unchanged."
+    "Return True if a file may have grown from the state `before` to `now`. Return False if it was replaced or shortened."
     return before==now or bool(before and now and before[0]==now[0] and before[1]<=now[1])
 
 class FollowedLog:
-    "Summary of one growing log: curves of logged numbers, open findings, first non-finite tensor, and metadata of the run."
+    "Log that is followed while it grows. Has its curves of logged numbers, open findings, first non-finite tensor and metadata."
     most = 1<<26 # maximum number of bytes that one call of `look` reads
     def __init__(self, name, place): # place: folder of logs
         self.name,self.place,self.path = name,place,place/'log'/name
@@ -232,22 +232,22 @@ class FollowedLog:
         self.restart()
 
     def restart(self):
-        "Forget all rows, and read the log from the beginning again."
+        "Restart: forget all rows, and read the log from the beginning again."
         if self.tail is not None: self.tail.close()
         self.tail,self.is_behind,self.numbers,self.findings,self.first_bad = Tail(self.path),False,{},OpenFindings(),None
         self.kept = KeptLines() # lines of logged numbers and findings, which a page of the run shows
 
     def state_of_files(self):
-        "Return size, time and inode of the log file and of the metadata file. A change of these values means that a file has changed."
+        "Return the state of the log file and of the metadata file: size, time and inode. If it changes, a file has changed."
         def state(f):
-            "Return inode, size and time of a file; None if it does not exist."
+            "Return the state of a file: inode, size and time. Return None if the file does not exist."
             try: s = f.stat()
             except OSError: return None
             return s.st_ino, s.st_size, s.st_mtime_ns
         return state(self.path), state(self.place/'data'/f'base_{self.name}.json')
 
     def look(self, always:bool=False) -> bool: # always: True to check whether the process of the run exists, even if no file has changed
-        "Read the new rows of the log. Return True if anything has changed, such as the state of the run."
+        "Look for new rows of the log, and read them. Return True if anything has changed, such as the state of the run."
         files = self.state_of_files()
         if files==self.files and not self.is_behind and not always: return False
         if self.files and not may_have_grown(self.files[0], files[0]): self.restart()
@@ -284,13 +284,13 @@ class FollowedLog:
 
     @property
     def has_died(self):
-        "True if the process of the run no longer exists, but did not record the end of the run."
+        "True if the process of the run has died: it no longer exists, but did not record the end of the run."
         base = read_base_metadata(self.name, self.place/'data')[0]
         return 'end' not in base and not is_running(base)
 
     @property
     def trouble(self):
-        "Text about the first non-finite tensor of the run. None if all tensors are finite."
+        "Text about the trouble of a run: its first non-finite tensor. None if all tensors are finite."
         return self.first_bad and nonfinite_sentence(self.first_bad)
 
     @property
@@ -302,7 +302,7 @@ class FollowedLog:
 
     @property
     def written(self):
-        "Time of the last change of the log file, in seconds since 1970."
+        "Time at which the log file was last written, in seconds since 1970."
         return self.files[0][2]/1e9 if self.files and self.files[0] else 0.
 
     def close(self):

@@ -40,7 +40,7 @@ class Speed:
         return f', {v:,.0f} steps/s' if v>=9.5 else f', {v:.2g} steps/s' if v>=.1 else f', {1/v:,.0f} s a step'
 
     def text_now(self, now):
-        "Return the speed as a text. If no step has come for 90 s, return how long ago the last step was."
+        "Return the speed now as a text. If no step has come for 90 s, return how long ago the last step was."
         still = now-self.looks[-1][0] if self.looks else 0
         return f', nothing new for {still/60:.0f} min' if still>90 else self.text()
 
@@ -51,7 +51,7 @@ def line_about(row, speed=''): # row: row of a `Listing` (table of runs); speed:
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #c6c77fee
 class Viewer:
-    "Makes the line of text and the picture of a live view, from the growing log files of a run."
+    "Viewer of a run's growing log files: makes the line of text and the picture of a live view."
     most = 15_000 # approximate number of tensor rows to read for a picture
 
     def __init__(self, home, picture:bool, look:dict): # picture: False to make only the line of text; look: matplotlib settings
@@ -62,7 +62,7 @@ class Viewer:
         mpl.rcParams.update(look)
 
     def answer(self, name:str, over:bool=False) -> dict: # over: True for the last picture, because the run or the view ends
-        """Return the state of a run for a live view: a dict with `line` (text), `png` (picture) and `state`.
+        """Answer a question about a run for a live view: return a dict with `line` (text), `png` (picture) and `state`.
 
         While the log is still being read: `behind`, the fraction read so far. {} before the first row."""
         if name!=self.name: self.name,self.listing,self.speed,self.row = name,Listing(self.home, [name]),Speed(),None
@@ -79,7 +79,7 @@ class Viewer:
         return {**out, 'png': self.draw(over)} if self.picture and (news or over) else out
 
     def draw(self, over):
-        "Return the overview of the run as bytes of a PNG image, or None if there is nothing to draw yet."
+        "Draw the overview of the run. Return the bytes of a PNG image, or None if there is nothing to draw yet."
         import matplotlib.pyplot as plt
         from torchember.show.first_look import overview
         run,steps = self.listing.source(self.row, self.most)
@@ -98,7 +98,7 @@ class Viewer:
 
 # %% ../../../nbs/62_board/40_live_view.ipynb #72df7a7e
 def answer_questions():
-    "Main function of the process that draws live views: answer pickled questions from standard input until it is closed."
+    "Answer questions in the process that draws live views (main function): read pickled questions from standard input until it is closed."
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # lower the priority, because the training comes first. A value above 3 would delay pictures on a busy machine
     if hasattr(os, 'nice'): os.nice(3)
@@ -120,7 +120,7 @@ def answer_questions():
         answers.flush()
 
 def changed_settings():
-    "Return the matplotlib settings (rcParams) changed by the user, for use in the process that draws live views."
+    "Return the changed settings of matplotlib (rcParams of the user), for the process that draws live views."
     mpl = sys.modules.get('matplotlib')
     if mpl is None or not hasattr(mpl, 'rcParams'): return {}
     changed = {k: v for k,v in dict.items(mpl.rcParams)
@@ -128,7 +128,7 @@ def changed_settings():
     return {k: v for k,v in changed.items() if can_pickle(v)}
 
 def can_pickle(v):
-    "Return True if a value can be sent to another process."
+    "Return True if pickle can convert a value, so that it can be sent to another process."
     try: pickle.dumps(v)
     except Exception: return False
     return True
@@ -159,7 +159,7 @@ class Reader:
         return pickle.load(self.p.stdout)
 
     def kill(self):
-        "End the process at once."
+        "Kill the process: end it at once."
         self.p.kill()
 
     def end(self):
@@ -175,7 +175,7 @@ class Reader:
         return got or None
 
     def cpu_if_ended(self, wait=False):
-        "Return the CPU seconds of the process after its end (0 if unknown). Return None while the process is running."
+        "Return the CPU seconds of the process if it has ended (0 if unknown). Return None while the process is running."
         try: pid,status,usage = os.wait4(self.p.pid, 0 if wait else os.WNOHANG)
         # Windows has no `os.wait4`: the CPU time is unknown
         except (AttributeError, ChildProcessError): return None if (self.p.wait() if wait else self.p.poll()) is None else 0
@@ -200,7 +200,7 @@ class NotebookScreen:
         self.handle.update({'text/plain': line, **more}, raw=True)
 
     def end(self):
-        "Do nothing: the last picture stays visible."
+        "End the live view: do nothing, so that the last picture stays visible."
         pass
 
 class TerminalScreen:
@@ -212,26 +212,26 @@ class TerminalScreen:
         self.bar = tqdm(desc=f'{name}: waiting for the first rows', bar_format='{desc}', file=sys.stderr, **size)
 
     def show(self, line, png=None):
-        "Replace the line in the terminal. If the new line does not fit, shorten the name of the run."
+        "Show a new line in place of the earlier line in the terminal. If it does not fit, shorten the name of the run."
         name,rest = line.split(': ', 1)
         space = max(get_terminal_size().columns-len(rest)-3, 8)
         self.bar.set_description_str(f"{name if len(name)<=space else name[:space-1]+'…'}: {rest}")
 
     def end(self):
-        "End the line in the terminal."
+        "End the live view: end the line in the terminal."
         self.bar.close()
 
 class LogScreen:
-    "Writes a live view as lines of text, if standard error is a file: at most one line per minute, and the last line."
+    "Log of a live view: lines of text for standard error as a file, at most one line per minute, and the last line."
     picture,pause = False,60
     def __init__(self, name): self.line,self.next = None,0
     def show(self, line, png=None):
-        "Write a line, at most once per minute."
+        "Show the live view: write a line, at most once per minute."
         self.line = line
         if time.monotonic()>=self.next: self.end()
 
     def end(self):
-        "Write the latest line."
+        "End the live view: write the latest line."
         if self.line and sys.stderr: print(self.line, file=sys.stderr, flush=True)
         self.line,self.next = None,time.monotonic()+self.pause
 
@@ -259,14 +259,14 @@ class Live:
     seconds = property(lambda self: self.thread_seconds+self.process_seconds)
 
     def begin(self):
-        "Start the thread of the live view. Warn the user if this fails."
+        "Begin the live view: start its thread. Warn the user if this fails."
         try: self.thread.start()
         except RuntimeError as e: self.warn(f"cannot begin: {e}")
         else: shown.add(self)
         return self
 
     def run(self):
-        "Main function of the thread: update the view until the run ends, then end the drawing process."
+        "Run the live view (main function of its thread): update it until the run ends, then end the drawing process."
         try: self.follow()
         except Exception as e:
             self.warn(f"the live picture has stopped: {'its process has ended' if isinstance(e, EOFError|OSError) else f'{type(e).__name__}: {e}'}")
@@ -279,7 +279,7 @@ class Live:
             self.thread_seconds = time.thread_time()
 
     def follow(self):
-        "Ask the drawing process for updates, and show them, until the run has ended."
+        "Follow the run until it has ended: ask the drawing process for updates, and show them."
         self.reader,began,drawing = Reader(home=self.home, picture=self.screen.picture, look=self.look),time.monotonic(),0.
         while not self.dropped:
             over = self.closing or not self.is_wanted()
@@ -303,7 +303,7 @@ class Live:
         elif over: self.screen.show(f"{name}: nothing was recorded")
 
     def pause(self, seconds):
-        "Wait for some seconds. Stop waiting as soon as `close` is called."
+        "Pause for some seconds. Stop waiting as soon as `close` is called."
         try: self.calls.get(timeout=seconds)
         except Empty: pass
 
@@ -315,7 +315,7 @@ class Live:
         except EmberWarning as e: print(e, file=sys.stderr)
 
     def close(self, last:bool=True, patience:float=60.): # last: True to draw the newest rows; patience: seconds to wait
-        "End the live view. By default, show a last picture first."
+        "Close the live view. By default, show a last picture first."
         # do nothing in a forked process, which has a copy of this object, but not its thread
         if not self.thread.is_alive() or threading.current_thread() is self.thread: return
         self.closing,self.dropped = True,self.dropped or not last
@@ -335,7 +335,7 @@ class Live:
         except KeyboardInterrupt: self.close(last=False)
 
     def _ipython_display_(self):
-        "Do nothing at the end of a cell, because the function `live` has displayed the view already."
+        "Display nothing at the end of a cell, because the function `live` has displayed the view already."
         pass
 
     def __repr__(self):
@@ -345,7 +345,7 @@ shown = weakref.WeakSet() # all live views of this process, which are closed whe
 
 @atexit.register
 def finish_live_views():
-    "Let each live view draw its last picture when the process ends."
+    "Finish the live views: let each draw its last picture when the process ends."
     for v in list(shown):
         try:
             flush_logs(v.home/'log')
@@ -359,7 +359,7 @@ def live(
     wait:bool|None=None, # True to wait until the run ends. By default, wait only for runs of other processes
     home=None # Folder of logs, instead of `~/.torchember`
 ): # A `Live` object: `close()` ends the live view, `seconds` is the CPU time of the view
-    """Show a run while it is recorded: in a notebook the overview, which is redrawn; elsewhere a line with step, loss and speed.
+    """Show a live view of a run while it is recorded: in a notebook the overview, elsewhere a line with step, loss and speed.
 
     Args:
         run: Run to show: a torchEmber, a tracker (`te.t`), or the name of a run. The run may belong to a different process

@@ -34,7 +34,7 @@ from ..legend import alarm, meanings, palettes, scale, words, zero
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #693dbb4d
 def pack_array(values, exact:bool=False) -> dict: # exact: True to keep all 24 bits of precision. Counts need this precision
-    """Compress an array for an HTML page: convert it to float32, group bytes by significance, then apply gzip and base64.
+    """Pack an array for an HTML page: convert it to float32, group bytes by significance, then apply gzip and base64.
 
     Return a dict with `shape` and `zip`."""
     # suppress numpy's warning, because a float64 above 3.4e38 may become infinity on the page
@@ -51,7 +51,7 @@ def pack_array(values, exact:bool=False) -> dict: # exact: True to keep all 24 b
 deepest = 100 # maximum depth of nested modules on a page. In a deeper path, the rest becomes a single name
 
 def structure_of_paths(paths, root):
-    "Build the tree of modules from their paths alone. Return nested dicts in the form of `torchEmber.mod_tree`."
+    "Return the structure of the module tree, built from paths alone, as nested dicts in the form of `torchEmber.mod_tree`."
     nodes = {'': {'path': '', 'short': root, 'children': []}}
     for path in paths:
         parts = path.split('.', deepest) if path else []
@@ -81,7 +81,7 @@ favourites = ('std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_m
     'entropy', 'logit_max', 'first_token', 'top_share')
 
 def stats_of_page(rows, stats):
-    "Return the names of the statistics in a page: the statistics that the user asked for, or up to four informative ones."
+    "Return the statistics of a page, by name: the statistics that the user asked for, or up to four informative ones."
     if stats is not None:
         return list(dict.fromkeys(find_stat(rows, s) for s in ([stats] if isinstance(stats, str) else stats)))
     if not (there := numeric_columns(rows)): return []
@@ -89,7 +89,7 @@ def stats_of_page(rows, stats):
     return list(dict.fromkeys(first))[:4]
 
 def describe_heads(rows) -> dict|None:
-    "Return the labels of attention layers, and [layer, head] for each row. Return None if some rows are not about attention."
+    "Describe attention heads: return the labels of their layers, and [layer, head] for each row. Return None if other rows exist."
     if not has_ttype(rows, 'attention').all(): return None
     names,head = rows['path'].astype(str),rows['tname'].astype(str).str.removeprefix('head_').astype(int)
     call = rows['call'] if 'call' in rows else rows['step']*0
@@ -99,7 +99,7 @@ def describe_heads(rows) -> dict|None:
     return {'layers': list(layers), 'at': [[layers[l], int(h)] for l,h in zip(labels, head, strict=True)]}
 
 def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.MappingProxyType({}), ps=()) -> dict:
-    "Return the page data of one tensor type: a list of its tensors, and a packed matrix for each statistic."
+    "Pack the data of one tensor type for a page: a list of its tensors, and a packed matrix for each statistic."
     labels,one = known[1],rows.iloc[first_positions(known[0])]
     heads = describe_heads(one)
     text = lambda c: [v if isinstance(v, str) else None for v in one[c].astype(object)] if c in one else [None]*len(one)
@@ -131,7 +131,7 @@ def pack_tensor_type(rows, known:tuple, stats:list, columns:int, why:dict=types.
     return out
 
 def first_positions(code):
-    "Return the index of the first row of each tensor. `code`: for each row, the number of its tensor."
+    "Return the first position of each tensor: the index of its first row. `code`: for each row, the number of its tensor."
     return np.unique(code, return_index=True)[1]
 
 def tensor_keys(rows, code):
@@ -141,7 +141,7 @@ def tensor_keys(rows, code):
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #870723f4
 def pick_steps(steps, also=(), most=None):
-    "Select a few evenly spaced steps, including the first and the last. `also`: further steps to include."
+    "Pick a few evenly spaced steps, including the first and the last. `also`: further steps to include."
     steps = np.unique(steps)
     at = np.unique(np.linspace(0, len(steps)-1, min(len(steps), most or most_steps)).round().astype(int)) if len(steps) else []
     return sorted({*steps[at].tolist(), *(s for s in also if s in steps)})
@@ -164,7 +164,7 @@ def pack_exponents(rows, keys:dict, n:int) -> dict|None: # keys: key of a tensor
 most_findings,most_consequences,most_letters = 100,20,400
 
 def check_health(run, table=None, rows=None) -> dict: # table: the rows if `run` is a table; rows: all rows of the log if they were read before
-    "Run the default health rules, and return their findings for a page."
+    "Check the health of a run: run the default health rules, and return their findings for a page."
     failed = []
     try:
         rules = choose_rules('default')
@@ -183,15 +183,15 @@ def is_table(run):
     return hasattr(run, 'columns')
 
 def rows_by_module(df):
-    "Return the table with a column `module`. Health rules identify modules by this column, and older tables may lack it."
+    "Return the table with a column `module` for the health rules, which identify modules by it. Older tables may lack it."
     return df if 'module' in df else df.assign(module=df['path'])
 
 def short_text(text, most=most_letters):
-    "Return a text on a single line, shortened to at most `most` letters."
+    "Return a short text on a single line, with at most `most` letters."
     return printable(' '.join(str(text).split()), most)
 
 def nest_findings(found):
-    """Put each finding into the list of consequences of its cause, for a page.
+    """Nest findings for a page: put each finding into the list of consequences of its cause.
 
     `found`: pairs of a finding and the index of its cause (None: no cause)."""
     out,by,n = [],{},0
@@ -211,7 +211,7 @@ def nest_findings(found):
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #d11a48b2
 def page_of(run, path=None, ttype=None, stats=None) -> dict:
-    "Convert a run, or some of its layers, tensor types and statistics, to a dict for an HTML page. All values of the dict are JSON types."
+    "Return the page of a run as a dict of JSON types, for an HTML page: all layers, tensor types and statistics, or some of them."
     every = None if is_table(run) else read(run_of(run)) # all rows are read, because the health rules need them
     table = (rows_to_draw(run, rows=every) if ttype is None
         else rows_to_draw(run, ttype=[*to_ttypes(ttype), 'scalar']))
@@ -281,7 +281,7 @@ def logged_curves(table):
     return out
 
 def describe_run(run, table):
-    "Return the metadata of a run (name, model, steps, times, ...), and the module tree of its model."
+    "Describe a run: return its metadata (name, model, steps, times, ...), and the module tree of its model."
     steps = table['step'].to_numpy()
     name = Path(run).name if isinstance(run, str|os.PathLike) and os.sep in str(run) else name_of_run(table)
     out = {'name': name or 'A table', 'model': root_name(table), 'rows': len(table), 'steps': len(np.unique(steps)),
@@ -299,14 +299,14 @@ def describe_run(run, table):
     return out | {k: v for k,v in known.items() if v is not None}, structure
 
 def describe_ranked_run(source):
-    "Return the metadata of a run recorded by several processes."
+    "Describe a run recorded by several processes (ranks): return its metadata."
     about_run,bases = describe_ranks(source),[read_base_metadata(log.name, log.t.data)[0] for log in source.logs.values()]
     known = {k: about_run.get(k) for k in ('model', 'ranks', 'size', 'running', 'start', 'end')} | {'user': bases[0].get('user'),
         'seconds': max((b['seconds'] for b in bases if 'seconds' in b), default=None)}
     return {k: v for k,v in known.items() if v is not None}
 
 def format_ranges(kinds):
-    "Return a dict of number formats: for each, the exponents of its smallest, smallest normal and largest number."
+    "Return the ranges of number formats as a dict: for each, the exponents of its smallest, smallest normal and largest number."
     if not find_spec('ml_dtypes') or not any('exponents' in k for k in kinds): return {}
     there = [t['dtype'] for k in kinds for t in k['tensors'] if t['dtype'] and 'float' in t['dtype']]
     names = dict.fromkeys([*there, 'float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn'])

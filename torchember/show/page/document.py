@@ -22,15 +22,15 @@ from ...store.base import replace
 
 # %% ../../../nbs/60_show/98_page.ipynb #b992ecbc
 def read_web_file(name):
-    "Return the content of a file used in each HTML page, such as a script."
+    "Read a file used in each HTML page, such as a script. Return its content."
     return (files('torchember.show.page')/'web'/name).read_text('utf-8')
 
 def checksum(text):
-    "Return the hash of a script in the form for a Content-Security-Policy."
+    "Return the checksum (hash) of a script in the form for a Content-Security-Policy."
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
 def read_page_files(*more): # more: names of additional scripts, without ending. Each has a style sheet of the same name
-    "Return the texts of all style sheets and scripts of an HTML page."
+    "Read all style sheets and scripts of an HTML page. Return their texts."
     plot = f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}"
     names = 'report',*more
     return [read_web_file(f'{n}.css') for n in ('uPlot.min', *names)], [plot, *(read_web_file(f'{n}.js')
@@ -45,7 +45,7 @@ def fill_page(text, title, styles, scripts, data=''):
     return re.sub(r'\{(\w+)\}', lambda m: put[m[1]], text)
 
 def render_page(page:dict) -> str:
-    "Return the HTML text of a report. `page`: data of the run, from `page_of`."
+    "Render the page of a run: return the HTML text of a report. `page`: data of the run, from `page_of`."
     styles,scripts = read_page_files()
     # '<' is escaped, so that the name of a layer cannot close the <script> element
     data = json.dumps(page, allow_nan=False, separators=(',', ':')).replace('<', r'\u003c')
@@ -62,7 +62,7 @@ def report(
     stats=None, # Statistic to include, or a list; default up to four informative statistics
     home=None # Folder of logs, instead of `~/.torchember`
 ) -> Path: # Path of the written file
-    """Write a run as one interactive HTML file. Raise ValueError for a run without rows, FileNotFoundError for a missing folder.
+    """Write a report: a run as one interactive HTML file. Raise ValueError for a run without rows, FileNotFoundError for a missing folder.
 
     Args:
         run: Run to report: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
@@ -105,6 +105,6 @@ def file_name(run):
     return f'{name}.html'
 
 def check_folder(folder):
-    "Raise FileNotFoundError if the folder for the report does not exist."
+    "Check the folder for the report. Raise FileNotFoundError if it does not exist."
     if not folder.is_dir():
         raise FileNotFoundError(f"The folder {folder} for the report does not exist. Create it, or give another path.")
