@@ -1,4 +1,4 @@
-"The part of the package's metadata that pyproject.toml leaves to settings.ini"
+"Package metadata from settings.ini, in addition to pyproject.toml"
 from configparser import ConfigParser
 from pathlib import Path
 

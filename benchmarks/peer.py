@@ -232,7 +232,7 @@ def after_three(loop):
 
 
 def survives(name, feature):
-    "Return 'yes' if a model with a feature trains the same under a tool as without it, or else the error."
+    "Return 'yes' if a model with a feature trains the same with a tool as without it. Otherwise, return the error."
     torch.manual_seed(0)
     model = models[feature]()
     x = torch.randn(4, 5, 8) if feature=='LSTM' else torch.randn(4, 8)

@@ -515,7 +515,8 @@ def sinks(quick):
         ('mlflow, server unreachable', 'mlflow', {'MLFLOW_TRACKING_URI': unreachable}), ('trackio', 'trackio', {})]
     cases = [c for c in cases if (library := c[0].partition(',')[0]) not in feed.sinks or find_spec(library)]
     trainings = {name: [] for name,*_ in cases}
-    for i in range(2 if quick else 9): # the order of the variants changes in each round. The first round takes the one-time costs
+    # The variants run in another order in each round. The first round takes the one-time costs
+    for i in range(2 if quick else 9):
         for name,sink,env in cases[i%len(cases):]+cases[:i%len(cases)]: trainings[name].append(train(sink, env))
     bare = [took for took,*_ in trainings.pop('no sink')][1:]
     step = spread([1e3*b[1] for b in bare])['value']

@@ -12,7 +12,7 @@ def seconds(f, times=1, clock=process_time):
 
 
 def gpu_seconds(f, times=1):
-    "Return the seconds of one call of `f` on the GPU, including the time in which the GPU waits. Between the calls, nothing synchronizes."
+    "Return the seconds of one call of `f` on the GPU, including idle time of the GPU. Nothing synchronizes between the calls."
     import torch
     start,end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

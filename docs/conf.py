@@ -104,7 +104,7 @@ def entry(c, mod, sym, all_syms):
     o = import_module(mod)
     for a in sym.split('.'): o = getattr(o, a)
     top = sym.partition('.')[0]
-    # a name with an entry in the reference: links lead there
+    # True if the reference has an entry of this name, to which links lead
     in_reference = mod==f'{project}.{module_of.get(top)}' or mod=='.'.join(jax_tracker) and top in import_module(jax_tracker[0]).__all__
     if any(sym in assigned(s) for s in c.parsed_()): rst = data_entry(c, mod, sym)
     else:
@@ -121,7 +121,8 @@ def page_cells(nb, docname):
     mod = next((f"{project}.{c.directives_['default_exp']}" for c in nb.cells if 'default_exp' in c.directives_), None)
     last = {o:c for c in nb.cells if c.cell_type=='code' for o in documented(c)}
     for o in getattr(import_module(mod), '__all__', ()) if mod else ():
-        home = getattr(getattr(import_module(mod), o), '__module__', mod) # a name of another Python module has its entry there
+        # The entry of an imported name is on the page of its own Python module
+        home = getattr(getattr(import_module(mod), o), '__module__', mod)
         if o not in last and (home==mod or not home.startswith(project)): log.warning(f"{mod}.{o} is public, but no cell documents it", location=docname)
     for c in nb.cells:
         new = [entry(c, mod, o, last) for o,l in last.items() if l is c]
@@ -157,7 +158,7 @@ def bold(name): return '**' + name.replace('*', '\\*') + '**'
 def short(default): return default.__name__ if callable(default) else repr(default)
 
 def in_rst(m):
-    "Return the text in backticks as reStructuredText: a name that may become a link, or code. A letter may follow."
+    "Return a text in backticks as reStructuredText: a name that may become a link, or code. A letter may follow the backtick."
     code = m[0][:len(m[1])+2] if re.fullmatch(r'[\w.]+', m[1]) else f'``{m[1]}``'
     return code + (m[2] and '\\ '+m[2])
 
@@ -198,7 +199,8 @@ def render_nb(app, docname, content):
     if docname==app.config.root_doc:
         for caption,docs in sidebar(sorted(app.env.found_docs)).items():
             nb.cells.append(mk_cell(f'```{{toctree}}\n:hidden:\n:caption: {caption}\n\n' + '\n'.join(docs) + '\n```', 'markdown'))
-    nb.metadata['source_map'] = list(range(len(nb.cells))) # first line of each cell. Default: 10,000 lines a cell, which autodoc parses
+    # Line number of each cell. The default is 10,000 lines for each cell, which autodoc would parse
+    nb.metadata['source_map'] = list(range(len(nb.cells)))
     content[0] = nb2str(nb)
 
 def titles(toc):
@@ -239,7 +241,7 @@ aliases = {'pd':'pandas', 'np':'numpy', 'nn':'torch.nn', 'F':'torch.nn.functiona
 lookup = NbdevLookup()
 
 class LinkNames(SphinxTransform):
-    "Transform: links each name in backticks to its documentation, if there is any."
+    "A transform of Sphinx that links each name in backticks to its documentation, if there is any."
     default_priority = 500
     def apply(self):
         for o in list(self.document.findall(nodes.literal)):
@@ -274,17 +276,17 @@ def check_reference(app, env):
 sidebars = {} # folder of pages with source code -> their sidebar as HTML
 
 def share_sidebar(app, pagename, templatename, context, doctree):
-    "Use one sidebar for all pages with source code in a folder: their links are equal. To make one for each took most of the time of these pages."
+    "Use one sidebar for all pages with source code in a folder, because their links are equal. Separate ones take most of the build time."
     if not pagename.startswith('_modules/') or 'toctree' not in context: return
     make,folder = context['toctree'],pagename.rpartition('/')[0]
     def shared(**kwargs):
-        "Return the sidebar as HTML. Make it for the first page of the folder only."
+        "Return the sidebar as HTML. It is created only for the first page of the folder."
         if folder not in sidebars: sidebars[folder] = make(**kwargs)
         return sidebars[folder]
     context['toctree'] = shared
 
 def add_report(app, error):
-    "Write the report of the demo beside the front page, which links to it."
+    "Write the report of the demo into the folder of the front page, which links to it."
     if error or app.builder.format!='html': return
     with TemporaryDirectory() as home:
         result = subprocess.run([sys.executable, root/'examples/digits.py'], capture_output=True, text=True,
@@ -298,6 +300,6 @@ def setup(app):
     app.connect('viewcode-find-source', find_patched)
     app.connect('autodoc-process-docstring', add_docments)
     app.connect('missing-reference', link_name)
-    app.connect('html-page-context', share_sidebar, priority=400) # before the theme makes the sidebar
+    app.connect('html-page-context', share_sidebar, priority=400) # Run before the theme creates the sidebar
     app.connect('build-finished', add_report)
     app.add_transform(LinkNames)

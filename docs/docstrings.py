@@ -14,9 +14,11 @@ from pathlib import Path
 from tokenize import COMMENT, generate_tokens
 
 root = Path(__file__).parents[1]
-our_sections = re.compile(r'\n\n *(?:Args|Returns):\n.*', re.S) # they end a docstring
+# These sections are the end of a docstring
+our_sections = re.compile(r'\n\n *(?:Args|Returns):\n.*', re.S)
 functions = ast.FunctionDef|ast.AsyncFunctionDef
-always_typed = {'EmberCallback'} # the packages below `integrations` list no names
+# Names that no `__init__.py` lists, because packages below `integrations` have no lists
+always_typed = {'EmberCallback'}
 
 def imports_of(body, module):
     "Return pairs of module and name for the relative imports among statements. `module`: names of the package path and the module, as a tuple."
@@ -60,7 +62,8 @@ def sections(f, comment_at):
     names = arguments_by_line(f.args)
     for line in range(f.lineno, f.body[0].lineno):
         before,comment = comment_at.get(line, ('', ''))
-        names_argument = comment.partition(': ')[0] in sum(names.values(), []) # a signature on one line: the comment begins with the argument
+        # In a signature on one line, the comment begins with the name of an argument
+        names_argument = comment.partition(': ')[0] in sum(names.values(), [])
         if before.endswith(':'): (args if names_argument else result).append(comment)
         elif comment and line in names: args.append(f"{', '.join(names[line])}: {comment}")
     return [(title, lines) for title,lines in (('Args', args), ('Returns', result)) if lines]
@@ -71,7 +74,7 @@ def bases_within(name, classes):
     return [] if o is None else [o, *(c for b in o.bases if isinstance(b, ast.Name) for c in bases_within(b.id, classes))]
 
 def documented(code, typed):
-    "Yield pairs of nodes: a docstring's owner and the function with its arguments. `typed`: function of a name."
+    "Yield pairs of nodes: the function or class with the docstring, and the function with its arguments. `typed`: function of a name."
     body = ast.parse(code).body
     yield from ((o, o) for o in body if isinstance(o, functions) and typed(o.name))
     classes = {o.name: o for o in body if isinstance(o, ast.ClassDef)}
@@ -114,7 +117,7 @@ def stripped(code):
     return replaced(code, [(d, our_sections.sub('', t)) for d in docs if our_sections.search(t := source_text(code, d))])
 
 def filled(code, typed):
-    "Return `code` with our sections, each once. `typed`: function of a name, True for names that users type."
+    "Return `code` with our sections, each once. `typed(name)`: True for names that users type."
     code = stripped(code)
     comment_at,news = comments(code),[]
     for o,f in documented(code, typed):
@@ -131,7 +134,7 @@ def fill(path):
     change(path, lambda code: filled(code, lambda name: is_typed(module, name)))
 
 def change(path, f):
-    "Write `f` of a file's text, if that differs from the text."
+    "Write `f(text)` to a file if it differs from the text of the file."
     old = path.read_text(encoding='utf-8')
     new = f(old)
     if new!=old: path.write_text(new, encoding='utf-8')

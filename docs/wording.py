@@ -11,7 +11,7 @@ from tokenize import COMMENT, generate_tokens
 
 root = Path(__file__).parents[1]
 opening = re.compile(r'(What|Which|Those|That|Whether|Who|Whose|Where|The same|Of|How|It|As)\b')
-private_words = { # word -> what to write instead
+private_words = { # word -> proposed replacement
     r'rooms?': 'Python module', r'wings?': 'package', r'guests?': 'integration, or the name of the library', r'tells?|told': 'notify, report',
     r'hears?|heard': 'receive, observe', r'dear(?:er)?': 'expensive', r'anew': 'again', r'lain': 'be', r'whoever|somebody|nobody': 'name it',
     r'give back': 'return, restore, disarm'}

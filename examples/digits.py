@@ -1,4 +1,4 @@
-"Train a small convolutional network on scikit-learn's handwritten digits, and look inside: about half a minute"
+"Train a small convolutional network on scikit-learn's handwritten digits in half a minute, and show its tensors"
 from collections import OrderedDict
 from pathlib import Path
 
@@ -21,7 +21,8 @@ model = nn.Sequential(OrderedDict(
 opt = torch.optim.AdamW(model.parameters(), 1e-3)
 loss_fn = nn.CrossEntropyLoss()
 
-te = torchEmber(model, every=10, only_training=True, stats='numerics') # 'numerics': also how many numbers are how large
+# 'numerics' also counts elements by their magnitude
+te = torchEmber(model, every=10, only_training=True, stats='numerics')
 bar = tqdm(total=12*30, unit='batch')
 for epoch in range(12):
     te.mark(epoch=epoch)
@@ -30,7 +31,7 @@ for epoch in range(12):
         te.log(loss=loss)
         loss.backward()
         opt.step()
-        te.step() # here the gradients are still there
+        te.step() # before zero_grad, so the gradients still exist
         opt.zero_grad()
         bar.set_postfix(loss=f'{loss:.3f}', refresh=False)
         bar.update()
@@ -54,4 +55,4 @@ print(f"\n{closing['rows']} rows of {closing['recorded']} recorded steps in {te.
 print(f'Table: {out/"latest.csv"}\nFigures: {out/"overview.png"}, {out/"digits.png"}\nTo click through, in a browser: {out/"digits.html"}')
 print("In the overview, the outputs of conv2 to head grow tenfold, just while the loss falls, and their gradients grow with them: all layers learn."
     "\nA layer that got nothing would be a gray row, and the first NaN a red cell, named in the title.")
-plt.show() # where there is a display
+plt.show() # does nothing without a display

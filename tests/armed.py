@@ -1,4 +1,4 @@
-"""Cases of the table in the docs about properties that stay true while a model is armed.
+"""Test cases behind the table in the docs of properties that arming a model does not change.
 
 Each case arms a model, uses the model as users do, and checks the result.
 `tests/capture/test_armed.py` and the page of the docs run all cases."""
@@ -53,7 +53,7 @@ def train_once(model, inp, opt=None):
     return loss
 
 
-# ---- copies
+# ---- copies of an armed model
 
 @case('copy.deepcopy', 'the armed model and a submodule of it, before and after a training step: unarmed, own weights, records nothing')
 def deepcopy_():
@@ -66,7 +66,7 @@ def deepcopy_():
     kept = copy.deepcopy({'model': model, 'again': model})
     assert kept['model'] is kept['again']
     own_weights(kept['model'], x(), te)
-    assert outputs(te) and hasattr(model, 'disarm') # the original is as armed as before
+    assert outputs(te) and hasattr(model, 'disarm') # The original is still armed
     te.close()
 
 
@@ -131,7 +131,7 @@ def state_dict():
     te.close()
 
 
-# ---- arming
+# ---- arming and disarming
 
 @case('an exception in forward', 'in a leaf: it passes through unchanged, the enter/exit log is closed, the next pass records; dicts and hooks as before')
 def exception():
@@ -222,11 +222,12 @@ def instance_forward():
     model[1].forward = other
     te.disarm()
     assert model[1].forward is other
-    assert torch.equal(armed(torch.ones(2)), mine(torch.ones(2))) # kept by somebody, it is what it stood for
+    # A kept reference to the armed forward now calls the original forward
+    assert torch.equal(armed(torch.ones(2)), mine(torch.ones(2)))
     te.close()
 
 
-# ---- what models do
+# ---- features of models
 
 @case('in-place operations', 'ReLU(inplace=True) after each layer, += on an output: gradients to the bit')
 def inplace():
@@ -245,7 +246,7 @@ def inplace():
     te.close()
     assert all(torch.equal(a.grad, b.grad) for a,b in zip(plain.parameters(), model.parameters(), strict=True))
     out = [r for r in outputs(te) if 'Linear' in r['module']][0]
-    assert out['min']<0 # seen before the ReLU wrote over it
+    assert out['min']<0 # The output was measured before the in-place ReLU changed it
 
 
 @case('LSTM and nested outputs', 'tuples of tuples, dicts, dataclasses: each tensor has its row and name')
@@ -282,7 +283,7 @@ def sparse():
     te.step()
     [r] = rows(te, ttype='weight_grad')
     dense = model.weight.grad.to_dense().double()
-    near = 1e-9 if dense.is_cpu else 1e-8 # on a GPU a kernel sums in float32
+    near = 1e-9 if dense.is_cpu else 1e-8 # GPU kernels sum in float32
     assert r['shape']==[1000, 4] and abs(r['mean']-dense.mean())<near and abs(r['std']-dense.std())<1e-6
     te.close()
 
@@ -334,7 +335,8 @@ def recursive():
     train_once(te.model, x())
     te.t.refresh()
     assert {r['step'] for r in te.t.lines()}=={0}
-    assert [r['call'] for r in rows(te, module='model(Tree)', ttype='output')]==[3, 2, 1, 0] # the innermost returns first
+    # The innermost call of the recursion returns first
+    assert [r['call'] for r in rows(te, module='model(Tree)', ttype='output')]==[3, 2, 1, 0]
     assert [r['call'] for r in rows(te, module='model(Tree)', ttype='input')]==[0, 1, 2, 3] and len(rows(te, ttype='weight'))==2
     te.close()
 
@@ -353,13 +355,13 @@ def nested():
         except RecursionError as e: answer['armed'] = type(e)
         answer['rows'] = len(te.t.lines())
         te.close()
-    t = threading.Thread(target=run) # a thread begins with an empty stack
+    t = threading.Thread(target=run) # In a new thread, the stack is empty, so the recursion depth is known
     t.start(); t.join()
     assert answer['bare']==answer['armed'] and (answer['armed'] is RecursionError or answer['rows']==602), answer
     assert sys.getrecursionlimit()==limit
 
 
-# ---- modes
+# ---- modes of torch, such as checkpointing, inference mode and torch.compile
 
 @case('activation checkpointing', 'both modes: gradients equal, the recomputation is not recorded a second time')
 def checkpointing():
@@ -496,9 +498,9 @@ def compiled():
     f = torch.compile(model, backend=count, fullgraph=True)
     assert torch.equal(f(inp), want) and count.frame_count==1
     te.disarm()
-    assert torch.equal(f(inp), want) and count.frame_count==2 # unarmed is another graph
+    assert torch.equal(f(inp), want) and count.frame_count==2 # The disarmed model compiles to a second graph
     te.arm()
-    assert torch.equal(f(inp), want) and count.frame_count==2 # found again
+    assert torch.equal(f(inp), want) and count.frame_count==2 # The first graph is used again, without a new compilation
     steps = [[{k:v for k,v in r.items() if k not in ('ts', 'step')} for r in te.t.lines() if r['step']==s] for s in range(3)]
     assert steps[0]==steps[1]==steps[2], [(a, b) for other in steps[1:] for a,b in zip(steps[0], other, strict=False) if a!=b] or [*map(len, steps)]
     assert len(te.mt_log)==10, te.mt_log
@@ -555,7 +557,7 @@ def one_model_two_threads():
     for _ in range(3): te.model(x())
     te.model[0].forward = waits
     go.set(); t.join()
-    assert len(te.mt_log)==2, te.mt_log # three calls while another thread was in its first
+    assert len(te.mt_log)==2, te.mt_log # Only entry and exit of the first call: the three calls during it are not noted
     te.close()
 
 

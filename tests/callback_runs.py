@@ -1,4 +1,4 @@
-"Functions that read runs recorded by the callback of another trainer library. Their tables have the form of those in `looped`"
+"Functions that read runs recorded by callbacks of other trainer libraries. Their tables have the form of `looped.table`"
 import torch
 from looped import training
 

@@ -1,4 +1,4 @@
-"Train a model eager and compiled, and compare the recorded rows of the two trainings."
+"Functions that train a model both in eager mode and compiled, and compare the recorded rows of both trainings."
 import math
 from collections import Counter
 from types import SimpleNamespace
@@ -48,7 +48,7 @@ class GPT(nn.Module):
 
 
 class Few(nn.Module):
-    "A model with few operations, because Inductor needs about a second to compile each kernel"
+    "A model with few operations, because Inductor needs about a second for each kernel"
     class Block(nn.Module):
         def __init__(self): super().__init__(); self.ln,self.l,self.act = nn.LayerNorm(8),nn.Linear(8, 8),nn.Tanh()
         def forward(self, x): return x+self.act(self.l(self.ln(x)))
@@ -83,7 +83,7 @@ def train(make, inputs, how='eager', backend='aot_eager', armed=True, steps=2, f
     if how=='blocks': [b.compile(backend=count, fullgraph=fullgraph) for b in model.blocks]
     losses = []
     for i in range(steps):
-        torch.manual_seed(i) # the same dropout
+        torch.manual_seed(i) # equal dropout masks in both trainings
         model.zero_grad()
         if context:
             with context(): loss = loss_of(f(*args, **kwargs))
@@ -119,7 +119,8 @@ def same_rows(want, got, tol=1e-6):
     for r,s in zip(want, got, strict=True):
         assert r.keys()==s.keys()
         for k in r:
-            if r[k]==s[k] or r[k]!=r[k] and s[k]!=s[k]: continue # NaN, the skewness of equal numbers
+            # Both values are equal or NaN; the skewness of equal numbers is NaN
+            if r[k]==s[k] or r[k]!=r[k] and s[k]!=s[k]: continue
             assert tol and isinstance(r[k], float) and abs(r[k]-s[k])<=tol*max(scale(r), least[r['ttype']], abs(r[k])), (places([r]), k, r[k], s[k])
 
 

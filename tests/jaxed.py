@@ -1,4 +1,4 @@
-"""Small models in JAX with a training step, and a second computation of the same model by plain operations
+"""Small JAX models with a training step, and a reference computation of each model by plain operations
 
 A step is `update(state, x, y) -> (state, gradients, more)`. `hand(note, state, x, y)` computes the loss once more with plain operations,
 and calls `note(key, x)` for each value that must have a row. This file must not import torch."""
@@ -26,11 +26,11 @@ def batch(shape=(6, 4), classes=3, seed=0, dtype=np.float32):
 
 @dataclass
 class Case:
-    "A training step of a JAX model, its initial state, and the function that computes the expected values"
-    update:object # (state, x, y) -> (state, gradients, more); compiled
+    "A training step of a JAX model, its initial state, and the function that computes the expected values of its rows"
+    update:object # Compiled training step: (state, x, y) -> (state, gradients, further results)
     state:object # Function without arguments that returns the initial state
     parts:object # Function: state -> (model_state, optimizer_state), the arguments of `track`
-    hand:object=None # (note, state, x, y) -> loss
+    hand:object=None # Reference computation: (note, state, x, y) -> loss; `note` stores each expected value
     batch:object=batch # Function: seed -> (x, y)
     constant:tuple=() # Names of values without a gradient
     python:bool=False # True if `hand` has Python branches on values
@@ -39,7 +39,7 @@ class Case:
 compiled_quickly = dict(xla_backend_optimization_level=0, xla_llvm_disable_expensive_passes=True) # for functions that run once, where compilation takes longest
 
 
-# ---- a MLP
+# ---- an MLP
 
 class MLP(nn.Module):
     width:int=5
@@ -79,7 +79,7 @@ def mlp(free=()):
     return Case(jax.jit(stepped(MLP(), plain_loss), donate_argnums=free), begun(MLP()), lambda s: s, mlp_by_hand)
 
 
-# ---- a transformer whose blocks run in `nn.scan` and are rematerialized for the gradients
+# ---- a transformer with blocks in `nn.scan`, which are rematerialized for the gradients
 
 class Block(nn.Module):
     @nn.compact
@@ -115,7 +115,7 @@ def transformer():
     return Case(jax.jit(stepped(model, plain_loss)), begun(model, shape=(4, 5, 6)), lambda s: s, transformer_by_hand, partial(batch, (4, 5, 6)))
 
 
-# ---- batch normalization and dropout: a model with variables besides the parameters, and random numbers
+# ---- a model with batch normalization and dropout: it has other variables than parameters, and needs random numbers
 
 class Normed(nn.Module):
     @nn.compact
@@ -144,7 +144,7 @@ def normed():
         h = note('fc', dense(p['fc'], x))
         mean,var = h.mean(0),(h**2).mean(0)-h.mean(0)**2
         h = note('bn', (h-mean)*lax.rsqrt(var+1e-5)*p['bn']['scale']+p['bn']['bias'])
-        # dropout's mask: of the ones that it lets pass
+        # The output of dropout gives its mask: nonzero elements are kept
         seen = model.apply(v, x, rngs={'dropout': jax.random.split(key)[1]}, mutable=['batch_stats'], capture_intermediates=True)[1]['intermediates']
         h = note('drop', jnp.where(lax.stop_gradient(seen['drop']['__call__'][0])!=0, nn.relu(h)*2, 0.))
         return entropy(note('', note('head', dense(p['head'], h))), y)
@@ -161,18 +161,20 @@ def recurrent():
     model = Recurrent()
     def hand(note, state, x, y):
         p = state[0]['params']
-        cell,name = p['SimpleCell_0'],'SimpleCell_0' # flax gives the cell to the module that made it
+        # The parent module created the cell, so flax stores the parameters of the cell there
+        cell,name = p['SimpleCell_0'],'SimpleCell_0'
         h,out = jnp.zeros((len(x), 5)),[]
         for t in range(x.shape[1]):
             i = note(f'{name}.i', dense(cell['i'], x[:, t]), t)
             h = jnp.tanh(i + note(f'{name}.h', h@cell['h']['kernel'], t))
-            out.append(note((name, 'output', 'output_1'), h, t)) # what the cell carries on, and what it gives, are two outputs
+            # The cell returns two outputs: the carried state and the result
+            out.append(note((name, 'output', 'output_1'), h, t))
             h = note((name, 'output', 'output_0'), h, t)
         return entropy(note('', note('head', dense(p['head'], note('rnn', jnp.stack(out, 1))[:, -1]))), y)
     return Case(jax.jit(stepped(model, plain_loss)), begun(model, shape=(3, 4, 2)), lambda s: s, hand, partial(batch, (3, 4, 2)))
 
 
-# ---- nnx: the model and the optimizer are changed in place
+# ---- flax.nnx, which changes model and optimizer in place
 
 class Net(nnx.Module):
     def __init__(self, rngs):
@@ -203,7 +205,7 @@ def nnx_net(compiled=True):
     return Case(lambda state, x, y: (state, *fast(state, x, y)), state, lambda s: (s[0], s[1]), hand)
 
 
-# ---- equinox, by probes
+# ---- equinox, recorded by probes
 
 def equinox_net():
     import equinox as eqx
@@ -229,7 +231,7 @@ def equinox_net():
     return Case(lambda state, x, y: fast(*state, x, y), state, lambda s: (eqx.filter(s[0], eqx.is_array), s[1]), hand)
 
 
-# ---- what is static, mapped, branched, looped, has a derivative of its own, or is in bfloat16
+# ---- static arguments, vmap, cond, loops, custom derivatives and bfloat16
 
 def static():
     @partial(jax.jit, static_argnums=(0, 1), static_argnames='scale')
@@ -245,7 +247,7 @@ def per_example():
         grads = jax.tree.map(lambda g: g.mean(0), each)
         up,s = opt.update(grads, s, p)
         return (optax.apply_updates(p, up), s), grads, each
-    def hand(note, state, x, y): # each example's gradient is of its own loss, not of the mean
+    def hand(note, state, x, y): # Sum, not mean: each example's gradient belongs to its own loss
         p = state[0]['params']
         h = note('Dense_0', dense(p['Dense_0'], x[:, None]))
         out = note('', note('Dense_1', dense(p['Dense_1'], nn.relu(h))))
@@ -254,7 +256,8 @@ def per_example():
 
 @jax.custom_vjp
 def doubled(x): return probe('doubled', 2*x)
-doubled.defvjp(lambda x: (doubled(x), None), lambda _, ct: (probe('cotangent', 3*ct),)) # not what it should be, so that one sees who is asked
+# The derivative is wrong on purpose (3, not 2): it shows that the custom rule is used
+doubled.defvjp(lambda x: (doubled(x), None), lambda _, ct: (probe('cotangent', 3*ct),))
 
 def branched():
     "A training step with `cond`, `scan`, `while_loop` and a custom derivative"
@@ -284,7 +287,7 @@ def branched():
         while (n**2).sum()<5000:
             n = n*1.5
             seen.append(n)
-        if seen: tell('until', jnp.stack(seen)) # which is merged
+        if seen: tell('until', jnp.stack(seen)) # All iterations of the loop are merged into one row
         return entropy(tell('out', x*n), y)
     def state(): return {'w': (w := jnp.linspace(.2, .5, 4))}, opt.init({'w': w})
     return Case(update, state, lambda s: s, hand, constant=('positive', 'negative', 'doubled', 'until'), python=True)
@@ -306,7 +309,7 @@ cases = dict(mlp=mlp, transformer=transformer, normed=normed, recurrent=recurren
     static=static, per_example=per_example, branched=branched, bfloat16=narrow)
 
 
-# ---- runs
+# ---- tracked runs and their expected rows
 
 def plain(x): return np.array(jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x) if isinstance(x, jax.Array) else x
 

@@ -30,7 +30,7 @@ def cuda(i=0): return torch.device('cuda', i)
 
 class Stream:
     def __init__(self, device):
-        # knows: other stream -> number of its last operation waited for; copies: pending (number, host, values)
+        # knows: other stream -> last operation of it that is done for this stream; copies: (operation, host, values)
         self.device,self.now,self.knows,self.copies = device,0,{},[]
         self.finished = 0 # number of the last operation that the host knows to be done
         self.stream_id,self.lock = id(self),threading.Lock() # the writer thread and the training thread use `copies`
@@ -77,7 +77,8 @@ class Event:
         if machine().graph is not None: machine().fault('an event is waited for while a graph is captured')
         failing()
         self.at[0].done(self.at[1])
-        if threading.current_thread() is not threading.main_thread() or may_wait(): return # only the training thread must not wait
+        # Threads of torchember may wait; only the training thread must not
+        if threading.current_thread() is not threading.main_thread() or may_wait(): return
         machine().waits.append(Found(f"an event\n{''.join(traceback.format_stack(limit=14)[:-1])}", by_us()))
 
 
@@ -85,7 +86,7 @@ def failing():
     if machine().failed: raise RuntimeError('CUDA error: device-side assert triggered')
 
 
-# torchember may wait at the end, and before a capture, where torch waits too
+# torchember may wait in `disarm`, and before the capture of a graph, where torch waits, too
 def may_wait(): return any(f.name in ('disarm', 'before_capture') for f in traceback.extract_stack())
 
 
@@ -104,13 +105,13 @@ class Memory:
 
 
 def check_freed(of, owner, used, told, ours):
-    if the.machine is not of: return # garbage of an earlier test
+    if the.machine is not of: return # The memory belongs to the simulated machine of an earlier test
     for s,(n,by_us) in used.items():
         if not owner.sees(s, n) and s not in told: machine().fault('memory is freed while another stream uses it', ours or by_us)
 
 
 package = str(Path(torchember.__file__).parent)
-# `capture.clipping` runs torch's clipping functions, which work for the program
+# Frames that do not count as torchember: `capture.clipping` runs torch's clipping functions for the program
 skipped = str(Path(torch.__file__).parent),__file__,str(Path(package, 'capture', 'clipping.py'))
 
 
@@ -122,7 +123,7 @@ def by_us():
 
 
 class Found(str):
-    "A fault or a wait of the simulated device, with its stack. ours: True if torchember caused it, and not the program"
+    "Description of a fault or a wait of the simulated device, with its stack. ours: True if torchember caused it, and not the program"
     def __new__(cls, text, ours):
         self = super().__new__(cls, text)
         self.ours = ours
@@ -278,7 +279,7 @@ def to_the_host(host, x, non_blocking=False):
         return host.copy_(x.value)
     m.copies += 1
     with s.lock: s.copies.append((s.now, host, x.value.clone()))
-    return host # keeps the old content until the copy arrives
+    return host # `host` keeps its old content until the copy arrives
 
 
 class Graph:
@@ -297,7 +298,8 @@ class Graph:
     def capture_end(self):
         machine().graph,machine().captures = None,False
         if self.broken: raise RuntimeError('CUDA error: operation failed due to a previous error during capture')
-        self.gone = [value for value,memory in self.made if memory() is None and value.is_floating_point()] # later operations of the graph reuse such memory
+        # Later operations of the graph reuse the memory of values without references
+        self.gone = [value for value,memory in self.made if memory() is None and value.is_floating_point()]
 
     def notes(self, stream, used, written):
         "Remember the memory that each replay of the graph reads and writes."
@@ -328,7 +330,8 @@ class Graph:
         alive = lambda refs: list({id(x): x for r in refs if (x := r()) is not None}.values())
         used,written = alive(self.used),alive(self.written)
         s = m.launched(m.chosen[-1][0], used, written)
-        for x in (*used, *written): x.told.add(s) # such memory belongs to the graph, or the user still holds it
+        # The replay may use all this memory, which belongs to the graph or to tensors of the user
+        for x in (*used, *written): x.told.add(s)
         for run in self.runs: run()
         for value in self.gone: value.fill_(torch.nan)
 
@@ -380,7 +383,7 @@ class Kernels:
 
 
 class Reading:
-    "Reads one tensor into its row at once, on the current stream"
+    "Object that reads one tensor into its row immediately, on the current stream"
     def __init__(self, kernels, device, wanted): self.kernels,self.device,self.wanted = kernels,device,wanted
 
     def stream(self):
@@ -396,11 +399,12 @@ class Reading:
 def factory(make):
     def f(*args, device=None, pin_memory=False, **kwargs):
         if isinstance(device, str|torch.device) and torch.device(device).type=='cuda': return late(make(*args, **kwargs), device)
-        if pin_memory and device is None: raise RuntimeError('Only dense CPU tensors can be pinned') # if the default device of the user is this device
+        # torch raises this error if the user's default device is a GPU
+        if pin_memory and device is None: raise RuntimeError('Only dense CPU tensors can be pinned')
         out = make(*args, **kwargs) if device is None else make(*args, device=device, **kwargs)
         if pin_memory:
             machine().pinned.add(out.data_ptr())
-            out.untyped_storage().fill_(0x5a) # content of an earlier allocation
+            out.untyped_storage().fill_(0x5a) # Pinned memory is not zeroed: fill it with bytes of an earlier use
         return out
     return f
 
@@ -437,8 +441,10 @@ def installed(monkeypatch, kernels=True):
     for room in (arena, elements, reading, tap, step_buffer): monkeypatch.setattr(room, 'ordinary', (torch.Tensor, torch.nn.Parameter, Late))
     if kernels: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: m.kernels if device.type=='cuda' else None)
     else: monkeypatch.setattr(reading, 'gpu_kernels', lambda device: None)
-    monkeypatch.setattr(reading, 'operations_are_right', lambda *args: True) # each process checks this once
-    for i in m.streams: assert devices.copies_async(cuda(i)) # each process checks this once
+    # Skip a check that each process makes once
+    monkeypatch.setattr(reading, 'operations_are_right', lambda *args: True)
+    # Make the check for asynchronous copies now, because each process makes it once
+    for i in m.streams: assert devices.copies_async(cuda(i))
     m.waits.clear()
     m.copies = 0
     return m

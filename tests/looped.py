@@ -75,7 +75,7 @@ def heard(word=''):
     got += [str(w.message) for w in caught if issubclass(w.category, EmberWarning) and word in str(w.message)]
 
 
-# ---- tables
+# ---- comparison of tables of rows
 
 def table(te, *ttypes, **where):
     "Return a dict: location (step, module, tensor, call, ...) -> row. Fail if two rows have the same location."
@@ -101,7 +101,7 @@ def training(te, *ttypes):
     return {k: r for k,r in rows.items() if k[0] in trained}
 
 
-# ---- parameters
+# ---- rows of parameters
 
 def said_of_parameters(te, ttype, wanted):
     """Check that the rows of the tensor type `ttype` have the statistics of the tensors in `wanted`.

@@ -31,7 +31,7 @@ for pair in ('Lt LtE', 'Lt GtE', 'Gt GtE', 'Gt LtE', 'Eq NotEq', 'In NotIn', 'Is
     others.setdefault(one, []).append(other)
     others.setdefault(other, []).append(one)
 names = {'min': 'max', 'max': 'min', 'any': 'all', 'all': 'any', 'minimum': 'maximum', 'maximum': 'minimum', 'amin': 'amax', 'amax': 'amin'}
-wording = ('__repr__', 'warn', 'unknown', 'note') # functions that only make texts
+wording = ('__repr__', 'warn', 'unknown', 'note') # Functions that only compose messages
 
 
 class Faults(ast.NodeVisitor):
@@ -176,7 +176,8 @@ class Copy:
         for n in (1, 2): os.dup2(os.open(out, os.O_CREAT|os.O_WRONLY|os.O_TRUNC*(n==1)|os.O_APPEND), n)
         os.chdir(self.place)
         os.environ.update(PYTHONPATH=str(self.place), PYTHONDONTWRITEBYTECODE='1', LOG_KILLS='5', LOG_STEPS='600', LOG_FORKS='3')
-        def ours(p): return p.is_relative_to(root) and not p.is_relative_to(sys.prefix) # the repository may contain a virtual environment
+        # The repository may contain a virtual environment, so its packages stay importable
+        def ours(p): return p.is_relative_to(root) and not p.is_relative_to(sys.prefix)
         sys.path[:] = [str(self.place), *(p for p in sys.path if not ours(Path(p).absolute()))]
         sys.dont_write_bytecode = True
         os._exit(pytest.main(['-q', '-rfE', '-n0', '-p', 'no:cacheprovider', '-o', 'timeout=120', f'--maxfail={most}', *tests]))

@@ -9,11 +9,11 @@ from torchember.measure.summary import derive, groups, index, length, parts_in, 
 
 numbers = ('mean', 'std', 'max', 'min')
 everything = tuple(groups)
-rel = 1e-6 # SPEC 5: relative to the float64 answer
+rel = 1e-6 # Allowed relative error of section 5 of SPEC, compared with the float64 value
 eps = 2**-52
 
 
-# ---- rows
+# ---- checks of rows
 
 def is_row(row, want, shape, rel=1e-6):
     "Check that a row has given values of mean, std, max and min, within the precision of float32."
@@ -29,7 +29,7 @@ def says(row, x, rel=1e-6):
     is_row(row, [d.mean().item(), d.std().item() if d.numel()>1 else math.nan, d.max().item(), d.min().item()], x.shape, rel)
 
 
-# ---- summaries
+# ---- checks of summary vectors
 
 @dataclass
 class Tolerance:
@@ -47,9 +47,11 @@ class Tolerance:
         mean = ok.sum()/n
         d = np.abs(ok-mean)
         self.std,self.rms = float(np.sqrt((d*d).sum()/n)),float(np.sqrt((ok*ok).sum()/n))
-        self.round = 16*eps*float(np.abs(ok).max(initial=0)) # of an element, of the mean
+        # Largest rounding error of an element or of the mean
+        self.round = 16*eps*float(np.abs(ok).max(initial=0))
         self.bent = float((d**3).sum()/n/np.sqrt((d*d).sum()/n)**3) if self.std else 1.
-        self.lean = self.round/self.std if self.std else 0. # what rounding elements does to a standardized one
+        # Rounding error of an element after division by the standard deviation
+        self.lean = self.round/self.std if self.std else 0.
 
     def of(self, name, want):
         "Return the tolerance of the statistic `name`, whose float64 value is `want`."
@@ -62,7 +64,7 @@ class Tolerance:
         return 0.
 
     def knows(self, name):
-        "Return False if the float64 value of a statistic is not reliable: a skewness of rounding errors, or an overflow of the eighth power."
+        "Return True if the float64 value of a statistic is reliable: not a skewness of rounding errors, and no overflow of the eighth power."
         if name in ('skew', 'kurtosis'): return self.std==0 or self.lean<1e-3
         if name in ('rm4', 'rm8'): return self.rms==0 or 1e-36<self.rms<1e36
         return True
@@ -71,7 +73,8 @@ class Tolerance:
 class Answer:
     "The float64 summary of an array, and its tolerances. Computed once for many readers, without keeping the array"
     def __init__(self, x):
-        self.ulp = 8*eps if np.iscomplexobj(x) else 0 # libraries differ in hypot of complex numbers
+        # Libraries round the absolute value of complex numbers differently
+        self.ulp = 8*eps if np.iscomplexobj(x) else 0
         x = (np.abs(x) if np.iscomplexobj(x) else np.asarray(x)).astype(np.float64).ravel()
         self.vector,self.tolerance = read_array(x, everything),Tolerance(x)
 
@@ -103,7 +106,7 @@ def judge(vector, x, wanted=everything, worst=None, where=''):
         else: assert a==b or (a!=a and b!=b), f'{name}: {a!r} for {b!r} {where}'
 
 
-# ---- models
+# ---- checks of whole models
 
 def by_scipy(x):
     "Return the statistics of an array, computed by scipy and numpy."

@@ -15,7 +15,7 @@ from operator import is_
 
 import pytest
 
-# Before torch and torchember are imported: an empty folder of runs, no windows, and one thread per worker
+# These settings must precede the import of torch: an empty folder of runs, no windows, one thread per worker
 if signal.getsignal(signal.SIGINT)==signal.SIG_IGN: # a shell job in the background ignores Ctrl-C, and child processes would inherit that
     signal.signal(signal.SIGINT, signal.default_int_handler)
 home,env = tempfile.TemporaryDirectory(prefix='torchember-'),pytest.MonkeyPatch()
@@ -108,7 +108,8 @@ def settings():
             'precision of matmul': torch.get_float32_matmul_precision(),
             'process group': torch.distributed.is_available() and torch.distributed.is_initialized()}
         places = (loaded('torch.nn.modules.module'), loaded('torch.optim.optimizer'))
-        out |= {f'{m.__name__}.{k}': [*v] for m in places for k,v in vars(m).items() if k.startswith('_global') and isinstance(v, dict)} # hooks
+        # global hooks of modules and optimizers
+        out |= {f'{m.__name__}.{k}': [*v] for m in places for k,v in vars(m).items() if k.startswith('_global') and isinstance(v, dict)}
     if private := loaded('torchember.capture.private_torch'):
         out |= {'modes of torch': (private.count_dispatch_modes(), private.count_function_modes()), 'transform': private.inside_transform()}
     if np := loaded('numpy'): out |= {'errors of numpy': np.geterr(), 'printing of numpy': np.get_printoptions()}
@@ -127,7 +128,7 @@ def figures():
 
 def drawing():
     m = loaded('matplotlib')
-    shell = 'backend', 'interactive' # chosen by the shell of a notebook when it starts
+    shell = 'backend', 'interactive' # The notebook shell sets these two values when it starts
     return {f'rcParams[{k!r}] of matplotlib': v for k,v in dict.items(m.rcParams) if k not in shell} if m else {}
 
 
@@ -207,7 +208,7 @@ class Before(Settings):
 
 
 def by_somebody(where, name, was, new):
-    "Return True if a test has replaced an attribute, and not a library, which may replace attributes at their first use."
+    "Return True if the test has replaced an attribute. Libraries may replace attributes at their first use."
     package,code = where.split('.')[0],getattr(new, '__code__', None)
     if package=='torchember': return not re.fullmatch(r'__.*|_\d+_c\d+', name) # names under which Dynamo stores compiled code in a module
     library = 'site-packages' in code.co_filename if code else f'{getattr(new, "__module__", "")}.'.startswith(f'{package}.')

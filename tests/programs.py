@@ -23,10 +23,11 @@ from pathlib import Path
 variables = {**os.environ} # environment before the first test
 read_at_start = 'PYTHON', 'OMP_', 'KMP_', 'MKL_', 'GOMP_', 'OPENBLAS_', 'TORCH_', 'PYTORCH_', 'CUDA_', 'LD_', 'LC_', 'LANG', 'TZ'
 
-of_no_matter = 'PYTHONPATH', 'PYTHONWARNINGS', 'KMP_DUPLICATE_LIB_OK', 'KMP_INIT_AT_FORK', 'PYTORCH_NVML_BASED_CUDA_CHECK' # sklearn and lightning set some
+# Variables that programs do not need; scikit-learn and Lightning set some of them
+of_no_matter = 'PYTHONPATH', 'PYTHONWARNINGS', 'KMP_DUPLICATE_LIB_OK', 'KMP_INIT_AT_FORK', 'PYTORCH_NVML_BASED_CUDA_CHECK'
 
 
-# ---- functions for the process of the tests
+# ---- functions that run in the process of the tests
 
 def start(program, *args, after='', **kwargs):
     """Start a program, and return its `Popen` with text pipes.
@@ -123,7 +124,7 @@ def over():
     server.cache_clear()
 
 
-# ---- functions for the server process
+# ---- functions that run in the server process
 
 def serve(sock):
     "Fork a child process for each message. Send its process id, and later its exit code. In the child, return the message."

@@ -1,4 +1,4 @@
-"Boards, in threads of the tests"
+"Fixtures that serve a board, the web page of all runs, in a thread of the test process"
 from contextlib import contextmanager
 from threading import Thread
 
@@ -70,7 +70,7 @@ def served(): return serving
 
 @pytest.fixture(scope='module')
 def home(tmp_path_factory):
-    "Three runs that have ended: `fine`, `broken` with a NaN from step 12 on, and `other`"
+    "Return a folder with three ended runs: `fine`, `broken` with a NaN from step 12 on, and `other`"
     home = tmp_path_factory.mktemp('home')
     torch.manual_seed(1)
     for name,n,bad in (('other', 15, 0), ('fine', 20, 0), ('broken', 12, 6)):

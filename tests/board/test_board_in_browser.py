@@ -1,4 +1,4 @@
-"A board in a real browser: rows arrive while they are written, everything follows the pointer, a link shows what its sender saw, and names are names"
+"Tests of a board in a real browser: live rows, reactions to the pointer, links that restore a view, and harmless names"
 import json
 import os
 import re
@@ -17,7 +17,7 @@ evil = '<img src=x onerror="window.hit=1">'
 
 @contextmanager
 def opened(chromium, address, **context):
-    "Open the page with a run on it. `page.wrong` has its errors"
+    "Open the page of a run. `page.wrong` lists its errors"
     with chromium('EXCLUDE 127.0.0.1').new_context(**{'viewport': {'width': 1300, 'height': 900}, **context}) as context:
         page = context.new_page()
         page.set_default_timeout(30_000)
@@ -44,7 +44,7 @@ def pick(page, name):
 
 @pytest.fixture(scope='module')
 def address(home):
-    "The address of a board in a process of its own"
+    "Return the address of a board in its own process"
     asked = [sys.executable, '-m', 'torchember', 'board', '--port', '0', '--no-browser', '--home', str(home)]
     with subprocess.Popen(asked, stdout=subprocess.PIPE, text=True, env={**os.environ, 'TORCHEMBER_BOARD_TOKEN': 'secret'}) as p:
         try:
@@ -59,7 +59,8 @@ def test_what_is_written_arrives(chromium, served, training):
     with served() as address, opened(chromium, address) as page:
         expect(page.locator('#facts')).to_contain_text('6 steps, 0 to 5')
         expect(page.locator('#facts')).to_contain_text('going on')
-        page.locator('#tree [role=treeitem]').nth(3).locator('.fold').click() # folded rows, typed text and the focus stay
+        # Folded rows, the typed text and the focus must survive an update
+        page.locator('#tree [role=treeitem]').nth(3).locator('.fold').click()
         page.locator('#search').fill('2')
         page.locator('#number').focus()
         page.evaluate('window.first = charts.numbers; window.row = $("#runs tbody tr")')
@@ -67,7 +68,8 @@ def test_what_is_written_arrives(chromium, served, training):
         expect(page.locator('#facts')).to_contain_text('9 steps, 0 to 8')
         expect(run_row(page, 'going').locator('td').nth(2)).to_have_text('9')
         drawn(page)
-        assert page.evaluate('[state.step, charts.numbers.data[0].length, charts.heat.data[0].length, +$("#step").max]')==[8, 9, 9, 8] # follows the last step
+        # The view follows the last step
+        assert page.evaluate('[state.step, charts.numbers.data[0].length, charts.heat.data[0].length, +$("#step").max]')==[8, 9, 9, 8]
         assert page.evaluate('charts.numbers !== first && modules.filter(m => !m.open).map(m => m.path).join() === "2" && $("#search").value === "2"')
         expect(page.locator('#number')).to_be_focused()
         page.evaluate('choose({ step: 3 })')
@@ -76,7 +78,7 @@ def test_what_is_written_arrives(chromium, served, training):
         t.steps(2)
         expect(page.locator('#facts')).to_contain_text('11 steps, 0 to 10')
         drawn(page)
-        assert page.evaluate('state.step')==3 # a step that the user chose stays
+        assert page.evaluate('state.step')==3 # The view stays at a step that the user has selected
         expect(page.locator('#count')).to_have_text('(2, 2 going on)')
         assert page.locator('#runs tbody tr th button').all_inner_texts()==['later', 'going'] or page.locator('#runs tbody tr').count()==2
         other.close()
@@ -93,7 +95,8 @@ def test_the_pointer_moves_everything(chromium, address):
         box = page.locator('#numbers .u-over').bounding_box()
         page.mouse.move(box['x']+box['width']*4/19, box['y']+box['height']*.1)
         expect(page.locator('#numbers .readout')).to_contain_text('step 4: train_loss')
-        expect(page.locator('#heat .readout')).to_contain_text('2.0, step 4: ') # the selected row, not the row at this height
+        # The text is about the selected row, not about the row under the pointer
+        expect(page.locator('#heat .readout')).to_contain_text('2.0, step 4: ')
         expect(page.locator('#stepout')).to_have_text('4')
         expect(page.locator('#sizes h2')).to_contain_text(re.compile('step [2-6]$'))
         expect(page.locator('#lines .readout')).to_contain_text(re.compile(r'2\.0 [\d.]+'))
@@ -125,7 +128,8 @@ def test_three_clicks_lead_to_the_layer_that_went_nan(chromium, address):
 
 def test_runs_are_compared_by_a_click(chromium, address):
     with opened(chromium, address+'#run=fine&tensors=output&at=2.0') as page:
-        assert page.evaluate('[$("#numbers").dataset.lines, $("#lines").dataset.lines]')==['2', '7'] # the loss of training, and of validation
+        # Two lines: the training loss and the validation loss
+        assert page.evaluate('[$("#numbers").dataset.lines, $("#lines").dataset.lines]')==['2', '7']
         assert page.locator('#runs input[type=checkbox]:disabled').count()==1
         page.get_by_label('Compare with other').check()
         expect(page.locator('#numbers .readout')).to_contain_text('train_loss of other')
@@ -165,7 +169,8 @@ def test_a_search_filters_everything(chromium, address):
             await put(data, data.run.name, onPage.compared)
             return [state.words, $('#search').value, $('#layers tbody').children.length]
         }'''
-        assert page.evaluate(typed)==['tanh', 'tanh', 1] # also if a newer page arrives between typing and drawing
+        # The typed text stays, also if a newer page arrives before the drawing
+        assert page.evaluate(typed)==['tanh', 'tanh', 1]
         assert not page.wrong
 
 
@@ -232,7 +237,8 @@ def test_names_are_names(chromium, tmp_path, home, served):
         expect(page.locator('#number')).to_contain_text('<u>loss</u>')
         assert page.evaluate('[window.hit, document.querySelectorAll("img, b b, u, i, #health script").length, typeof hit]')==[None, 0, 'undefined']
         assert not page.wrong
-        with page.expect_event('console', lambda m: 'Content Security Policy' in m.text): # an injected script does not run
+        # The content policy blocks an injected script
+        with page.expect_event('console', lambda m: 'Content Security Policy' in m.text):
             page.evaluate('e => document.body.insertAdjacentHTML("beforeend", e)', evil.replace('src=x', 'src="data:,"'))
         assert page.evaluate('window.hit') is None
 
@@ -252,7 +258,8 @@ def test_keys_are_enough(chromium, address):
         page.keyboard.press('Enter')
         expect(page.locator('h1')).to_have_text('broken')
         drawn(page)
-        expect(page.get_by_role('button', name='broken', exact=True)).to_be_focused() # also after the list is drawn again
+        # The focus survives a redraw of the list
+        expect(page.get_by_role('button', name='broken', exact=True)).to_be_focused()
         for _ in order: page.keyboard.press('ArrowUp')
         assert page.evaluate('document.activeElement.textContent')==order[0]
         page.get_by_label('Compare with other').focus()

@@ -1,4 +1,4 @@
-"What a board answers: to whom, about what, and that it only reads"
+"Tests of the answers of a board: access, runs, live updates, and that it only reads"
 import gzip
 import http.client
 import json
@@ -46,7 +46,7 @@ def names(asks):
 def files(home): return {p: (s.st_size, s.st_mtime_ns, s.st_ino) for p in sorted(home.rglob('*')) for s in [p.lstat()]}
 
 
-# ---- access
+# ---- access with a token
 
 @pytest.mark.parametrize('path', ['/', '/run?name=fine', '/events', '/nowhere', '/run?name=fine&x=token', '//', '/../', '/user/ada/'])
 def test_who_has_not_the_token_is_told_nothing(home, path):
@@ -54,7 +54,7 @@ def test_who_has_not_the_token_is_told_nothing(home, path):
         for token in (None, '', 'secre', 'secret0', 'SECRET', 'secret\0', 'ſecret'):
             r = asks.get(path, params={**dict(p.split('=') for p in urlsplit(path).query.split('&') if p), **({'token': token} if token is not None else {})})
             assert r.status_code==403 and 'token' in r.text and 'fine' not in r.text and '<' not in r.text, (path, token)
-        assert asks.get('/run?name=fine&token=wrong&token=secret').status_code==403 # the first token counts
+        assert asks.get('/run?name=fine&token=wrong&token=secret').status_code==403 # Of two tokens, the first counts
         assert asks.post('/').status_code==403
 
 
@@ -104,7 +104,7 @@ def test_what_is_sent_can_run_nothing_but_our_scripts(home):
 def test_what_is_asked_for_is_in_the_title_as_text(): assert f'<title>{"&lt;img src=x onerror=&quot;window.hit=1&quot;&gt;"} ·' in render_board(evil)[0]
 
 
-# ---- which runs
+# ---- runs that a board shows
 
 def test_nothing_but_runs_of_the_home_can_be_asked_for(home, tmp_path):
     (tmp_path/'home'/'log').mkdir(parents=True)
@@ -115,7 +115,8 @@ def test_nothing_but_runs_of_the_home_can_be_asked_for(home, tmp_path):
     (tmp_path/'home'/'log'/'link').symlink_to(tmp_path/'outside')
     (tmp_path/'home'/'log'/'near').symlink_to(tmp_path/'home'/'log'/'inside')
     with asking('in*', 'near', 'link', home=tmp_path/'home') as asks:
-        assert set(names(asks))=={'inside', 'near'} # no links to files elsewhere, and no other runs
+        # Links to files outside of the home, and runs that were not requested, are not shown
+        assert set(names(asks))=={'inside', 'near'}
         for name in ('link', 'hidden', '../outside', '../../outside', '/etc/passwd', 'log/inside', './inside', '..', '.', '', 'inside\0', '*', '%2e%2e/outside',
                      str(tmp_path/'outside')):
             assert asks.get('/run', params={'token': 'secret', 'name': name}).status_code==404, name
@@ -201,7 +202,8 @@ def test_processes_of_a_run_are_one(home, tmp_path):
         (tmp_path/'data'/f'base_both.rank{rank}.json').write_bytes((home/'data'/f'base_{of}.json').read_bytes())
     for wanted in ((), ('both',), ('b*',), ('both.rank*',)):
         r, = listed(tmp_path, *wanted)
-        assert (r['name'], r['ranks'], r['errors'], r['steps'])==('both', 2, 1, 20) and r['loss'][1] is not None # of the first process
+        # The loss is that of the first process
+        assert (r['name'], r['ranks'], r['errors'], r['steps'])==('both', 2, 1, 20) and r['loss'][1] is not None
     assert not listed(tmp_path, 'bot')
     with asking(home=tmp_path) as asks: got = asks.get('/run?token=secret&name=both').json()
     assert got['run']['name']=='both' and got['kinds']==json.loads(json.dumps(page_of(open_run('both', tmp_path))))['kinds']
@@ -211,7 +213,7 @@ def test_the_first_trouble_is_that_of_the_training():
     def line(**r): return json.dumps({'step': 0, 'module': 'Net.a(Linear)', 'ttype': 'output', **r}, separators=(',', ':')).encode()+b'\n'
     data = line(nan=1, phase='eval')+line(step=1, nan=0)+line(step=2, nan=3)+line(step=3, nan=4)+line(step=4, ttype='scalar', x=1.)
     assert [r['step'] for r in rows_of_interest(data)]==[0, 2, 4] and [r['step'] for r in rows_of_interest(data, False)]==[4]
-    assert [r['step'] for r in rows_of_interest(data.rstrip())]==[0, 2, 4] # without a line end
+    assert [r['step'] for r in rows_of_interest(data.rstrip())]==[0, 2, 4] # The last line may lack its line end
     assert [r['step'] for r in rows_of_interest(data.replace(b':', b': '))]==[0, 2, 4]
     assert [r['step'] for r in rows_of_interest(line(posinf=1))]==[r['step'] for r in rows_of_interest(line(neginf=1))]==[0]
 
@@ -223,7 +225,7 @@ def test_a_curve_has_few_points_and_all_values():
     assert {n for _,n in s.points[:-1]}=={s.each}
 
 
-# ---- while a run goes on
+# ---- running trainings
 
 def test_what_is_new_is_seen_and_only_that(training):
     there = Listing()
@@ -247,7 +249,7 @@ def test_what_is_new_is_seen_and_only_that(training):
     again.close()
     text = path.read_bytes().replace(b'train_loss', b'other_loss')
     path.unlink()
-    path.write_bytes(text+text.splitlines(keepends=True)[-1]) # another file of this name
+    path.write_bytes(text+text.splitlines(keepends=True)[-1]) # Another file replaces the log of this name
     there.look()
     assert next(r for r in there.rows if r['name']=='going2')['loss'][0]=='other_loss'
     there.close()
@@ -273,7 +275,7 @@ def test_a_page_that_has_not_changed_is_not_sent_again(training):
         first = ask()
         assert first.status_code==200 and ask(first.json()['version']).status_code==204 and ask(1).status_code==200 and ask(1).content==first.content
         t.steps(1)
-        time.sleep(.3) # a page is made again only after a pause
+        time.sleep(.3) # A page is computed again only after a pause
         asks.app.app.routes[0].endpoint.__self__.pages.share = 0
         second = ask(first.json()['version'])
         assert second.status_code==200 and second.json()['run']['steps']==4 and second.json()['version']!=first.json()['version']
@@ -289,17 +291,17 @@ def test_a_page_is_made_when_a_share_of_the_time_has_gone(training):
     pages.share = 1e6
     t.steps(1)
     there.look()
-    assert steps()==2 # too soon
+    assert steps()==2 # The pause has not ended, so the page is not computed again
     t.close()
     there.look()
-    assert steps()==3 # the run has ended: this is the last page
+    assert steps()==3 # The run has ended, so its last page is computed
     assert pages.of('nothing')==(None, None) and list(pages.made)==['going']
     there.close()
 
 
 @contextmanager
 def events(address):
-    "Yield the lists of runs that a board sends"
+    "Yield the lists of runs that a board sends to a browser"
     at = urlsplit(address)
     c = http.client.HTTPConnection(at.hostname, at.port, timeout=20)
     c.request('GET', f'/events?{at.query}')
@@ -359,7 +361,7 @@ def test_a_training_that_is_killed_leaves_its_last_words(tmp_path, served):
     assert 'The training died in step 3' in json.dumps(page['health']) and 'died' in str(diagnose('killed', home=tmp_path))
 
 
-# ---- the command
+# ---- the command `torchember board`
 
 def test_a_board_needs_no_torch(home, tmp_path):
     program = """
@@ -401,7 +403,7 @@ def test_a_port_that_is_taken_is_passed_over():
         with bind_socket('127.0.0.1', port) as b: assert port<b.getsockname()[1]<port+50 and b.getsockname()[0]=='127.0.0.1'
 
 
-# ---- a large run
+# ---- runs that are too large to show completely
 
 @pytest.mark.parametrize('parquet', [False, True])
 def test_a_large_run_is_shown_by_some_of_its_steps(home, tmp_path, parquet):
@@ -415,14 +417,16 @@ def test_a_large_run_is_shown_by_some_of_its_steps(home, tmp_path, parquet):
     for n in 5,9:
         page = made()
         steps = page['kinds'][0]['step']
-        assert {0, 11, 12, 13, 17}<=set(steps) and len(steps)>=n and set(steps)<=set(range(18)) # the ends, and steps around the problem
+        # First and last step, and steps around the problem
+        assert {0, 11, 12, 13, 17}<=set(steps) and len(steps)>=n and set(steps)<=set(range(18))
         assert page['trouble']==whole['trouble'] and page['run']['rows']==whole['run']['rows'] and page['run']['steps']==18
         assert f'{len(steps)} of 18 steps are shown' in page['run']['missing'] and [k['ttype'] for k in page['kinds']]==[k['ttype'] for k in whole['kinds']]
-        assert page['numbers']==json.loads(json.dumps(whole['numbers'])) # all logged numbers
+        assert page['numbers']==json.loads(json.dumps(whole['numbers'])) # The page has all logged numbers
         assert {t['label'] for t in page['kinds'][0]['tensors']}=={t['label'] for t in whole['kinds'][0]['tensors']}
     assert pages.of('broken')[1].endswith('+') and not page['more']
     last = pages.made['broken']
-    assert pages.of('broken')[1]==last[0] and pages.made['broken'] is last # there is no better page
+    # This page is final, so it is not computed again
+    assert pages.of('broken')[1]==last[0] and pages.made['broken'] is last
     there.close()
 
 
@@ -439,7 +443,7 @@ def test_the_steps_of_processes_are_chosen_alike(home, tmp_path):
 
 
 def test_of_many_numbers_some_are_kept(tmp_path):
-    "The first and the last steps, findings, and spikes of one step"
+    "If numbers are dropped, the first and last steps, findings, and spikes of one step are kept"
     w = FollowedLog('x', tmp_path)
     w.kept = KeptLines(100)
     for s in range(1000):
@@ -452,7 +456,7 @@ def test_of_many_numbers_some_are_kept(tmp_path):
 
 
 def test_a_picture_of_a_large_run_has_its_notable_steps(tmp_path):
-    "The first problem and the beginnings of open findings, with their neighbours; and the loss of a spike"
+    "A reduced picture keeps the first NaN, the first steps of open findings, their neighbours, and a spike of the loss"
     (tmp_path/'log').mkdir()
     def row(step, ttype, **more): return {'step': step, 'module': 'm(N).a(L)', 'ttype': ttype, 'tname': 'x', 'call': 0, **more}
     rows = [r for s in range(1000) for r in (row(s, 'output', std=1., nan=int(s>=900)), {**row(s, 'scalar'), 'loss': 40. if s==777 else 1.})]

@@ -1,4 +1,4 @@
-"Tests of the command line: commands run on recorded runs, in separate processes as in a shell"
+"Tests of the command line: commands for recorded runs, in separate processes as in a shell"
 import json
 import os
 import pty
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pandas as pd
-import pexpect # of IPython
+import pexpect # A dependency of IPython
 import programs
 import pytest
 import torch
@@ -68,7 +68,7 @@ def shell(home, *args, cwd=None, stdin=subprocess.DEVNULL, **env):
 
 @pytest.fixture
 def run_here(runs_there, tmp_path, monkeypatch, capsys):
-    "Run a command in this process, in an empty folder. Return the same as `shell`."
+    "Run a command in this process, in an empty folder. Return a result like that of `shell`."
     monkeypatch.setenv('TORCHEMBER_HOME', str(runs_there))
     monkeypatch.chdir(tmp_path)
     def ask(*args):
@@ -94,7 +94,7 @@ opt.step()
 '''
 
 
-@pytest.mark.parametrize('name', [n for n in typed if n!='board']) # it runs until Ctrl-C
+@pytest.mark.parametrize('name', [n for n in typed if n!='board']) # `board` runs until Ctrl-C
 def test_help_and_its_example(tmp_path, name, run_here, monkeypatch):
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'home'))
     for run in 'before', 'after', 'tmp 1': train(tmp_path/'home', run)
@@ -124,7 +124,7 @@ def test_commands_start_without_pandas_and_torch(runs_there):
 
 
 def test_without_torch(tmp_path):
-    "Each command works or fails with one sentence if torch is not installed."
+    "If torch is not installed, each command works or fails with one sentence."
     for name in 'before', 'after', 'tmp 1': train(tmp_path/'home', name)
     (tmp_path/'train.py').write_text('')
     code = '''import shlex, sys
@@ -181,7 +181,7 @@ def test_pipe_gets_everything_without_colours(runs_there):
 
 
 def on_terminal(home, *args, answer=b'', to=b'', size=80, **env):
-    "Return the output on a terminal, and the exit code. answer: typed as soon as there is output"
+    "Run a command on a terminal. Return its output and exit code. answer: text that is typed after the first output"
     ours,theirs = pty.openpty()
     before = termios.tcgetattr(ours)
     with subprocess.Popen([sys.executable, '-m', 'torchember', *args], stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True,
@@ -195,7 +195,7 @@ def on_terminal(home, *args, answer=b'', to=b'', size=80, **env):
             shown += data
             if answer and to in shown: os.write(ours, answer); answer = b''
         code = p.wait(60)
-    assert termios.tcgetattr(ours)==before # as it was
+    assert termios.tcgetattr(ours)==before # The settings of the terminal are restored
     os.close(ours)
     return code, shown.decode()
 
@@ -235,7 +235,8 @@ def test_run_has_died_if_one_process_has(tmp_path):
     gone.communicate()
     file.write_text(json.dumps({**said, 'pid': gone.pid}))
     assert state()=='died'
-    file.write_text(json.dumps({**said, 'pid': gone.pid, 'host': 'another'})) # a machine that cannot be asked
+    # The process ran on another machine, so its state is unknown
+    file.write_text(json.dumps({**said, 'pid': gone.pid, 'host': 'another'}))
     assert state()=='ended'
 
 
@@ -244,7 +245,7 @@ def test_newest_run_is_first(tmp_path):
         train(tmp_path, name, steps=1)
         file = tmp_path/'data'/f'base_{name}.json'
         file.write_text(json.dumps({**json.loads(file.read_text()), 'start': f'2026-01-0{day} 00:00:00'}))
-    (tmp_path/'data'/'base_b.json').write_text('{}') # without a start
+    (tmp_path/'data'/'base_b.json').write_text('{}') # Metadata without a start time
     assert [r['name'] for r in json.loads(shell(tmp_path, 'ls', '--json').stdout)]==['c', 'a', 'b']
     assert [l.split()[0] for l in shell(tmp_path, 'ls', 'a', 'b').stdout.splitlines()]==['name', 'a', 'b']
 
@@ -252,7 +253,8 @@ def test_newest_run_is_first(tmp_path):
 def test_least_important_columns_are_dropped_first(monkeypatch):
     monkeypatch.setenv('COLUMNS', '24')
     lines = format_table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], elastic=('name',), drop=('less', 'more'))
-    assert [l.split() for l in lines]==[['name'], ['x'*20]] # other columns are left out before a name gets shorter than 16
+    # Other columns are dropped before a name is cut to fewer than 16 characters
+    assert [l.split() for l in lines]==[['name'], ['x'*20]]
     monkeypatch.setenv('COLUMNS', '26')
     lines = format_table([dict(name='x'*20, more='y'*8, less='z'*8)], ['name', 'more', 'less'], ('name',), ('less', 'more'))
     assert [l.split() for l in lines]==[['name', 'more'], ['x'*8+'…'+'x'*7, 'y'*8]]
@@ -318,7 +320,8 @@ def test_closed_pipe_ends_the_command(runs_there):
         with subprocess.Popen([sys.executable, '-m', 'torchember', *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             env=environment(TORCHEMBER_HOME=str(runs_there))) as p:
             p.stdout.close()
-            assert p.stderr.read()==b'' and p.wait(60) in ([141, 0] if args==['--help'] else [141]), args # argparse ignores errors of writing
+            # argparse ignores errors when it writes the help, so exit code 0 is accepted
+            assert p.stderr.read()==b'' and p.wait(60) in ([141, 0] if args==['--help'] else [141]), args
 
 
 def test_hostile_names(tmp_path):
@@ -364,10 +367,10 @@ def test_tail_of_a_run_that_another_process_writes(tmp_path, end):
     tail = subprocess.Popen([sys.executable, '-m', 'torchember', 'tail', 'other process', '-n', '1'], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         text=True, env=environment(TORCHEMBER_HOME=str(tmp_path)))
     first = tail.stdout.readline().split()
-    assert first[:4]==['step', '1', 'loss', '1'] # step 2 may not be complete
+    assert first[:4]==['step', '1', 'loss', '1'] # Step 2 may still be incomplete
     for i in (3, 4): training.step(i)
     seen = [tail.stdout.readline().split()[1] for _ in range(2)]
-    assert seen==['2', '3'] # while it goes on
+    assert seen==['2', '3'] # These steps appear while the training continues
     if end=='kill': training.p.kill(), training.p.wait()
     elif end=='interrupt': tail.send_signal(signal.SIGINT)
     else: training.p.stdin.close()
@@ -427,7 +430,7 @@ def test_tail_reads_only_the_end_of_a_long_log(tmp_path, monkeypatch):
 
 @pytest.fixture
 def at_shells(runs_there, tmp_path):
-    "Environment variables for a shell that completes the command and the names of runs"
+    "Return environment variables for shells in which Tab completes the command and names of runs"
     (tmp_path/'torchember').write_text(f'#!/bin/sh\nexec {sys.executable} -m torchember "$@"\n')
     (tmp_path/'torchember').chmod(0o755)
     return environment(TORCHEMBER_HOME=str(runs_there), PATH=f"{tmp_path}:{os.environ['PATH']}", HOME=str(tmp_path))
@@ -455,7 +458,8 @@ def test_fish_completes(at_shells):
     assert completed('torchember diff bef')==['before'] and completed('torchember dia')==['diagnose']
     assert completed('torchember show b')==['before', 'blown'] and completed('torchember run --st')==['--stats', '--store']
     assert completed('torchember show Schr')==[long_name] and completed('torchember comple')==['completion']
-    assert f'{at_shells["HOME"]}/torchember' in completed(f'torchember run {at_shells["HOME"]}/to') # files, if no other completion is known
+    # Files are completed, because no other completion is known
+    assert f'{at_shells["HOME"]}/torchember' in completed(f'torchember run {at_shells["HOME"]}/to')
 
 
 @only_with('zsh')
@@ -465,7 +469,8 @@ def test_zsh_completes(at_shells, tmp_path):
     shell = pexpect.spawn('zsh', ['-f', '-i'], env={**at_shells, 'TERM': 'dumb'}, timeout=60, encoding='utf-8')
     def completed(line):
         before = lines.read_text() if lines.exists() else ''
-        shell.send(f'{line}\t\x0f\x15') # Tab, Ctrl-O, and Ctrl-U for an empty line
+        # Keys: Tab completes, Ctrl-O is the key binding of the test, Ctrl-U clears the line
+        shell.send(f'{line}\t\x0f\x15')
         until = time.monotonic()+60
         while not lines.exists() or not lines.read_text().endswith('\n') or lines.read_text()==before:
             assert time.monotonic()<until, line

@@ -1,4 +1,4 @@
-"Scripts of Track & Visualize, nnstat and torchember 0.2: each call works, or an error names the replacement"
+"Scripts for the libraries Track & Visualize, nnstat and torchember 0.2: each call works, or an error names the replacement"
 import re
 
 import matplotlib.pyplot as plt
@@ -44,12 +44,12 @@ def closed():
 
 
 def names_of(lf, layer, tt):
-    "Return the selected tensors as (path, parameter) pairs."
+    "Return the pair (path, parameter) of each selected tensor."
     rows = pick(rows_to_draw(lf), layer, tt)
     return sorted({*zip(rows['path'].astype(str), rows['pname'].astype(object).where(rows['pname'].notna(), '').astype(str), strict=True)})
 
 
-# ---- layers of a LogFrame
+# ---- selection of layers in a LogFrame, the table of Track & Visualize
 
 @pytest.mark.parametrize('layer,wanted', [('fc1', [('fc1', 'weight')]), ('fc1.bias', [('fc1', 'bias')]),
     (re.compile('.*bias'), [('fc1', 'bias'), ('fc2', 'bias')]), (re.compile('fc2'), [('fc2', 'bias'), ('fc2', 'weight')]),
@@ -111,14 +111,14 @@ def test_unknown_axes_of_a_heat_map(lf, x, y):
     with pytest.raises(ValueError, match='axis|column of numbers'): scalar_global_heatmap(lf, 'Activation', 'rm2', x=x, y=y)
 
 
-# ---- arguments of seaborn
+# ---- arguments that are passed to seaborn
 
 def test_numbers_in_cells(lf):
     ax = scalar_global_heatmap(lf, 'Activation', 'std', annot=True, fmt='.3f', annot_kws={'fontsize': 5})
     cells = np.asarray(mesh_of(ax))
     texts = {t.get_text() for t in ax.texts}
     assert texts=={f'{v:.3f}' for v in cells.ravel()} and all(t.get_fontsize()==5 for t in ax.texts)
-    for t in ax.texts: # each number in its cell
+    for t in ax.texts: # Each number is written in its own cell
         j,i = (int(round(p)) if k==0 else int(p) for k,p in enumerate(t.get_position()))
         assert t.get_text()==f'{cells[i, j]:.3f}'
     turned = scalar_global_heatmap(lf, 'Activation', 'std', x='name', annot=True)
@@ -135,7 +135,7 @@ def test_squares_lines_and_colour_bars(lf):
     ax = scalar_global_heatmap(lf, 'Activation', 'std', square=True, linewidths=.5, linecolor='red')
     assert ax.get_aspect()==1 and ax.collections[0].get_linewidth()[0]==.5
     other = scalar_global_heatmap(lf, 'Activation', 'std', inc=2, square=True)
-    assert other.get_aspect()==2 # columns are two steps wide
+    assert other.get_aspect()==2 # Each column covers two steps
     _,(a,b) = plt.subplots(1, 2)
     scalar_global_heatmap(lf, 'Activation', 'std', cbar_ax=b)
     assert b.get_ylabel() and not a.get_ylabel()
@@ -185,7 +185,7 @@ def test_errors_of_line_plots(lf, kind, bad, message):
     with pytest.raises(TypeError, match=message): scalar_line(lf, 'fc1', 'Activation', 'std', kind=kind, **bad)
 
 
-# ---- old names
+# ---- former names
 
 @pytest.mark.parametrize('name', ['compute_trust_ratio', 'compute_noise_scale', 'get_update', 'plot_heatmap', 'TorchTracker',
     'exp_histogram', 'ScheduleSelector', 'VisualByTensor'])
@@ -232,7 +232,8 @@ def test_listed_differences_are_true(tmp_path, monkeypatch, lf):
     s = np.linalg.svd(out[0].flatten(1).numpy(), compute_uv=False)
     p = s/s.sum()+1e-7
     np.testing.assert_allclose(got['0']['RankMe'][0], np.exp(-(p*np.log(p)).sum()), rtol=1e-4)
-    np.testing.assert_allclose(got['2']['InputMean'][0], out[0].mean((0, 2, 3)).numpy(), rtol=1e-5) # (N, C, L): channels in the middle
+    # The shape is (N, C, L), so channels are dimension 1
+    np.testing.assert_allclose(got['2']['InputMean'][0], out[0].mean((0, 2, 3)).numpy(), rtol=1e-5)
 
 
 @pytest.mark.parametrize('kind,bad,message', [('kde', {'gridsize': 100}, 'takes no gridsize=: the curve is drawn from counts'),

@@ -1,4 +1,4 @@
-"Import paths of torchember 0.2"
+"Tests that import paths of torchember 0.2 still work"
 import pickle
 
 import programs

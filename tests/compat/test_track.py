@@ -1,4 +1,4 @@
-"Training loops of Track & Visualize's users, with only the import changed, and their LogFrames"
+"Training loops for the library Track & Visualize with only the import changed, and their LogFrames (its tables)"
 import inspect
 import math
 import re
@@ -91,7 +91,7 @@ def test_notebook_of_track_and_visualize(capsys):
     weights = select(lf, tensor_type='Weights')
     assert weights.exponent_counts.sum(axis=1).tolist()==[sizes[n] for n in weights.metadata.name]
     assert not any(m._forward_hooks or m._backward_hooks for m in model.modules())
-    shutil.rmtree(Path(tracker.out_path).parent) # as in the tests of Track & Visualize
+    shutil.rmtree(Path(tracker.out_path).parent) # The tests of Track & Visualize also remove this folder
     assert emberTracker(tracker.name).df.step.nunique()==12
 
 
@@ -160,7 +160,7 @@ def test_gradients_belong_to_their_step(zero):
 
 @pytest.mark.parametrize('zero', zeros)
 def test_gradients_without_the_optimizer(zero):
-    "tracker.step() reads the gradients. If zero_grad was called before, a warning says so."
+    "Without the optimizer, tracker.step() reads the gradients. If zero_grad was called before, a warning says so."
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
     with warnings.catch_warnings(record=True) as warned:
@@ -169,14 +169,14 @@ def test_gradients_without_the_optimizer(zero):
     lf = select(read_pickle(tracker.out_path), tensor_type='Weight_Gradients')
     if zero=='after the step':
         assert not len(lf) and ['3 of 3 steps have no weight gradients' in str(w.message) for w in warned if w.category is EmberWarning]==[True]
-    elif zero=='to zeros': assert (lf.scalar_stats.max_abs==0).all() # what is there
+    elif zero=='to zeros': assert (lf.scalar_stats.max_abs==0).all() # Gradients set to zero still exist
     else:
         for n,grads in enumerate(kept):
             for k,g in grads.items(): check(select(lf, step=n, name=k.removesuffix('.weight')).iloc[0], g)
 
 
 def test_weights_and_states():
-    "Weights are read at the start of the step, states at its end."
+    "Weights are read at the beginning of a step, and optimizer states at its end."
     model = MLP()
     opt = optim.Adam(model.parameters())
     before,after = [],[]
@@ -212,11 +212,12 @@ def test_gradient_accumulation(given):
     for n in range(3):
         for k,g in kept[n].items(): check(select(lf, step=n, name=k.removesuffix('.weight'), tensor_type='Weight_Gradients').iloc[0], g)
     first = select(lf, step=0, name='', tensor_type='Activation')
-    assert len(first)==1 and first.exponent_counts.sum(axis=1).item()==3*4*10 # one tensor in three parts
+    # One row for the three micro-batches of the step
+    assert len(first)==1 and first.exponent_counts.sum(axis=1).item()==3*4*10
 
 
 def test_one_of_two_optimizers_is_given():
-    "Gradients of the other optimizer's parameters are read at the end of the step."
+    "If only one of two optimizers is given, gradients of the other parameters are read at the end of the step."
     model = MLP()
     opt,other = optim.Adam(model.fc1.parameters()),optim.SGD([*model.fc2.parameters(), *model.fc3.parameters()], .1)
     with track(model, optimizer=opt) as tracker:
@@ -234,7 +235,7 @@ def test_one_of_two_optimizers_is_given():
 
 
 def test_one_of_two_optimizers_steps():
-    "Each gradient is read once: in the optimizer's step; for parameters of the other optimizer, at the end of the step."
+    "Each gradient is read once: in its optimizer step, or at the end of the step if its optimizer does not step."
     model = nn.ModuleList(nn.Linear(2, 1, bias=False) for _ in range(3))
     one,two = (optim.SGD(m.parameters(), .1) for m in model[:2])
     def passes(s):
@@ -244,7 +245,7 @@ def test_one_of_two_optimizers_steps():
             passes(s)
             one.step()
             one.zero_grad()
-            passes(s) # more of it for the others
+            passes(s) # Gradients of parameters in the other optimizer grow further
             tracker.step()
             model.zero_grad()
     rows = tracker.t.df.query('ttype=="weight_grad"')
@@ -394,7 +395,7 @@ def test_custom_stash_function():
     def mine(x): return {'scalar_stats': {'median': x.median(), 'rm2': x.pow(2).mean().sqrt()}, **stash_hist(x, -4, 4), 'top': x.max().item()}
     with track(model, stash_value=mine) as tracker: kept = steps(model, tracker, opt, 2)
     lf = read_pickle(tracker.out_path)
-    assert 'rms' in tracker.t.df and 'rm2' not in tracker.t.df # the log has torchember's names
+    assert 'rms' in tracker.t.df and 'rm2' not in tracker.t.df # The log uses the names of torchember
     assert [*lf.scalar_stats]==['median', 'rm2', 'top'] and [*lf.exponent_counts]==[-math.inf, *range(-4, 5), math.inf]
     row,g = select(lf, step=1, name='fc2', tensor_type='Weight_Gradients').iloc[0],kept[1]['fc2.weight']
     assert row['scalar_stats', 'median']==pytest.approx(g.median().item()) and row['exponent_counts'].tolist()==exponents(g, -4, 4)
@@ -447,10 +448,10 @@ def test_steps_are_never_ended():
 
 
 def test_wandb(monkeypatch):
-    "A replacement for W&B, with the functions that track uses."
+    "A replacement for W&B provides the functions that `track` uses."
     model = MLP()
     opt = optim.SGD(model.parameters(), 1e-2)
-    monkeypatch.setitem(sys.modules, 'wandb', None) # as if it were not installed
+    monkeypatch.setitem(sys.modules, 'wandb', None) # Pretend that wandb is not installed
     with pytest.raises(ImportError, match='pip install wandb'): track(model, use_wandb=True)
     logged,handed = [],[]
     class Artifact:
@@ -485,7 +486,7 @@ def test_stashes_of_a_step():
 
 
 def test_compared_with_track_and_visualize(tmp_path, monkeypatch):
-    "Run both packages on one model, if Track & Visualize is installed."
+    "If Track & Visualize is installed, both packages record one model, and their numbers agree."
     theirs = pytest.importorskip('tandv.track.torch')
     monkeypatch.chdir(tmp_path)
     model = MLP()
@@ -501,7 +502,8 @@ def test_compared_with_track_and_visualize(tmp_path, monkeypatch):
     compared = 0
     for _,row in b.iterrows():
         name,kind,step = (row['metadata', k] for k in ('name', 'tensor_type', 'step'))
-        late = kind=='Weight_Gradients' or kind.startswith('Optimiser') # Track & Visualize has these in the next step
+        # Track & Visualize assigns these rows to the next step
+        late = kind=='Weight_Gradients' or kind.startswith('Optimiser')
         other = select(a, name=name, tensor_type=kind, step=step+late)
         if not len(other): assert late and step==3; continue
         other,compared = other.iloc[0],compared+1
@@ -543,7 +545,7 @@ def test_nothing_is_recorded_if_disabled(monkeypatch, capsys):
 
 @pytest.mark.parametrize('kind', ['.pkl', '.parquet'])
 def test_stash_function_without_numbers(kind, tmp_path):
-    "A LogFrame is not written, and a message says so. The training continues, and the log has the values."
+    "If the stash function returns no numbers, no LogFrame is written, with a message. The training continues, and the log has the values."
     model = nn.Linear(2, 1)
     with pytest.warns(EmberWarning, match='stash_value returned no numbers'):
         with track(model, stash_value=lambda x: {'what': 'a text'}, offload_type=kind, home=tmp_path) as tracker:

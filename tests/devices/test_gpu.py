@@ -1,4 +1,4 @@
-"""Tests on a real accelerator: numbers equal those of numpy, no wait is added, memory does not grow, training is unchanged.
+"""Tests on a real GPU: rows equal numpy, the program waits no more than without recording, memory does not grow, training is unchanged.
 
 `make gpu` runs this. Without an accelerator all of it is skipped, and tests/devices/test_late_device.py rehearses it."""
 import copy
@@ -39,7 +39,7 @@ only_cuda = pytest.mark.skipif(not cuda, reason='only CUDA and ROCm have this')
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
-    "Use full-precision matrix products and deterministic sums."
+    "Use matrix products in full precision, and deterministic sums."
     monkeypatch.setenv('CUBLAS_WORKSPACE_CONFIG', ':4096:8')
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     torch.backends.cudnn.benchmark = False
@@ -62,7 +62,7 @@ def nothing_said():
 
 
 def says(row, x, rel=1e-6):
-    "Check that the statistics of a row equal those of a tensor."
+    "Check that the statistics of a row equal the statistics of a tensor."
     x = x.detach().to('cpu')
     x = x.to_dense() if x.layout is not torch.strided else x
     x = x.to(torch.float64 if not x.is_complex() else torch.complex128).numpy().ravel()
@@ -75,7 +75,7 @@ def says(row, x, rel=1e-6):
         assert got==v or (math.isnan(got) and math.isnan(v)) or abs(got-v)<=max(answer.tolerance.of(k, v), rel*abs(v)), (k, got, v, row)
 
 
-# ---- numbers
+# ---- rows equal the values of numpy
 
 @pytest.mark.parametrize('train,options,kind', cases, ids=lambda v: getattr(v, '__name__', v))
 def test_the_numbers_of_a_training_are_those_of_the_cpu(tmp_path, train, options, kind):
@@ -205,7 +205,7 @@ def test_noted_numbers(tmp_path):
     assert got==[w.item() for w in want]
 
 
-# ---- what changes: nothing
+# ---- recording does not change the training
 
 def weights_after(train, net, armed, home, to=moved, opt=adam, **options):
     opt = opt(net)
@@ -244,7 +244,7 @@ def test_under_autocast_with_a_scaler(tmp_path, kind, bad):
     for k in got[0]: assert torch.equal(got[0][k], got[1][k]), k
 
 
-# ---- nobody waits, nothing grows
+# ---- the program does not wait, and memory does not grow
 
 def loop(net, opt, steps, batch=64, each=lambda i: None, clip=False, inp=5):
     xs = [torch.randn(batch, inp, device=device) for _ in range(3)]
@@ -291,7 +291,7 @@ def test_memory_does_not_grow(tmp_path, options):
     opt,used = adam(net),[]
     with torchEmber(net, opt, home=tmp_path, **kinds_of_runs[options]):
         loop(net, opt, 160, inp=64, each=lambda i: used.append(torch.cuda.memory_allocated()))
-    assert max(used[100:])<=max(used[:100])+2**16, used # tables of addresses are kept, 64 of them
+    assert max(used[100:])<=max(used[:100])+2**16, used # The tolerance of 64 KiB covers cached tables of addresses
 
 
 @only_cuda
@@ -314,12 +314,13 @@ def test_steps_that_are_not_recorded_launch_nothing(tmp_path):
         def of(word): return sum(n for k,n in events.items() if word in k) # noqa: B023
         counts[str(options)] = of('LaunchKernel'), of('cudaMemcpyAsync'), of('Synchronize')
         if te: te.close()
-    bare,off,on,all_types = counts.values() # launches, copies, waits in three steps
+    bare,off,on,all_types = counts.values() # Each value: numbers of launches, copies and waits in three steps
     assert off==bare, counts
-    assert on[0]<=2*bare[0] and all_types[0]<=5*bare[0], counts # what it launches is stated, and not to grow
+    # The docs state the number of launches, and it must not grow
+    assert on[0]<=2*bare[0] and all_types[0]<=5*bare[0], counts
 
 
-# ---- streams
+# ---- several streams
 
 class Branches(nn.Module):
     def __init__(self, shared=False):
@@ -398,7 +399,7 @@ def test_two_models_in_two_threads(tmp_path):
     for te in tes[1:]: same(te.t.df.drop(columns=['model'], errors='ignore'), tes[0].t.df.drop(columns=['model'], errors='ignore'), 1e-4)
 
 
-# ---- compiled
+# ---- compiled models
 
 def trained_text(net, compile=lambda n: n, steps=3, home=None, **options):
     torch.manual_seed(3)
@@ -443,7 +444,7 @@ def test_compiled(tmp_path, way, checkpoint):
         for s in ('mean', 'std', 'min', 'max'): assert abs(a[k][s]-b[k][s])<=2e-3*size, (k, s, a[k], b[k])
 
 
-# ---- graphs
+# ---- CUDA graphs
 
 @only_cuda
 @pytest.mark.parametrize('mode', ['reduce-overhead', 'max-autotune'])
@@ -488,8 +489,8 @@ def test_captured_by_hand(tmp_path):
             with torch.no_grad(): net(x)
     torch.testing.assert_close(got, want)
     assert sum('graph is being captured' in str(w.message) for w in said)==1
-    rows = [r for r in te.t.lines() if r['ttype']!='finding'] # the warning about the capture is a row, too
-    assert len(rows)==before+before//3 # three passes before, one after it
+    rows = [r for r in te.t.lines() if r['ttype']!='finding'] # Exclude the row of the warning about the capture
+    assert len(rows)==before+before//3 # Three passes were recorded before the capture, and one after it
 
 
 @only_cuda
@@ -556,13 +557,14 @@ def test_graphed_callables_are_recorded(tmp_path):
                 opt.step()
                 opt.zero_grad()
         runs.append(te)
-    a,b = (df(t)[lambda d: d['step']>1].reset_index(drop=True).dropna(axis=1, how='all') for t in runs) # torch warms up in step 1
+    # Exclude the first steps, because torch warms up in step 1
+    a,b = (df(t)[lambda d: d['step']>1].reset_index(drop=True).dropna(axis=1, how='all') for t in runs)
     counts = lambda d: d.groupby(['step', 'ttype']).size().unstack()
     assert len(a)==len(b), (counts(a), counts(b))
     same(b, a, 1e-4)
 
 
-# ---- what goes wrong
+# ---- failures of the device
 
 @only_cuda
 def test_no_memory_for_us(tmp_path):
@@ -602,7 +604,8 @@ def train(n):
 
 
 def program(tmp_path, text, **env):
-    env = {**os.environ, 'TORCHEMBER_HOME': str(tmp_path), 'PYTHONPATH': os.pathsep.join(sys.path), **env} # a process that was forked has no device
+    # A new process, not a fork, because a forked process cannot use the GPU
+    env = {**os.environ, 'TORCHEMBER_HOME': str(tmp_path), 'PYTHONPATH': os.pathsep.join(sys.path), **env}
     return subprocess.run([sys.executable, '-c', prelude+textwrap.dedent(text)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
 
 
@@ -685,10 +688,11 @@ dist.destroy_process_group()
     assert done.returncode==0 and done.stdout.split()[-1]=='4', done.stderr[-3000:]
 
 
-# ---- the armed matrix
+# ---- the cases of `armed.py` on the GPU
 
-by_hand = {'DistributedDataParallel', 'nn.DataParallel', 'autocast', 'two models in two threads', 'one model in two threads'} # which say where they are, or
-# make tensors in threads, that have no default device
+# Cases that set the device of their tensors themselves, or
+by_hand = {'DistributedDataParallel', 'nn.DataParallel', 'autocast', 'two models in two threads', 'one model in two threads'}
+# create tensors in threads, where the default device does not apply
 
 
 @pytest.mark.parametrize('what', [c for c in armed_cases if c not in by_hand])
@@ -697,7 +701,7 @@ def test_what_stays_true_while_a_model_is_armed(what):
     with device: armed_cases[what][1]()
 
 
-# ---- large ones
+# ---- large models and tensors
 
 @pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16], ids=str)
 def test_alexnet(tmp_path, dtype):

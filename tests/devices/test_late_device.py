@@ -1,4 +1,4 @@
-"Tests on the simulated device of `late`: numbers equal those of the CPU, without waits and without races between streams"
+"Tests on the simulated device of `late`: rows equal those of the CPU, and there are no waits or races between streams"
 import copy
 import gc
 import warnings
@@ -55,7 +55,8 @@ def test_the_numbers_are_those_of_the_cpu_and_nobody_waits(gpu, monkeypatch, tmp
     got = recorded(train, moved, late, tmp_path/'gpu', settings[options], kind, lambda: seen.append((len(gpu.waits), gpu.copies, gpu.launches)))
     fail_on_faults(gpu)
     first = [b[1]-a[1] for a,b in zip(seen, seen[1:], strict=False)]
-    assert set(first[1:])<={0, 1, 2} and sum(first)>=1, seen # a copy a step; two where rows have several widths
+    # At most one copy to the host per step, or two if rows have several widths
+    assert set(first[1:])<={0, 1, 2} and sum(first)>=1, seen
     same(got.t.df, want.t.df, 1e-5 if train is not in_halves else .02)
     for k,v in moved.state_dict().items(): assert torch.equal(v.value, net.state_dict()[k]), k
     monkeypatch.undo()
@@ -64,7 +65,7 @@ def test_the_numbers_are_those_of_the_cpu_and_nobody_waits(gpu, monkeypatch, tmp
 @pytest.mark.parametrize('kind', ['foreach', 'fused'])
 @pytest.mark.parametrize('bad', [None, 2], ids=['all finite', 'one step skipped'])
 def test_a_loss_that_was_scaled(gpu, monkeypatch, tmp_path, kind, bad):
-    "The scaler waits for each step. torchember waits once, if a fused optimizer skips steps itself, because only the device knows this."
+    "The scaler waits in each step. torchember waits only if a fused optimizer skips steps itself, which only the device knows."
     monkeypatch.setattr(torch.cuda, 'is_available', lambda: True)
     def scaled(net, opt, to, device):
         scaler = torch.amp.GradScaler(device, init_scale=8.)
@@ -301,11 +302,11 @@ def test_a_layer_that_is_called_on_two_streams_in_turn(gpu, tmp_path, calls):
     assert used[1]==used[-1] and len(used[-1])==2, used
 
 
-# ---- what goes wrong
+# ---- failures
 
 @pytest.mark.parametrize('ends', ['pass', 'te.step', 'optimizer'])
 def test_what_is_captured_is_left_alone(gpu, tmp_path, ends):
-    "If a step is open while a graph is captured, nothing of the step is closed, read or launched. Later passes are recorded."
+    "If a graph is captured within a step, torchember does not end, read or launch anything. Later passes are recorded."
     net = moved_model(model())
     opt,launched = adam(net),[]
     with warnings.catch_warnings(record=True) as said:
@@ -319,14 +320,15 @@ def test_what_is_captured_is_left_alone(gpu, tmp_path, ends):
                     opt.step()
                     opt.zero_grad()
                 if capturing:
-                    te.recorder.flush() # as whoever looks at the run does
+                    te.recorder.flush() # Flush as a reader of the run does: it must launch nothing during the capture
                     launched.append(gpu.launches-before)
-            if ends=='te.step': te.step() # the weights are those of the first pass: all were of one step
+            if ends=='te.step': te.step() # Ends the only step here; its weights were measured in the first pass
     fail_on_faults(gpu)
     assert len(set(launched))==1
     assert sum('graph is being captured' in str(w.message) for w in said)==1
     rows = [r for r in te.t.lines() if r['ttype']=='output']
-    assert [r['step'] for r in rows]==[0]*6+([1]*6 if ends!='te.step' else []) # the two passes of one step have a row together
+    # Both recorded passes of one step share a row
+    assert [r['step'] for r in rows]==[0]*6+([1]*6 if ends!='te.step' else [])
     want = [r['mean'] for r in recorded(plain, model(), torch.clone, tmp_path/'cpu', {}, 'one by one').t.lines() if r['ttype']=='output' and r['step']==0]
     np.testing.assert_allclose([r['mean'] for r in rows[:6]], want, rtol=1e-5)
 
@@ -363,7 +365,7 @@ def test_rows_of_lists_that_were_not_read_any_more(gpu, monkeypatch):
 
 
 def test_rows_that_follow_one_another_are_sent_as_they_lie(gpu):
-    "Consecutive rows are copied directly. Other rows are selected by index, which costs two more launches."
+    "Consecutive rows are copied directly. Scattered rows are selected by index, which costs two more launches."
     a,launched = Arena(),[]
     taps = [a.tap(n) for n in 'xyz']
     for names in ('xyz', 'xyz', 'xz', 'xz', 'y'):
@@ -409,7 +411,7 @@ def test_what_is_lost_stands_in_no_later_step(gpu, monkeypatch):
 @pytest.mark.parametrize('x', [torch.arange(6.).double().view(2, 3), torch.tensor(1.5).bfloat16(), torch.tensor([0, -1, 165]), torch.zeros(0, 4)],
     ids=lambda x: f'{x.dtype} {tuple(x.shape)}')
 def test_what_came_before_a_device_failed_is_there(gpu, x):
-    "After a failure of the device, each wait raises. Numbers that arrived before are kept, other numbers are not used."
+    "After a failure of the device, each wait raises. Only numbers that arrived before are used."
     came,comes = (to_host(late(x)) for _ in range(2))
     for host,values in ((h, v) for s in gpu.streams.values() for _,h,v in s.copies[:1]): host.copy_(values)
     gpu.failed = True
@@ -433,13 +435,13 @@ def test_memory_that_devices_write_to_is_used_again_and_never_given_back(gpu, ho
         with pytest.raises(RuntimeError, match='device-side assert'): to_host(x)
     else: again = [to_host(x), to_host(x)]
     if how=='asked': assert again[0].memory.data_ptr()==at!=again[1].memory.data_ptr()
-    if how=='asked': # and has numbers of its own
+    if how=='asked': # Each read array has its own values, also if its pinned memory is used again
         kept,mine = to_host(x),to_host(late(torch.ones(6)))
         first = np.asarray(kept)
         first[:] = 9
         other = to_host(late(torch.zeros(6)))
         assert np.asarray(other).tolist()==[0.]*6 and np.asarray(mine).tolist()==[1.]*6 and np.asarray(kept).tolist()==[*map(float, range(6))]
-    if how=='nobody asks': # the device is about to write to it
+    if how=='nobody asks': # The device may still write to this memory, so it is not used again yet
         assert at not in {p.memory.data_ptr() for p in again}
         gpu.streams[0].done(gpu.streams[0].now)
         assert to_host(x).memory.data_ptr()==at
@@ -467,7 +469,7 @@ def test_a_training_whose_device_fails(gpu, tmp_path, recwarn):
     plain(net, opt, late)
     for s in gpu.streams.values(): s.done(s.now)
     gpu.failed = True
-    te.recorder.flush() # as when it is collected
+    te.recorder.flush() # Simulates the flush at garbage collection
     te.close()
     steps = te.t.df['step'].unique()
     assert list(steps)==list(range(len(steps))) and len(steps)>=2
@@ -531,7 +533,7 @@ def test_what_is_divided_before_it_is_counted_keeps_its_digits(gpu, dtype):
 
 
 def test_only_what_is_there_anyway_waits(gpu):
-    "Only tensors of the program are queued, not divided copies made for exponent counts."
+    "Only tensors that the program keeps are queued, not the divided copies made for exponent counts."
     arena,x = Arena(),mean_of(6)
     for n,stats in (('a', 'basic'), ('b', ['mean', 'exponents'])): observe(x, arena.tap(n, stats, once=True), scale=3., later=True)
     assert [t.number for t in arena.taps if t.rows[:2] in arena.unread.by_row]==([0] if gpu_kernels() else [])
@@ -560,7 +562,7 @@ def test_who_may_free_parameters(monkeypatch):
     assert not may_free_parameters()
 
 
-# ---- that the machine notices
+# ---- launches and shared rows on the simulated device
 
 def rows_of(arena):
     "Return key, call, dtype and statistics of each row, read in a thread, because the writer thread may wait."
@@ -568,7 +570,7 @@ def rows_of(arena):
 
 
 def rows_on_both_devices(gpu, xs, stats='basic', **about):
-    "Return rows of tensors at separate taps, on the CPU and on the device."
+    "Return the rows of tensors, each at its own tap, on the CPU and on the device."
     out = []
     for to in (torch.clone, late):
         arena = Arena()
@@ -580,7 +582,7 @@ def rows_on_both_devices(gpu, xs, stats='basic', **about):
 
 
 def test_a_tensor_is_read_by_one_launch(gpu):
-    "A tensor is read by one launch and nothing else, also under autocast or no_grad. A default device needs the slower way."
+    "A tensor is read by one launch and no other operation, also under autocast or no_grad. With a default device, more are needed."
     if not gpu_kernels(): pytest.skip('without kernels it takes several')
     arena,x = Arena(),late(torch.randn(3, 5))
     tap = arena.tap('a')
@@ -608,16 +610,16 @@ def test_a_tensor_that_is_seen_again_is_not_read_again(gpu):
         before = gpu.launches
         observe(x, tap, **about)
         reads.append(gpu.launches>before)
-    seen(x, taps[0]); seen(x, taps[1]) # the second from the first
-    x.add_(1); seen(x, taps[2]) # another version
-    seen(x, taps[3], scale=2.) # multiplied: its row says by what
+    seen(x, taps[0]); seen(x, taps[1]) # The second row copies the numbers of the first
+    x.add_(1); seen(x, taps[2]) # The tensor has a new version, so it is read again
+    seen(x, taps[3], scale=2.) # Another scale, so the tensor is read again
     seen(x, taps[4])
-    arena.begin(1); seen(x, taps[5]); seen(x, taps[6]) # another pass
+    arena.begin(1); seen(x, taps[5]); seen(x, taps[6]) # A new pass, so the tensor is read again
     assert reads==[True, False, True, True, True, True, False] and arena.shared==2
     means = [r[3]['mean'] for r in rows_of(arena)]
     np.testing.assert_allclose(means, [m:=x.value.double().mean()-1]*2+[m+1, (m+1)/2]+[m+1]*3, rtol=1e-5)
     seen(x, taps[7])
-    assert reads[-1] # what was taken is known to nobody
+    assert reads[-1] # The rows were taken, so no row is left to copy from
     fail_on_faults(gpu)
 
 
@@ -638,7 +640,7 @@ numbers = dict(float=(torch.randn(6), 1), double=(torch.randn(6).double(), 1), t
 
 @pytest.mark.parametrize('kind', numbers)
 def test_what_a_tensor_takes(gpu, kind):
-    "Numbers of launches as documented: for a new tensor, for a scaled tensor, and for a tensor that was already read."
+    "The numbers of launches are as documented, for a new tensor, a scaled tensor, and a tensor read before."
     if not gpu_kernels(): pytest.skip('operations of torch are several launches each')
     arena,took,(x,launches) = Arena(),[],numbers[kind]
     taps = [arena.tap(i) for i in range(4)]
@@ -668,7 +670,8 @@ def test_layers_of_several_devices(gpu, wanted):
 def test_functions_of_the_users_run_without_autocast_of_the_device(gpu):
     "Functions of the user compute in full precision, as outside of autocast."
     def look(x): return {'cast': torch.is_autocast_enabled('cuda'), 'here': torch.is_autocast_enabled('cpu')}
-    torch.set_autocast_enabled('cuda', True) # torch.autocast does so only where there is one
+    # torch.autocast does nothing without a CUDA device, so set the flag directly
+    torch.set_autocast_enabled('cuda', True)
     try:
         with torch.autocast('cpu', torch.bfloat16): assert custom_row(look, late(torch.ones(2)))=={'cast': False, 'here': True}
         assert torch.is_autocast_enabled('cuda')
@@ -685,7 +688,7 @@ def test_tensors_of_inference_have_no_version(gpu, whole):
     observe(x, a)
     before = gpu.at_once
     observe(x, b)
-    with torch.inference_mode(): x.value.add_(1) # which no version tells of
+    with torch.inference_mode(): x.value.add_(1) # This change gives no new version
     observe(x, b)
     assert gpu.at_once-before==(2 if gpu_kernels() else 0)
     observe(x, b, scale=2.)
@@ -703,8 +706,9 @@ def test_whole_numbers_are_made_floats_and_read_at_once(gpu, stats):
     cpu,there = rows_on_both_devices(gpu, xs, stats)
     for a,b in zip(cpu, there, strict=True):
         assert a[:3]==b[:3]
-        for k in a[3]: np.testing.assert_allclose(b[3][k], a[3][k], rtol=1e-12, err_msg=f'{a[0]} {k}') # 2^24+1 is no float32
-    assert gpu.at_once-before==(14 if gpu_kernels() else 0) # all but the complex ones
+        # Exact integers: 2^24+1 has no float32
+        for k in a[3]: np.testing.assert_allclose(b[3][k], a[3][k], rtol=1e-12, err_msg=f'{a[0]} {k}')
+    assert gpu.at_once-before==(14 if gpu_kernels() else 0) # Kernels read all tensors but the complex ones
     arena,x,seen = Arena(),late(torch.arange(6)),[]
     class Mode(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None): seen.append(func); return func(*args, **kwargs or {})
@@ -712,7 +716,7 @@ def test_whole_numbers_are_made_floats_and_read_at_once(gpu, stats):
     observe(x.clone(), a)
     y = x+3
     with Mode(): observe(y, a)
-    observe(x, b); x.add_(1); observe(x, b) # another version
+    observe(x, b); x.add_(1); observe(x, b) # The second call reads again, because the version is new
     for _ in range(2): arena.forget(c); observe(x, c, later=True)
     x.add_(1)
     assert not seen and [r[3]['mean'] for r in rows_of(arena)]==[2.5, 5.5, 2.5, 3.5, 3.5]
@@ -753,7 +757,7 @@ def test_a_row_that_could_not_be_written_is_none(gpu, monkeypatch):
         with pytest.raises(RuntimeError, match='no memory'): observe(x, a)
         with pytest.raises(RuntimeError, match='no memory'): observe(x, b)
     observe(x+1, a)
-    observe(x, b) # was not read before
+    observe(x, b) # The failed read of `x` left no row to copy from
     assert [(r[0], r[1], r[3]['mean']) for r in rows_of(arena)]==[('a', 0, 2.), ('a', 1, 3.), ('b', 0, 2.)]
 
 
@@ -782,7 +786,7 @@ def mean_of(value): return late(torch.full((4,), float(value)))
 
 @pytest.mark.parametrize('asks', ['take', 'forget', 'read_pending'])
 def test_who_asks_on_another_stream_comes_after_the_rows(gpu, asks):
-    "A read on another stream waits for the rows, and the next row is written after that read."
+    "A read on another stream waits until the rows are written, and the next row waits for that read."
     arena,x,y,side = Arena(),mean_of(2),mean_of(5),Stream(cuda())
     a,b,c = arena.tap('a'),arena.tap('b'),arena.tap('c', once=True)
     for t in (a, b): observe(x, t)
@@ -799,7 +803,7 @@ def test_who_asks_on_another_stream_comes_after_the_rows(gpu, asks):
 @pytest.mark.parametrize('micro', [0, 1])
 @pytest.mark.parametrize('together', [True, False])
 def test_what_a_list_takes_the_place_of_may_be_on_another_stream(gpu, together, micro):
-    "Gradients are read on one stream, again on another, and then complete: the step has one row for each gradient."
+    "Gradients are read on one stream, then on another, and then complete: the step keeps one row for each gradient."
     if not gpu_kernels(): pytest.skip('without kernels there are no lists')
     arena,side,got = Arena(),Stream(cuda()),[]
     taps = [arena.tap(i, once=True) for i in range(3)]
@@ -822,9 +826,10 @@ def test_what_a_list_takes_the_place_of_may_be_on_another_stream(gpu, together, 
 
 @pytest.mark.parametrize('which', [(1,), (0, 2), (0, 1, 2)], ids=str)
 def test_those_of_a_list_whose_memory_was_given_back_meanwhile_have_no_rows(gpu, monkeypatch, which):
-    "Queued tensors whose memory was freed meanwhile, such as gathered parameters, are not read and have no rows."
+    "Queued tensors that were freed meanwhile, such as gathered parameters, are not read and have no rows."
     from torchember.measure import unread
-    monkeypatch.setattr(unread, 'is_freed', lambda x: not x.value.untyped_storage().nbytes()) # that of the wrapper is no storage
+    # The wrapper tensor has no storage, so look at its value
+    monkeypatch.setattr(unread, 'is_freed', lambda x: not x.value.untyped_storage().nbytes())
     if not gpu_kernels(): pytest.skip('without kernels there are no lists')
     arena,got = Arena(),[]
     taps = [arena.tap(i, once=True) for i in range(3)]
@@ -832,7 +837,7 @@ def test_those_of_a_list_whose_memory_was_given_back_meanwhile_have_no_rows(gpu,
         xs = [mean_of(10*step+i) for i in range(3)]
         measure_tensors(arena, xs, taps, False, True)
         arena.unread.assign_rows()
-        assert [len(ys) for _,ys in arena.unread.lists]==([3] if step else []) # who they are is known from the second step on
+        assert [len(ys) for _,ys in arena.unread.lists]==([3] if step else []) # Lists are known from the second step on
         for i in which if step==2 else (): xs[i].value.untyped_storage().resize_(0)
         got.append([(r[0], r[3]['mean']) for r in rows_of(arena)])
     assert got==[[(i, 10.*step+i) for i in range(3) if step!=2 or i not in which] for step in range(4)]
@@ -870,7 +875,7 @@ def test_a_row_is_known_of_a_tensor_only(gpu):
 
 
 def test_a_pass_begins_with_nothing_that_waits(gpu):
-    "Before a pass begins, queued tensors are read, so the rows have the values of that time."
+    "Before a pass begins, queued tensors are read, so their rows have the values before the pass."
     arena,p = Arena(),mean_of(2)
     observe(p, arena.tap('p', once=True), later=True)
     arena.begin(1)
@@ -974,14 +979,14 @@ def test_nobody_sees_that_a_parameter_waits(gpu):
             return f(*args, **(kwargs or {}))
     arena = Arena()
     t,p = arena.tap('p', once=True),nn.Parameter(mean_of(2))
-    observe(p, t) # rows are laid out
+    observe(p, t) # The first call allocates the row
     arena.forget(t)
     with Look(): observe(p, t, later=True)
     assert not seen and [r[3]['mean'] for r in rows_of(arena)]==[2.]
 
 
 def test_what_no_launch_reads_goes_the_long_way(gpu, monkeypatch):
-    "Tensors that are not dense, and sums without a kernel, are read by torch operations."
+    "Without a kernel for a tensor that is not dense, or for a statistic, torch operations compute the row."
     if not gpu_kernels(): pytest.skip('without kernels all do')
     from torchember.measure import arena as room
     arena,x = Arena(),late(torch.randn(4, 6))
@@ -1018,7 +1023,7 @@ def test_whole_numbers_are_read_in_all_their_digits(gpu):
     fail_on_faults(gpu)
 
 
-# ---- in other rooms
+# ---- other parts of torchember that read from the device
 
 def test_what_is_measured_now_is_not_what_it_becomes(gpu, tmp_path):
     net = moved_model(model())
@@ -1031,7 +1036,7 @@ def test_what_is_measured_now_is_not_what_it_becomes(gpu, tmp_path):
 
 
 def test_numbers_of_a_step_that_is_over_are_not_waited_for(gpu, tmp_path):
-    "Numbers of a finished step are not waited for, also not by the black box."
+    "torchember never waits for the numbers of a finished step, not even for its black box, the file of the latest steps."
     net = moved_model(model())
     opt = adam(net)
     with torchEmber(net, opt, home=tmp_path, ttypes='output', blackbox=True) as te:
@@ -1045,7 +1050,7 @@ def test_numbers_of_a_step_that_is_over_are_not_waited_for(gpu, tmp_path):
 
 
 def test_what_a_device_does_not_give_takes_nothing_else_with_it(gpu, monkeypatch):
-    "If the device fails, rows of user functions and logged numbers are kept, because they are on the host."
+    "If the device fails, rows of user functions and logged numbers survive, because they are on the host."
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         buffer = StepBuffer({'output': ('mean',)})
@@ -1072,7 +1077,7 @@ def test_a_number_that_is_noted_during_a_capture(gpu, tmp_path):
 
 
 def test_the_random_numbers_of_a_device_are_its_own(monkeypatch):
-    "The random generator of each device is unchanged, whichever device is current."
+    "Recording leaves the random generator of each device unchanged, whichever device is current."
     from torchember.recorder.step_buffer import torch_generators as of_torch
     put = []
     room = SimpleNamespace(get_rng_state=lambda device=None: device, set_rng_state=lambda state, device=None: put.append((state, device)))
@@ -1154,14 +1159,14 @@ def test_a_copy_is_not_there_before_its_event(bare_machine):
     done.record()
     x.add_(5)
     done.synchronize()
-    assert host.tolist()==[0, 1, 2] and len(bare_machine.waits)==1 # as it was then
+    assert host.tolist()==[0, 1, 2] and len(bare_machine.waits)==1 # The copy has the values from before `add_`
     early.synchronize()
     assert 'never recorded' in bare_machine.faults[0]
     assert x.sum().item()==18 and len(bare_machine.waits)==2
     assert isinstance(x, Late) and machine() is bare_machine
 
 
-# ---- lists
+# ---- lists of parameters that are read together
 
 def measure_tensors(arena, xs, taps, again, together):
     "Measure weights or gradients in one list with `StepBuffer.measure_together`, or one by one."
@@ -1185,7 +1190,7 @@ def test_lists_have_the_rows_that_each_tensor_has_by_itself(gpu, seed):
         taps = {n: arena.tap(n, 'basic' if n!='c' or seed%2 else 'full', once=True) for n in names+[n+' grad' for n in names]}
         flow = arena.tap('flow')
         def xs(n, step, shift=0): return late(torch.arange(3.+shift+'abcdef'.index(n[0])%2)+step*10+ord(n[0]))
-        micro,has = 0,set() # has: names that have something in this step
+        micro,has = 0,set() # has: names of parameters with a row in this step
         for step,what in enumerate(plan):
             some = names if what!='some' else names[step%3::2]
             if what in ('weights', 'some', 'others', 'aside'):
@@ -1255,7 +1260,7 @@ def test_lists_of_a_buffer(gpu):
     def means():
         snapshot,_ = buffer.take(True)
         with ThreadPoolExecutor(1) as pool: return [(r['key'][0], r['stats']['mean']) for r in pool.submit(snapshot.rows).result()]
-    for value in (1., 2.): buffer.measure_together(some(value)) # then there is room for two
+    for value in (1., 2.): buffer.measure_together(some(value)) # Two measurements allocate two rows for each
     assert len(means())==6
     for step in range(4):
         buffer.begin_pass(0)
@@ -1267,7 +1272,7 @@ def test_lists_of_a_buffer(gpu):
         buffer.measure_together(some(20.), replace=True)
         buffer.measure_together(some(30.)[1:2], replace=True)
         assert means()==[('a', 20.), ('c', 22.), ('b', 31.)], step
-        for new in (5., 6.): # read in between
+        for new in (5., 6.): # Each measurement is read before the next
             buffer.measure_together(some(new), replace=True)
             buffer.read_pending()
         assert means()==[('a', 6.), ('b', 7.), ('c', 8.)], step
@@ -1289,7 +1294,7 @@ def test_nothing_waits_while_a_graph_is_captured(gpu):
 
 @pytest.mark.parametrize('what', ['parts', 'ranks'])
 def test_where_there_are_several_processes_each_tensor_is_looked_at(gpu, monkeypatch, what):
-    "With several processes, each tensor is read alone, and its row describes its shard."
+    "With several processes, each tensor is read separately, and its row describes its shard."
     buffer = StepBuffer({'weight': ('mean',)})
     state = SimpleNamespace(track=SimpleNamespace(name='a', module=None), taps={})
     some = [(state, 'weight', 'weight_0', 'weight', mean_of(2))]
@@ -1346,7 +1351,7 @@ def test_what_cannot_be_looked_at_any_more_ends_no_training(gpu, monkeypatch):
 
 
 def labelled(net, to, where, steps=12):
-    "Train a classifier with labels of a device, and return the facts about its loss."
+    "Train a classifier with labels on a device, and return the facts that the ember noted about its loss."
     opt,te = torch.optim.SGD(net.parameters(), .1),torchEmber(net, home=where, name='run')
     torch.manual_seed(0)
     for i in range(steps):
@@ -1376,7 +1381,7 @@ def test_labels_of_a_device_that_fails(gpu, monkeypatch, tmp_path):
     for _ in range(20): labels.add(late(torch.arange(3)))
     assert len(labels.copies.pending)==16
     labels.copies.read()
-    assert len(labels.copies.pending)==16 # nothing has arrived
+    assert len(labels.copies.pending)==16 # No copy has arrived yet
     gpu.failed = True
     labels.copies.read(True)
     assert not labels.copies.pending and labels.facts()=={}

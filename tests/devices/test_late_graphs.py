@@ -1,4 +1,4 @@
-"Tests of CUDA graphs on the simulated device of `late`: replays are recorded with the numbers of the CPU, without waits"
+"Tests of CUDA graphs on the simulated device of `late`: rows of replays equal those of the CPU, without waits"
 import copy
 import gc
 import warnings
@@ -23,7 +23,7 @@ flows = 'input', 'output', 'input_grad', 'output_grad'
 def gpu(request, monkeypatch):
     before = {n: vars(Graph)[n] for n in ('capture_begin', 'capture_end', 'replay')}
     yield installed(monkeypatch, request.param)
-    assert machine().kernels.memory=='of no graph' # of a graph, memory is exchanged, and given back
+    assert machine().kernels.memory=='of no graph' # The kernels must no longer use the memory of a graph
     assert {n: vars(Graph)[n] for n in before}==before and not GraphWatch.attached
     monkeypatch.undo()
     over()
@@ -39,7 +39,7 @@ def sgd(net, **kwargs): return torch.optim.SGD(net.parameters(), lr=.05, momentu
 def loss_of(net, x): return net(x).square().mean()
 
 
-# ---- a training on the CPU, and the same with a graph
+# ---- trainings on the CPU, and equal trainings with a CUDA graph
 
 def train_eagerly(net, opt, xs, after_step=lambda i: None, passes=1):
     for i,x in enumerate(xs):
@@ -141,7 +141,7 @@ def test_gradients_before_they_are_clipped(gpu, tmp_path):
 
 
 def test_an_optimizer_of_its_own_kind(gpu, tmp_path):
-    "The numbers equal those of eager steps on the device, digit for digit."
+    "Rows of a captured optimizer step equal those of eager steps on the device, digit for digit."
     tables = []
     for f in (train_eagerly, with_graph):
         net,xs = moved_model(model()),data(6)
@@ -241,7 +241,7 @@ def test_passes_that_are_not_for_the_log(gpu, tmp_path):
 
 
 def test_an_eager_pass_on_the_stream_of_the_capture(gpu, tmp_path):
-    "An eager pass has its own rows, because the graph overwrites its rows at each replay."
+    "An eager pass gets rows of its own, because each replay overwrites the rows of the graph."
     tables = []
     for moved in (False, True):
         net,to = (moved_model(model()),late) if moved else (model(),torch.clone)
@@ -263,7 +263,7 @@ def test_an_eager_pass_on_the_stream_of_the_capture(gpu, tmp_path):
             te.step()
             if moved: del g, capture.graph
             gc.collect()
-            for _ in range(3): # nor do its rows go with the graph
+            for _ in range(3): # The rows of the eager pass still exist after the graph is deleted
                 with capture.side if moved else torch.no_grad(): net(x)
                 te.step()
         tables.append(te.t.df)
@@ -303,7 +303,7 @@ def test_what_is_seen_twice_in_a_graph(gpu, tmp_path):
 
 @pytest.mark.parametrize('passes', [1, 2])
 def test_nothing_grows(gpu, tmp_path, passes):
-    "Each step has the same number of launches, and takes no more memory."
+    "Each step launches the same number of operations, and uses no more memory."
     seen,blocks = [],[]
     net = moved_model(model())
     with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True, ttypes=ALL) as te:
@@ -357,7 +357,8 @@ def test_steps_that_passes_end(gpu, tmp_path):
         for new in xs[1:]:
             x.copy_(late(new))
             g.replay()
-        assert not [b for b in got.recorder.buffer.rows.arena.blocks if b.key is None and b.graph is None] # nothing had to be set aside
+        # No rows were copied to other blocks
+        assert not [b for b in got.recorder.buffer.rows.arena.blocks if b.key is None and b.graph is None]
     fail_on_faults(gpu)
     same(got.t.df, want.t.df)
 
@@ -505,7 +506,8 @@ def test_leaves_that_were_captured_and_are_used_again(gpu, tmp_path):
         graphs = [torch.cuda.CUDAGraph() for _ in range(2)]
         for g in graphs:
             with captured(g): loss_of(moved, x).backward()
-        assert len(got.recorder.model.graphs.gradients.handles)==2 # the model has it as input, and its first layer
+        # Two hooks on x, as input of the model and as input of its first layer
+        assert len(got.recorder.model.graphs.gradients.handles)==2
         for new,g in zip(xs[1:], (*graphs, None, graphs[1]), strict=True):
             with torch.no_grad(): x.copy_(late(new))
             g.replay() if g is not None else loss_of(moved, x).backward()
@@ -673,7 +675,7 @@ def test_what_cannot_be_looked_through_in_a_graph(gpu, tmp_path):
     assert (te.t.df['ttype']=='output').sum()==4
 
 
-# ---- a loss that was scaled
+# ---- loss scaling
 
 @pytest.mark.parametrize('stats', ['basic', 'numerics'])
 def test_a_scale_that_changes(gpu, tmp_path, stats):
@@ -703,7 +705,7 @@ def test_a_scale_that_changes(gpu, tmp_path, stats):
     same(got.t.df[lambda d: d['ttype']=='output_grad'].reset_index(drop=True), want.t.df[lambda d: d['ttype']=='output_grad'].reset_index(drop=True))
 
 
-# ---- what goes wrong
+# ---- failures and limits
 
 def warned(said, words): return [str(w.message) for w in said if words in str(w.message)]
 
@@ -717,7 +719,8 @@ def test_a_function_of_the_users(gpu, tmp_path):
             with_graph(net, te.recorder.watch.optimizers[0], data(5))
     fail_on_faults(gpu)
     assert len(warned(said, 'no Python runs in a CUDA graph'))==1
-    assert len(warned(said, 'measured'))==2 # in the steps before, random numbers of a device that is not there cannot be kept
+    # Both eager steps warn, because random state of the simulated device cannot be saved
+    assert len(warned(said, 'measured'))==2
     df = te.t.df
     assert df[df['ttype']=='output']['step'].unique().tolist()==[0, 1] and df[df['ttype']=='input']['step'].unique().tolist()==[0, 1, 2, 3, 4]
 
@@ -742,7 +745,8 @@ def test_a_capture_without_a_step_before(gpu, tmp_path):
         warnings.simplefilter('always')
         with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True) as te: with_graph(net, te.recorder.watch.optimizers[0], data(4), warm=0)
     assert len(warned(said, 'warm-up'))==1
-    assert set(rows_of(te)['ttype'])=={'weight', 'weight_grad', 'finding'} # weights and their gradients are read when a step ends
+    # Weights and gradients are read at the end of a step, so only these rows exist
+    assert set(rows_of(te)['ttype'])=={'weight', 'weight_grad', 'finding'}
 
 
 def test_statistics_that_are_new_in_a_capture(gpu, tmp_path):
@@ -761,7 +765,7 @@ def test_statistics_that_are_new_in_a_capture(gpu, tmp_path):
 
 
 def test_a_graph_that_begins_while_another_is_taped(gpu, tmp_path):
-    "If a second graph is captured, such as in another thread, recording of the first goes on, and the second is not recorded."
+    "If a second graph is captured, such as in another thread, recording of the first continues, and the second is not recorded."
     net,xs = moved_model(model()),data(4)
     with torchEmber(net, sgd(net), home=tmp_path, cuda_graphs=True) as te:
         opt,graphs = te.recorder.watch.optimizers[0],te.recorder.model.graphs
@@ -851,7 +855,7 @@ def test_a_graph_that_ends_while_another_is_taped(gpu, tmp_path):
         net(x)
         graphs,g = te.recorder.model.graphs,torch.cuda.CUDAGraph()
         with captured(g):
-            graphs.graph_ends(torch.cuda.CUDAGraph(), True) # of another thread's
+            graphs.graph_ends(torch.cuda.CUDAGraph(), True) # Another thread ends the capture of another graph
             net(x)
         g.replay()
     assert len(te.t.df)==12
@@ -860,7 +864,7 @@ def test_a_graph_that_ends_while_another_is_taped(gpu, tmp_path):
 def test_an_ember_that_nobody_has_any_more(gpu, tmp_path):
     "If an ember is garbage without `close`, a new ember is notified once of each replay."
     lost = torchEmber(moved_model(model()), home=tmp_path/'lost', cuda_graphs=True)
-    lost.recorder.model.graphs.watch.attached.clear() # as the collector does
+    lost.recorder.model.graphs.watch.attached.clear() # Simulates garbage collection
     lost.close()
     net,x = moved_model(model()),late(data()[0])
     with torchEmber(net, home=tmp_path, ttypes='output', cuda_graphs=True) as te, torch.no_grad():
@@ -927,7 +931,8 @@ def test_compiled_code_is_taped_as_it_is_without_a_compiler(monkeypatch, tmp_pat
     torch._dynamo.reset()
     passes,gradients = ([[t for t in some if (t[0]=='gradient') is yes] for some in told] for yes in (False, True))
     assert passes[1]==passes[0] and len(passes[0])==14
-    assert sorted(gradients[1])==sorted(gradients[0]) and len(gradients[0])>=10 # hooks on one tensor, which two modules have, may come in another order
+    # The order of hooks on a tensor that two modules share may differ
+    assert sorted(gradients[1])==sorted(gradients[0]) and len(gradients[0])>=10
 
 
 def test_a_model_that_is_armed_again(gpu, tmp_path):
@@ -972,7 +977,7 @@ def test_what_a_graph_has_goes_with_it(gpu, tmp_path):
         g.replay()
         rows = weakref.ref(te.recorder.model.graphs.tapes[g].rows.blocks[0])
         del g
-        net(x) # what it has written last is of the step before
+        net(x) # The last rows of the graph belong to the step before, so they stay during this pass
         gc.collect()
         net(x)
         assert rows() is None and len(te.recorder.buffer.rows.arena.blocks)==before
@@ -1016,7 +1021,7 @@ def test_two_embers(gpu, tmp_path):
 
 
 class SkipsItself(torch.optim.SGD):
-    "Like a fused optimizer with a scaler: a number on the device decides whether the step changes anything"
+    "An optimizer like a fused one with a scaler: a number on the device decides if its step changes anything"
     @torch.no_grad()
     def step(self, closure=None):
         for p in self.param_groups[0]['params']: p.add_(p.grad*(1-self.found_inf), alpha=-.05)

@@ -1,4 +1,4 @@
-"Tests with hostile files: torchember runs no code of a folder of runs, writes nowhere else, and reads good files beside bad ones"
+"Tests with hostile files: torchember executes no code from a folder of runs, writes nowhere else, and reads the valid files"
 import inspect
 import json
 import os
@@ -34,7 +34,7 @@ from torchember.store.log_file import last_step_of
 root = Path(torchember.__file__).parents[1]
 
 
-# ---- children
+# ---- child processes
 
 evil = "open({mark!r}, 'a').write(__name__+' ')\n"
 
@@ -51,7 +51,7 @@ def test_a_child_imports_nothing_of_the_folder_one_stands_in(tmp_path, monkeypat
     (tmp_path/'home'/'log').mkdir(parents=True)
     (tmp_path/'home'/'log'/'run').write_bytes(b'{"module": "model(Net)", "ttype": "output", "tname": "output_0", "step": 3, "rms": 1.0}\n')
     monkeypatch.chdir(here)
-    monkeypatch.setenv('PYTHONPATH', ':') # an empty entry is the current folder, of whoever starts
+    monkeypatch.setenv('PYTHONPATH', ':') # An empty entry stands for the current folder of the child process
     monkeypatch.setattr(sys, 'path', ['', '.', *sys.path])
     reader = Reader(home=tmp_path/'home', picture=False, look={})
     try: assert reader.ask(name='run', over=True)['line']=='run: step 3'
@@ -81,7 +81,7 @@ def test_a_program_that_shows_a_run_live_imports_nothing_of_its_folder(tmp_path,
 @pytest.mark.parametrize('how', [['-I', '-W', 'ignore::ResourceWarning', '-X', 'utf8=0'], ['-E', '-s', '-B'], ['-S', '-OO', '-bb', '-X', 'utf8'],
     ['-B', '-X', 'dev', '-X', 'pycache_prefix=elsewhere'], []], ids=' '.join)
 def test_a_child_is_started_as_its_parent_was(how):
-    "A child process gets all options of its parent, and imports nothing from the current folder."
+    "A child process gets all interpreter options of its parent, and imports nothing from the current folder."
     names = [n for n in dir(sys.flags) if not n.startswith('_') and not callable(getattr(sys.flags, n)) and n!='safe_path']
     look = f'[{{n: getattr(sys.flags, n) for n in {names}}}, sys.pycache_prefix, [*dict.fromkeys(sys.warnoptions)]]'
     def said(start, code): return eval(subprocess.run([*start, '-c', f'import sys\n{code}'], capture_output=True, text=True, check=True, cwd=root).stdout)
@@ -90,7 +90,7 @@ def test_a_child_is_started_as_its_parent_was(how):
     assert child==parent and safe
 
 
-# ---- files that are none, and files of others
+# ---- paths that are not regular files, and files from another user
 
 def row(step=0, **more): return dict(module='model(Net).fc(Linear)', ttype='output', tname='output_0', step=step, mean=1., dtype='float32') | more
 
@@ -108,12 +108,12 @@ def home(tmp_path):
 
 
 def put(path, what):
-    "Put something at a path: a folder, a link, a pipe, or a file that is no JSON."
+    "Create a file that is not valid at a path: a folder, a link, a pipe, a socket, or a file without JSON."
     path.unlink(missing_ok=True)
     if what=='pipe': os.mkfifo(path)
     elif what=='socket':
         was = os.getcwd()
-        os.chdir(path.parent) # its address may have a hundred letters
+        os.chdir(path.parent) # The path of a Unix socket may have only about a hundred characters
         try: socket.socket(socket.AF_UNIX).bind(path.name)
         finally: os.chdir(was)
     elif what=='folder': path.mkdir()
@@ -134,7 +134,7 @@ no_metadata = (b'[]', b'null', b'3', b'"base"', b'', b'{', b'\xff\xfe', b'['*200
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize('what', no_files+no_metadata, ids=lambda w: w if isinstance(w, str) else repr(w[:12]))
 def test_metadata_that_is_none(home, what):
-    "With broken metadata, `runs` lists the run and its problem, and everything else works as without metadata."
+    "With broken metadata, `runs` lists the run and its problem, and all other functions work as without metadata."
     (home/'log'/'bad').write_bytes(lines(row(0), row(4)))
     for kind in 'base','structure','vis': put(home/'data'/f'{kind}_bad.json', what)
     got = runs(home).set_index('name')
@@ -154,7 +154,7 @@ def test_metadata_that_is_none(home, what):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize('what', no_files)
 def test_a_log_that_is_none(home, what):
-    "A log that is no file blocks no reader and is not written to. Other logs are read."
+    "A log that is not a regular file blocks no reader, and nothing is written to it. All other logs are read."
     put(home/'log'/'bad', what)
     got = runs(home).set_index('name')
     assert got.problem.isna()['good'] and got.loc['good', 'steps']==2
@@ -174,7 +174,7 @@ def test_a_log_that_is_none(home, what):
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize('what', (*no_files, b'', b'{', b'\x00'*1000, lines([], 3)))
 def test_a_file_of_the_latest_step_that_is_none(home, what):
-    "The latest step is read from the log, if its own file is broken."
+    "If the file of the latest step is broken, the latest step is read from the log."
     put(home/'log'/'good_latest', what)
     assert [r['step'] for r in emberTracker('good', home).latest_line_list()]==[1]
     t = emberTracker('good', home)
@@ -186,7 +186,7 @@ def test_a_file_of_the_latest_step_that_is_none(home, what):
 
 
 def test_what_a_link_leads_to_is_not_written(home, tmp_path):
-    "The target of a link is not changed: not as log, metadata or file of the latest step, nor through temporary names."
+    "The target of a link is never changed, whether the link replaces a log, metadata, the latest step, or a temporary file."
     secret = tmp_path/'secret'
     secret.write_bytes(b'mine\n')
     for p in ('log/good_latest', 'data/base_linked.json', 'data/notes.json', 'log/linked'): (home/p).symlink_to(secret)
@@ -212,7 +212,7 @@ def test_a_file_beside_is_a_new_one(home, monkeypatch):
 
 
 def test_files_have_the_rights_that_the_user_gives(home):
-    "Files have the permissions that the umask of the user gives, so a group may read a run."
+    "Files have the permissions of the user's umask, so other users of the group may read a run."
     was = os.umask(0o027)
     try: base.replace(home/'data'/'x.json', b'3'); emberTracker('new', home)(row()).barrier()
     finally: os.umask(was)
@@ -221,7 +221,7 @@ def test_files_have_the_rights_that_the_user_gives(home):
 
 @pytest.mark.parametrize('what', ('none', 'ours', 'open to all', 'a link', 'a file', "somebody else's"))
 def test_where_there_is_no_home(tmp_path, monkeypatch, what):
-    "Without a home, torchember uses an own temporary folder, also if another user has created a folder with this name."
+    "Without a home folder, torchember uses a private temporary folder, also if another user has created a folder of this name."
     def nobody(*args): raise RuntimeError('Could not determine home directory.')
     monkeypatch.setattr(Path, 'home', nobody)
     monkeypatch.delenv('TORCHEMBER_HOME')
@@ -246,7 +246,7 @@ def test_where_there_is_no_home(tmp_path, monkeypatch, what):
 
 @pytest.mark.parametrize('name', ('CON', 'nul.rank0', 'a:b', '12:30', 'what?', '*', 'end.', 'end '))
 def test_names_that_are_none_elsewhere(home, name):
-    "A new run may not have such a name, but an existing one is read."
+    "A name that Windows does not allow is refused for a new run, but an existing run of this name is read."
     for make in (lambda: emberTracker(name, home), lambda: new_run('Net', name, home=home)):
         with pytest.raises(ValueError, match='run name'): make()
     (home/'log'/name).write_bytes(lines(row(3)))
@@ -265,7 +265,7 @@ def test_metadata_too_large(home, monkeypatch):
 # ---- lines that are too long
 
 def test_a_long_line_is_read_in_linear_time(tmp_path):
-    "Twice the line takes twice the CPU time, and a line that is too long gives no row."
+    "The CPU time grows linearly with the length of a line, and a line that is too long gives no row."
     def took(n):
         (tmp_path/'log').write_bytes(b'x'*n)
         began = time.process_time()
@@ -273,11 +273,11 @@ def test_a_long_line_is_read_in_linear_time(tmp_path):
         return time.process_time()-began
     took(1<<20)
     small,large = min(took(1<<22) for _ in range(3)),min(took(1<<25) for _ in range(2))
-    assert large<40*small # eight times as long; 64 times where it were quadratic
+    assert large<40*small # 8 times the length may take 40 times as long; quadratic time would be 64 times
 
 
 def test_lines_that_are_too_long(home, monkeypatch):
-    "Each reader leaves out a line that is too long, with a warning, and no writer writes such a line."
+    "Each reader skips a line that is too long, with a warning, and no writer writes such a line."
     for room in by_lines,store_log: monkeypatch.setattr(room, 'longest_line', 1000)
     for f,name,n in ((by_lines.blocks, 'longest', 1000), (by_lines.line_blocks, 'size', 100)):
         names = [p.name for p in inspect.signature(f).parameters.values() if p.default is not p.empty and p.kind is not p.KEYWORD_ONLY]
@@ -299,7 +299,7 @@ def test_lines_that_are_too_long(home, monkeypatch):
 
 @pytest.mark.parametrize('step', ('"1"', 'true', '1e3', '-3', '9'*30, 'null', '[1]', '{}', '"x"'))
 def test_steps_of_another_type(home, step):
-    "The last step is the last valid step number."
+    "The last step of a run is its last valid step number; step numbers of a wrong type are ignored."
     (home/'log'/'odd').write_bytes(lines(row(2))+b'{"ttype":"output","tname":"o","module":"m","step":%s}\n' % step.encode())
     assert last_step_of(home/'log'/'odd')==2 and [r['step'] for r in emberTracker('odd', home).latest_line_list()]==[2]
     assert runs(home).set_index('name').loc['odd', 'steps']==3
@@ -311,7 +311,7 @@ def test_the_last_step_is_far_from_the_end(home):
 
 
 def test_a_report_is_not_written_through_a_link(home, tmp_path, monkeypatch):
-    "A report with the default name does not follow a link. A path that the user gives may be a link."
+    "A report with the default name is not written through a link. A path that the user gives may be a link."
     monkeypatch.chdir(tmp_path)
     (tmp_path/'secret').write_text('mine')
     for made in (lambda: torchember.report('good', home=home), lambda: torchember.report('good', tmp_path, home=home)):
@@ -328,7 +328,7 @@ def test_a_report_is_not_written_through_a_link(home, tmp_path, monkeypatch):
 
 
 def test_a_log_that_grows_without_an_end_of_line(tmp_path, monkeypatch):
-    "Content that is too long for a line is skipped, with one warning."
+    "A growing line that exceeds the limit is skipped, with one warning."
     from torchember.show.live import following
     monkeypatch.setattr(following, 'longest_line', 100)
     (tmp_path/'log').write_bytes(b'x'*90)
@@ -341,20 +341,21 @@ def test_a_log_that_grows_without_an_end_of_line(tmp_path, monkeypatch):
     assert tail.more(4000).endswith(lines(row(3)))
 
 
-# ---- what rows have in them
+# ---- rows with hostile content
 
 def test_a_path_of_twenty_thousand_levels(home):
-    "A report shows a hundred levels, and the other levels as one name."
+    "The report of a path with 20000 levels shows a hundred levels, and joins the others in one name."
     deep = '.'.join(['x']*20_000)
     table = read('good', home=home).drop(columns='module').assign(path=deep)
     began = time.process_time()
     page = page_of(table)
-    assert time.process_time()-began<20 and len(page['tree'])==102 # thirteen seconds for one such module, and many hundred megabytes
+    # Without this limit, one such module takes 13 seconds and hundreds of megabytes
+    assert time.process_time()-began<20 and len(page['tree'])==102
     assert page['tree'][-1][0]==deep and sum(len(p) for p,*_ in page['tree'])<20*len(deep)
 
 
 def test_exponents_that_no_number_has(home):
-    "Rows with valid exponents are drawn, and the row with invalid exponents is left out."
+    "Plots include rows with valid counts of exponents, and leave out rows with impossible exponents."
     counted = dict(exponents=[0, 3, 1, 0], exponent_min=-2, shape=[4])
     rows = [row(s, **counted) for s in range(3)]+[row(3, **{**counted, 'exponent_min': 2**40}), row(4, **{**counted, 'exponents': [1, {}]})]
     (home/'log'/'odd').write_bytes(lines(*rows))
@@ -374,7 +375,8 @@ def write_odd(home, name, field, value):
 odd_values = ('"1"', '{}', '[]', 'true', 'null', '-3', '1e300', '9'*30, '"x"', '[[1]]', '{"a": [1]}', '1.5', '""')
 
 
-@pytest.mark.parametrize('values', [odd_values[::3], pytest.param(odd_values, marks=pytest.mark.release)], ids=['some', 'all']) # nearly all go one way
+# Nearly all values take the same code path
+@pytest.mark.parametrize('values', [odd_values[::3], pytest.param(odd_values, marks=pytest.mark.release)], ids=['some', 'all'])
 @pytest.mark.parametrize('field', [*row(), 'nan', 'shape', 'call', 'phase', 'pname', 'supersedes', 'nonfinite', 'path', 'run', 'exponents', 'exponent_min'])
 def test_fields_of_another_type(home, field, values):
     "A row with a wrong type neither stops the reading of other rows nor changes their values."
@@ -403,7 +405,7 @@ def test_pictures_of_fields_of_another_type(home, field):
         plt.close('all')
 
 
-# ---- names
+# ---- hostile names
 
 hostile = (r'$\x$', '$', '$$', '\x1b[2J', '\x1b]0;t\x07', '\x9b31m', '\u202eabc', 'a\nb', '(', '<script>', '_hidden', '%s', '{0}', "'", '\\', 'größe', '层')
 
@@ -430,7 +432,7 @@ pictures = {
     'stripes': lambda r: plot_heatmap({n: torch.ones(2) for n in hostile}, r'$\x$')}
 
 
-@pytest.mark.filterwarnings('ignore:.*(Glyph|font)') # which has few of these letters
+@pytest.mark.filterwarnings('ignore:.*(Glyph|font)') # Fonts lack many of these letters
 @pytest.mark.parametrize('picture', pictures)
 def test_names_are_drawn_letter_by_letter(named_run, picture):
     "Matplotlib must not read a name as a formula, because this would raise an error or change the name."
@@ -446,7 +448,7 @@ def quiet(text): return all(c.isprintable() or c in '\n\t' for c in text)
 
 
 def said_by(f):
-    "Return all texts of a call: warnings, errors, output and result."
+    "Call a function. Return all its texts: warnings, errors, output and result."
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
         try: got = repr(f())
@@ -483,5 +485,6 @@ def test_names_reach_terminals_printable(tmp_path, capsys):
     said.append(capsys.readouterr().out)
     assert any('2J' in t for t in said)
     assert not [t for t in said if not quiet(t)]
-    assert set(read(te.fname, home=tmp_path)['path'])>={esc, 'größe', '层', r'$\x$'} # files and columns have them as they are
+    # Files and tables contain the names unchanged
+    assert set(read(te.fname, home=tmp_path)['path'])>={esc, 'größe', '层', r'$\x$'}
     assert "größe" in repr(torchember.summary(te)) and '层' in repr(torchember.summary(te))

@@ -1,4 +1,4 @@
-"Tests with a signal, Ctrl-C or a fork in the middle of a step: training continues, and the recorded rows are right"
+"Tests with a signal, Ctrl-C or a fork in the middle of a step: training continues, and recorded rows are right"
 import os
 import signal
 
@@ -33,12 +33,13 @@ def test_a_signal_handler_that_reads_or_closes():
 
 @pytest.mark.skipif(not hasattr(os, 'fork'), reason='needs fork')
 def test_a_fork_of_an_armed_model():
-    "A forked child runs the model, records nothing, and waits for no lock of the parent. The rows of the parent stay unchanged."
+    "A forked child runs the model without recording, and waits for no lock of the parent. The rows of the parent stay unchanged."
     model = mlp()
     te = torchEmber(model)
     model(x())
     n = len(te.t.lines())
-    with te.recorder.lock, te.recorder.buffer.rows.arena.lock: # as another thread might hold them at that moment
+    # Simulate another thread that holds both locks during the fork
+    with te.recorder.lock, te.recorder.buffer.rows.arena.lock:
         pid = os.fork()
         if not pid:
             signal.alarm(30)

@@ -1,4 +1,4 @@
-"""Tests that torchember leaves nothing on objects of the user: no weak references to parameters, scalers can be pickled, forks stay quiet"""
+"""torchember leaves nothing on objects of the user: no weak references to parameters, picklable scalers, silent forks"""
 import copy
 import os
 import pickle
@@ -43,7 +43,7 @@ def test_no_weak_references(stats, swapping):
         te.log_model()
         check()
         os_[0].step()
-        check() # in between the two
+        check() # between the two optimizer steps
         os_[1].step()
         check()
         m.zero_grad()
@@ -75,7 +75,7 @@ def test_scaler_pickles():
     for other in (pickle.loads(pickle.dumps(s)), copy.deepcopy(s)):
         assert other.get_scale()==64.
         assert getattr(vars(other).get('step'), '__self__', other) is other
-        step(other, float('inf')) # and halves its own scale alone
+        step(other, float('inf')) # The copy halves its own scale, and the scale of the original stays 64
         assert (other.get_scale(), s.get_scale())==(32., 64.)
     te.disarm()
     assert vars(s).keys()-{'_scale', '_growth_tracker'}==plain.keys()-{'_scale', '_growth_tracker'} and 'step' not in vars(s)
@@ -85,12 +85,13 @@ def test_scaler_pickles():
     assert s.get_scale()==32.
     te.close()
     d = te.t.df
-    skipped = d[d['skipped'].notna() & (d['phase']!='refused')] # passes whose gradients went to a copy of the scaler are refused
+    # The phase 'refused' marks passes with gradients scaled by a copy of the scaler
+    skipped = d[d['skipped'].notna() & (d['phase']!='refused')]
     assert skipped.step.unique().tolist()==[int(d.step.max())]
 
 
 def test_scaler_whose_step_somebody_replaced():
-    "A `step` that the user has replaced is called, and is restored afterwards."
+    "If the user has replaced the method `step` of a scaler, it is still called, and is restored afterwards."
     m = nn.Linear(4, 1)
     o = torch.optim.SGD(m.parameters(), .1)
     s = torch.amp.GradScaler('cpu', init_scale=64.)
@@ -138,12 +139,12 @@ def test_fork_is_quiet():
 
 
 def test_a_fork_takes_no_steps_along():
-    "Steps that are pending in the parent are written by the parent only, not by a forked child."
+    "Only the parent writes the steps that are pending at the fork; the forked child does not."
     m = nn.Linear(2, 1)
     te = torchEmber(m, ttypes='output')
     for _ in range(4): m(torch.ones(1, 2))
     r = te.recorder
-    assert len(r.writer.waiting)==2 # step 0 is in the log, step 3 is open
+    assert len(r.writer.waiting)==2 # Step 0 is already in the log, and step 3 is not finished
     r.leave()
     r.flush()
     assert te.t.df.step.tolist()==[0] and not r.writer.waiting and not r.pipe.provisional.kept

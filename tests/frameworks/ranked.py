@@ -1,4 +1,4 @@
-"""Run by `test_ranks.py` in each of 2 or 4 processes: train models in parallel, armed; and on rank 0 the same in one process, seen by plain hooks.
+"""Program of `test_ranks.py` for 2 or 4 processes: train armed models in parallel. Rank 0 also trains each model alone, with plain hooks.
 
     python -m torch.distributed.run --nproc_per_node=4 ranked.py FOLDER CASE ..."""
 import inspect
@@ -33,7 +33,7 @@ rank,world = int(os.environ['RANK']),int(os.environ['WORLD_SIZE'])
 ddp = nn.parallel.DistributedDataParallel
 
 
-# ---- one process, by plain hooks, numpy and scipy
+# ---- reference: one process with plain hooks, numpy and scipy
 
 def numbers(x):
     a,n = np.abs(x),x.size
@@ -71,7 +71,7 @@ class Reference:
         if y.requires_grad: y.register_hook(lambda g: self.add(path, 'output_grad', 'output_0', g, call))
 
     def over(self):
-        "Store parameters and states after a step of the optimizer."
+        "End a step: store weights and gradients, run the optimizer step, then store updates and optimizer states."
         old = {p: p.detach().clone() for p in self.model.parameters()}
         for p in old:
             path,i,_ = self.owner[id(p)]
@@ -113,7 +113,7 @@ def train(net, opt, losses, **how):
     te.close()
 
 
-# ---- models and data
+# ---- models and their data
 
 class MLP(nn.Module):
     def __init__(self, sizes=(20, 37, 23, 5)):
@@ -183,7 +183,7 @@ def error(m, x, y): return (m(x)-y).square().mean()
 def surprise(m, x, y): return F.cross_entropy(m(x).flatten(0, 1), y.flatten())
 
 
-# ---- cases
+# ---- trainings, one function for each case
 
 cases = {}
 
@@ -291,7 +291,8 @@ def shard(make, losses, blocks, dims, **kwargs):
 
 
 @case(2, 4)
-def sharded(): shard(MLP, error, lambda m: m.layers, {'shard': world}, data=numbers_of) # 37, 23 and 5 rows: uneven shards, and an empty one
+# Layers with 37, 23 and 5 rows give uneven shards and an empty shard
+def sharded(): shard(MLP, error, lambda m: m.layers, {'shard': world}, data=numbers_of)
 
 
 @case(4)
@@ -322,7 +323,7 @@ def t5():
 
 
 def of_words(make, loss):
-    "Samples of six words, eight per process. Tensors that each process has whole, such as positions, have the same length"
+    "Train a language model on 8 samples of 6 words per process. Tensors without a batch dimension, such as positions, are equal on all"
     def six(s): return [x[:, :6] for x in words(s)]
     net = ddp(seeded(make))
     train(net, adam(net), lambda m, s: [loss(m, *part(six(s), rank, world))])
@@ -492,7 +493,7 @@ def drifted():
 
 @case(2)
 def same():
-    "A faulty sampler gives each rank the same samples"
+    "A faulty sampler gives all ranks the same samples"
     net = ddp(seeded(MLP))
     train(net, adam(net), lambda m, s: [error(m, *numbers_of(s))])
 

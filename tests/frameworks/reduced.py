@@ -1,4 +1,4 @@
-"""Run by `test_reduce.py` in each of 2 or 4 processes: models of `ranked.py` trained in parallel with `reduce='step'`, and on rank 0 what was told meanwhile.
+"""Program of `test_reduce.py` for 2 or 4 processes: train models with `reduce='step'`. Rank 0 stores the rows received meanwhile.
 
     python -m torch.distributed.run --nproc_per_node=4 reduced.py FOLDER CASE ..."""
 import json
@@ -11,7 +11,7 @@ from torch import distributed as dist
 from torchember import torchEmber
 from torchember.processes.whole_steps import StepCollector
 
-StepCollector.patience = 20. # on a busy machine, a rank may be slower than the 2 s of a usual run
+StepCollector.patience = 20. # On a busy machine, a rank may need more than the 2 s that a usual run waits
 
 
 class Heard(torchEmber):

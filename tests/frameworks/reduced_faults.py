@@ -1,6 +1,6 @@
-"""Run by `test_reduce.py` in each of several processes: `python reduced_faults.py FOLDER WHAT`. Each trains a net of its own, without a collective.
+"""Program of `test_reduce.py` for several processes: `python reduced_faults.py FOLDER WHAT`. Each process trains its own net, without collectives.
 
-What is said and told goes to `FOLDER/WHAT.RANK`, with how long a step took at most"""
+Messages and received rows go to `FOLDER/WHAT.RANK`, with the longest duration of a step"""
 import json
 import os
 import signal
@@ -32,19 +32,19 @@ class Net(nn.Module):
 
 
 def meet(where):
-    "Wait until all processes have come to this line, by files instead of a collective operation."
+    "Wait until all processes have reached this line. Files are used instead of a collective operation."
     (folder/f'{what}.{where}{rank}').touch()
     end = time.monotonic()+20
     while len([*folder.glob(f'{what}.{where}*')])<int(os.environ['WORLD_SIZE']) and time.monotonic()<end: time.sleep(.005)
 
 
 def dies():
-    time.sleep(.5) # the rows of the steps before are on their way
+    time.sleep(.5) # Rows of earlier steps are still being sent
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def child():
-    "Use the armed model in a forked worker."
+    "Use the armed model in a forked child process."
     if (pid := os.fork())==0:
         net(torch.ones(2, 4), False).sum().backward()
         te.t.close()
@@ -54,7 +54,7 @@ def child():
 
 happens = {('sleeps', 1, 3): lambda: time.sleep(2), ('killed', 2, 3): dies, ('first_dies', 0, 3): dies, ('forks', 0, 2): child, ('forks', 1, 2): child,
     ('destroys', 0, 3): dist.destroy_process_group}
-# On a busy machine, a rank may need more than the 2 s of a usual run. Tests of a missing rank wait less
+# On a busy machine, a rank may need more than the 2 s of a usual run. Tests with a missing rank set a shorter time
 StepCollector.patience = {'sleeps': .5, 'killed': 2., 'first_dies': 2., 'skips': 5.}.get(what, 20.)
 torch.manual_seed(rank)
 if what!='no_group': dist.init_process_group('gloo')

@@ -1,4 +1,4 @@
-"""Run by `test_distributed.py` in each of two processes: train a model as it is and armed, and say how that went.
+"""Program of `test_distributed.py` for two processes: train each model unarmed and armed, and save the results.
 
     python -m torch.distributed.run --nproc_per_node=2 sharded.py CASE FOLDER"""
 import json
@@ -31,7 +31,7 @@ def compile_blocks(model):
 
 
 ddp = nn.parallel.DistributedDataParallel
-steps = { # what is done to the model, in order; `arm` arms it
+steps = { # case -> operations on the model, in their order; 'arm' creates the ember
     'ddp armed before': 'arm ddp', 'ddp armed after': 'ddp arm',
     'ddp compiled, armed before': 'arm ddp compile', 'ddp compiled, armed after': 'ddp compile arm',
     'fsdp armed before': 'arm shard', 'fsdp armed after': 'shard arm',
@@ -43,7 +43,7 @@ def local(x): return x.to_local() if hasattr(x, 'to_local') else x
 
 
 def run(order, name):
-    "Train a model prepared in an order of steps, armed if `name` is given. Return losses, means of gradients, and numbers of the ember."
+    "Train a model after the given operations, armed if `name` is given. Return losses, means of gradients, and numbers of the ember."
     torch._dynamo.reset()
     torch.manual_seed(0)
     net,te,seen = GPT(2),None,[]
@@ -52,7 +52,7 @@ def run(order, name):
         if what!='arm': net = do[what](net)
         else: te = torchEmber(net, ttypes=TTYPES, name=name.replace(' ', '_').replace(',', ''), every=2, on_error='raise')
     opt = torch.optim.SGD(net.parameters(), .1)
-    torch.manual_seed(10+dist.get_rank()) # each rank has data of its own
+    torch.manual_seed(10+dist.get_rank()) # Each rank has different data
     losses = []
     for i in range(4):
         x = torch.randint(0, 29, (2, 6))
@@ -70,7 +70,8 @@ def run(order, name):
 if __name__=='__main__':
     dist.init_process_group('gloo')
     torch.set_num_threads(1)
-    out,unarmed = {},cache(lambda order: run(order, None)) # armed before or after, it is the same training without
+    # The unarmed training is the same for cases that arm before or after wrapping, so it runs once
+    out,unarmed = {},cache(lambda order: run(order, None))
     for case in (sys.argv[1].split(';') if sys.argv[1]!='all' else steps):
         (bare,seen,_,_),(armed,_,report,rows) = unarmed(steps[case].replace('arm', '').strip()),run(steps[case], case)
         out[case] = dict(bare=bare, armed=armed, report=report, rows=rows, seen=seen)

@@ -1,4 +1,4 @@
-"Tests of models prepared by Accelerate, which wraps optimizer and forward: rows equal those of a plain loop, all patches come off"
+"Tests of models prepared by Accelerate, which wraps optimizer and forward: rows equal a plain loop, and all patches are removed"
 import pytest
 import torch
 from looped import ALL, Net, batches, by_hand, heard, loss_of, momentum, same, seeded, steps, table
@@ -10,7 +10,7 @@ from torchember import torchEmber
 
 @pytest.fixture
 def accelerate():
-    "Return Accelerate, without the state of an earlier test."
+    "Return the module accelerate, with its global state reset."
     library = pytest.importorskip('accelerate')
     from accelerate.state import AcceleratorState, GradientState
     def forget(): AcceleratorState._reset_state(True); GradientState._reset_state()
@@ -29,7 +29,7 @@ def plain(accumulate=1):
 @pytest.mark.parametrize('given,armed', [('as it was', 'before'), ('as it was', 'after'), ('prepared', 'after')])
 @pytest.mark.parametrize('accumulate', [1, 2])
 def test_prepare(accelerate, given, armed, accumulate):
-    "Both the original optimizer and the prepared one can be passed. With `accumulate()`, most calls of `step` do nothing."
+    "The ember accepts the original and the prepared optimizer. With `accumulate()`, most calls of `step` do nothing."
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=accumulate)
     def go(arms):
         model,te = seeded(),None
@@ -68,7 +68,7 @@ def test_validation(accelerate):
 @pytest.mark.parametrize('broken', [False, True])
 @pytest.mark.parametrize('given', [True, False], ids=['given, too', ''])
 def test_a_scaler_within(broken, given):
-    "With a scaler, an AcceleratedOptimizer replaces `step` of the inner optimizer around each step."
+    "With a loss scaler, an AcceleratedOptimizer replaces `step` of the inner optimizer during each step."
     AcceleratedOptimizer = pytest.importorskip('accelerate.optimizer').AcceleratedOptimizer
     pytest.importorskip('accelerate').Accelerator(cpu=True)
     tables = []
@@ -139,7 +139,7 @@ def test_mixed_precision(accelerate, armed):
     assert hidden==['bfloat16']*4 and len(table(te, 'weight_grad'))==16
 
 
-# ---- weights that are elsewhere
+# ---- weights that are offloaded
 
 def two(): return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
 

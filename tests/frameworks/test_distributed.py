@@ -10,7 +10,7 @@ from sharded import steps
 from torchember import emberTracker
 
 libraries = 'import scipy.stats, numba, pandas, torch._dynamo.backends.distributed, torch._functorch.aot_autograd, torch.distributed.fsdp'
-pytestmark = pytest.mark.slow # two processes compile
+pytestmark = pytest.mark.slow # slow because two processes compile
 
 
 @pytest.fixture(scope='module')
@@ -30,7 +30,7 @@ def without(r, *keys): return {k:v for k,v in r.items() if k not in ('ts', *keys
 
 @pytest.mark.parametrize('case', steps)
 def test_training_goes_on(ran, case):
-    "Losses equal those without recording. Each rank has a log with every second step."
+    "Losses equal the losses without recording. The log of each rank contains every second step."
     for k,said in enumerate(ran[0]):
         s = said[case]
         assert s['bare']==s['armed'] and s['report']['steps']==4 and s['report']['recorded']==2 and s['report']['errors']==s['report']['skipped']==0
@@ -38,7 +38,8 @@ def test_training_goes_on(ran, case):
         assert len(rows)==s['rows'] and {r['rank'] for r in rows}=={k} and {r['step'] for r in rows}=={0, 2}
         places = [(r['module'], r['ttype'], r['tname'], r['step'], r['call']) for r in rows]
         assert len(set(places))==len(places)
-    assert ran[0][0][case]['bare']!=ran[0][1][case]['bare'] # each rank has data of its own
+    # Losses differ between ranks, because each rank has different data
+    assert ran[0][0][case]['bare']!=ran[0][1][case]['bare']
 
 
 @pytest.mark.parametrize('case', [c for c in steps if c!='ddp armed before'])
@@ -65,7 +66,8 @@ def test_a_shard_says_that_it_is_one(ran, case):
             assert abs(r['mean']-mean)<=1e-6*max(abs(r['max']), abs(r['min']), 1e-6)
         up = [r for r in rows if r['step']==2 and r['ttype']=='weight_grad' and r['module'].endswith('.up(Linear)') and r['pname']=='weight'][0]
         assert up['shape']==[32, 16] and up['global_shape']==[64, 16]
-        assert all('placement' not in r for r in rows if r['ttype'] in ('input', 'output', 'weight')) # gathered for the forward
+        # FSDP gathers whole weights for the forward pass, so these rows have no placement
+        assert all('placement' not in r for r in rows if r['ttype'] in ('input', 'output', 'weight'))
 
 
 def test_ddp_gradients_are_everybodys(ran):

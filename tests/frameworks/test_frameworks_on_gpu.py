@@ -17,7 +17,8 @@ from torch import nn
 
 from torchember import torchEmber
 
-rehearsed = bool(os.environ.get('TORCHEMBER_REHEARSAL')) # these tests themselves are tried, on a CPU
+# True to run these tests on a CPU, to test the tests themselves
+rehearsed = bool(os.environ.get('TORCHEMBER_REHEARSAL'))
 there = hasattr(torch, 'accelerator') and torch.accelerator.is_available()
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not there and not rehearsed, reason='there is no accelerator here')]
 device = torch.accelerator.current_accelerator() if there else torch.device('cpu')
@@ -26,7 +27,8 @@ precisions = pytest.mark.parametrize('precision,rel', [('32', 1e-4), ('bf16', .0
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
-    monkeypatch.setenv('CUDA_DEVICE_ORDER', 'PCI_BUS_ID') # which Lightning sets for good
+    # Lightning sets this variable permanently, so set it here to restore it afterwards
+    monkeypatch.setenv('CUDA_DEVICE_ORDER', 'PCI_BUS_ID')
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
 
 
@@ -62,7 +64,8 @@ def test_trainer(precision, rel, accumulate, tmp_path):
     model = seeded(of_trainer.Scored)
     rows = table(of_trainer.train(model, of_trainer.named(batches()), tmp_path, momentum(model), **how))
     want = of_trainer.plain(batches(), accumulate)
-    if precision!='32': want = {k: r for k,r in want.items() if k[1:4]!=('model(Scored)', 'output_grad', 'output_logits')} # accelerate returns a copy of them
+    # Accelerate returns a copy of the logits, so this row has no counterpart
+    if precision!='32': want = {k: r for k,r in want.items() if k[1:4]!=('model(Scored)', 'output_grad', 'output_logits')}
     close(rows, want, rel)
 
 
@@ -117,7 +120,7 @@ def test_convolutions_in_channels_last(compiled, tmp_path):
             if te: te.close()
             done.append(grads(net)|{n: p.detach().clone() for n,p in net.named_parameters()})
     finally: torch.use_deterministic_algorithms(False)
-    if compiled: # other fusions round in another way
+    if compiled: # Compiled code fuses other operations, and so rounds differently
         for n,p in done[1].items(): torch.testing.assert_close(p, done[0][n], rtol=.02, atol=.02)
     else:
         for n,p in done[1].items(): assert torch.equal(p, done[0][n]), n
@@ -125,7 +128,7 @@ def test_convolutions_in_channels_last(compiled, tmp_path):
     assert len(rows)>=60 and te.t.df['step'].nunique()==3
     for r in rows if not compiled else ():
         y = seen[re.sub(r'\([^)]*\)', '', r['module']).partition('.')[2]]
-        if r.get('call'): continue # a ReLU that is called again
+        if r.get('call'): continue # Skip repeated calls of a shared ReLU
         if sum(q['module']==r['module'] for q in rows)>1: continue
         for n,want in dict(mean=y.double().mean(), min=y.min(), max=y.max(), std=y.double().std(correction=1)).items():
             assert abs(r[n]-float(want))<=1e-5*max(1, abs(float(want))), (r, n, want)

@@ -31,7 +31,8 @@ def kinds():
         def part(self): return self if self.options.get('root') else self.net
         def training_step(self, xy, i): self.at = i; return loss_of(self.part(), *xy)
         def validation_step(self, xy, i): self.part()(torch.full_like(xy[0], 100.))
-        def on_before_optimizer_step(self, optimizer): self.seen[self.at] = grads(self) # those of the last call stay
+        # If called several times for a batch, the last gradients stay
+        def on_before_optimizer_step(self, optimizer): self.seen[self.at] = grads(self)
         def configure_optimizers(self): return self.make(self)
 
     class Manual(Lit):
@@ -121,7 +122,7 @@ def test_manual_optimization_of_two(how, tmp_path):
 
 
 def test_gradients_are_clipped_in_the_closure(tmp_path):
-    "Recorded are the clipped gradients that the optimizer uses, not those after backward."
+    "The rows have the clipped gradients that the optimizer uses, not the gradients directly after backward."
     Lit,_,Arm = kinds()
     te = fit(seeded(Lit), Arm(ttypes=ALL), batches(), tmp_path, gradient_clip_val=.01)
     same(table(te), plain(batches(), clip=.01))
@@ -144,13 +145,13 @@ def test_validation_between_micro_batches(tmp_path):
     Lit,_,Arm = kinds()
     te = fit(seeded(Lit), Arm(ttypes=ALL), batches(), tmp_path, accumulate_grad_batches=2, val_check_interval=1, limit_val_batches=1)
     assert te.t.df.pipe(lambda d: d[d.phase!='eval']).step.unique().tolist()==[0, 1]
-    d = te.t.df # of two evaluations of a step the last counts
+    d = te.t.df # Two evaluations follow each step; only the last one has rows
     d = d[(d.phase=='eval') & (d.ttype=='input') & d.module.str.endswith('.net(Net)')]
     assert [*zip(d.step, d['min'], d['max'], strict=True)]==[(s, 100, 100) for s in (0, 1)]
 
 
 def test_no_optimizer_handed_over(tmp_path):
-    "Without an optimizer, each pass is a step, also if the root is never called."
+    "If the ember gets no optimizer, each forward pass is a step, also if the root module is never called."
     Lit,_,Arm = kinds()
     ttypes = ('input', 'output', 'weight')
     te = fit(seeded(Lit), Arm('none', ttypes=ttypes), batches(), tmp_path)

@@ -56,7 +56,7 @@ class Inner:
 @pytest.mark.parametrize('given', ['outer', 'inner'])
 @pytest.mark.parametrize('armed', ['wrapped', 'inside'])
 def test_private_training(private, given, armed):
-    "Recorded gradients are those after clipping and noise."
+    "The rows have the gradients after clipping and noise."
     net = seeded()
     model,opt,loader = private(net)
     watched = model if armed=='wrapped' else net
@@ -69,7 +69,7 @@ def test_private_training(private, given, armed):
 
 @pytest.mark.parametrize('given', ['outer', 'inner'])
 def test_virtual_steps(private, given):
-    "A virtual step of the memory manager only accumulates and does not count. Rows belong to the whole batch."
+    "A virtual step of the memory manager only accumulates gradients and is no step of the run. Rows belong to the whole batch."
     net = seeded()
     model,opt,loader = private(net, 6)
     inner = Inner(model, opt.original_optimizer)
@@ -100,7 +100,7 @@ def test_validation_in_between(private, given):
 
 
 def test_the_training_is_the_same(private):
-    "The training equals one without recording bit for bit, and all patches come off."
+    "The training equals a training without recording bit for bit, and all patches are removed at the end."
     ends = []
     for armed in (False, True):
         net = seeded()

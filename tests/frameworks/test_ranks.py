@@ -1,4 +1,4 @@
-"Tests of merged logs of 2 and 4 processes: rows equal those of one process with the whole model and batch, by plain hooks"
+"Tests of merged logs of 2 and 4 processes: rows equal those of one process with the whole model and batch, seen by plain hooks"
 import json
 import math
 import os
@@ -64,8 +64,9 @@ def off(row, want):
         if k in where or k=='numel': continue
         x = row[k]
         if k=='exponents': ok = x==v
-        elif want['abs_max']>1e150: continue # a mask, whose squares are beyond float64
-        elif k=='zero_frac' and want['abs_min']<1e-18: continue # sums of numbers that cancel are 0 on some splits, and 1e-19 on others
+        elif want['abs_max']>1e150: continue # Skip a mask: its squares exceed float64
+        # Sums that cancel are exactly 0 with some splits, and 1e-19 with others
+        elif k=='zero_frac' and want['abs_min']<1e-18: continue
         elif v is None: ok = x!=x
         else: ok = abs(x-v)<=rel*max(abs(v), scale.get(k, 0)) or k in ('skew', 'kurtosis') and want['std']<1e-6*want['abs_max']
         if not ok: out.append((k, x, v))
@@ -87,19 +88,22 @@ def test_as_one_process(home_of, case):
     weights = {(w['path'], w['tname'].removeprefix('weight_'), w['step']): w['rms'] for w in wanted if w['ttype']=='weight'}
     for want in wanted:
         place = tuple(want[c] for c in where)
-        if case.startswith('pipeline') and place[0]=='': continue # each stage has a root of its own
+        if case.startswith('pipeline') and place[0]=='': continue # Each pipeline stage has a root module of its own
         assert place in got, place
         row = got.pop(place)
-        if case.startswith('experts') and want['ttype']=='output_grad': continue # of each rank's own loss, which is said
-        if case=='tensor_parallel_2' and row['std']!=row['std']: # replicated weights that see a part of the sequence; FSDP adds up also these
+        # Skip: these are gradients of each rank's own loss, as a remark says
+        if case.startswith('experts') and want['ttype']=='output_grad': continue
+        # Replicated weights that get gradients of a part of the sequence; with FSDP, these are summed
+        if case=='tensor_parallel_2' and row['std']!=row['std']:
             unknown.add((want['ttype'], place[0].split('.')[-1].rstrip('12')))
             assert row['mean']!=row['mean'] or abs(row['mean']-want['mean'])<=rel*want['rms'], place
         elif bad := off(row, want): wrong.append((place, bad))
-        if want['ttype']=='update': # beside the weight before it
+        if want['ttype']=='update': # The ratio compares the update with the weight before it
             before = weights[want['path'], want['tname'].removeprefix('update_'), want['step']]
             assert row['ratio']==pytest.approx(want['rms']/before, rel=rel) if before else row['ratio']!=row['ratio'], place
     assert not wrong, (len(wrong), wrong[:3])
-    if case!='hugging_face_2': assert {p[0] for p in got}<={'@pp0', '@pp1'} # else what is in tuples and dicts, into which plain hooks do not look
+    # Only this case has more rows: tensors in tuples and dicts, which plain hooks do not see
+    if case!='hugging_face_2': assert {p[0] for p in got}<={'@pp0', '@pp1'}
     if case in exact: assert not said
     elif case=='tensor_parallel_2': assert '30 rows describe sums over ranks' in said and unknown=={('weight_grad', 'norm')}
     else: assert 'parameters of its own in moe.experts.0, moe.experts.1' in said and "each rank's own loss" in said
@@ -112,22 +116,23 @@ def test_positions_that_each_process_has_whole(ran, case):
     got,sums,wrong,n = rows_of(df[df.ttype!='scalar']),set(),[],0
     for want in map(json.loads, (ran/f'{case}.jsonl').read_text().splitlines()):
         place = tuple(want[c] for c in where)
-        if place not in got: # a weight that two modules share is named once
+        if place not in got: # A weight shared by two modules has rows under one name only
             assert place[1]=='weight' and place[0] in ('cls.predictions', 'shared'), place
             continue
         row,n = got[place],n+1
         if row['std']!=row['std'] and want['std'] is not None:
             sums.add((place[0].split('.')[-1], place[1]))
             assert abs(row['mean']-want['mean'])<=rel*want['rms']
-        elif want['abs_max']>1e-18 and (bad := off(row, want)): wrong.append((place, bad)) # a bias of keys has no gradient but of rounding
+        # Skip gradients of key biases, which are 0 except for rounding
+        elif want['abs_max']>1e-18 and (bad := off(row, want)): wrong.append((place, bad))
     assert not wrong and n>1000, (len(wrong), wrong[:3])
     assert sums=={('position_embeddings' if 'bert' in case else 'relative_attention_bias', 'output_grad')}
     assert 'describe sums over ranks' in said
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 def test_two_models_of_two_processes_each(ran_by_four):
-    "Two models in two pairs of processes are two models in the table, although their layers have the same names."
+    "Each pair of processes trains its own model. The table has two models, although their layers have the same names."
     df,said = merged(ran_by_four, 'two_models_4')
     assert said.startswith('two_models_4: 2 groups of ranks have parameters of their own in layers.0, layers.1, layers.2') and 'own loss' not in said
     assert {*df['path'].dropna().astype(str)}>={f'layers.{i}' for i in range(6)} and 'layers.6' not in set(df['path'])
@@ -137,12 +142,12 @@ def test_two_models_of_two_processes_each(ran_by_four):
             want = each[each['rank'].isin(pair) & (each.path=='layers.1') & (each.ttype==ttype) & (each.tname==name)]
             row = df[(df.path==layer) & (df.ttype==ttype) & (df.tname==name)].set_index('step')
             halves = want.groupby('step')[['mean', 'max', 'l1']].agg(dict(mean='mean', max='max', l1='sum'))
-            scale = .5 if ttype=='output_grad' else 1. # of the loss of both
+            scale = .5 if ttype=='output_grad' else 1. # Output gradients belong to the mean loss of both processes
             assert np.allclose(row['mean'], halves['mean']*scale, rtol=rel, atol=0) and np.allclose(row['max'], halves['max']*scale, rtol=rel, atol=0)
             assert np.allclose(row['l1'], halves['l1']*(scale if ttype!='weight' else .5), rtol=rel, atol=0)
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 @pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
 @pytest.mark.parametrize('case', [*exact, 'interleaved_2', 'two_models_4', 'hugging_face_t5_2', 'tensor_parallel_2', 'experts_2', 'experts_4'])
 def test_a_few_steps_at_a_time(home_of, case, monkeypatch):
@@ -177,7 +182,7 @@ def test_stages_that_take_turns(ran):
 
 
 def test_what_compiled_code_cannot_tell_of(ran):
-    "Each process warns once about a `DTensor` that compiled code cannot describe. Everything else is recorded without a warning."
+    "Each process warns once about a `DTensor` in compiled code, which cannot report its layout. All other rows need no warning."
     def seen(kind):
         df,_ = merged(ran, f'compiled_2_{kind}')
         assert set(df[df.ttype=='weight']['path'])=={'0'} and len(df[df.ttype=='update'])==2
@@ -198,7 +203,7 @@ def test_each_rank_as_it_saw_it(ran):
 
 
 def test_logged_numbers(ran):
-    "Logged numbers are averaged over all processes."
+    "The merged table has the mean of a logged number over all processes."
     each,_ = merged(ran, 'sharded_2', per_rank=True, ttype='scalar')
     df,said = merged(ran, 'sharded_2', ttype='scalar')
     each,df = (d[d.tname=='log'] for d in (each, df))
@@ -208,7 +213,7 @@ def test_logged_numbers(ran):
 
 
 def test_few_statistics(ran):
-    "With few statistics, no column tells how many elements a shard has."
+    "With few statistics, no column contains the number of elements of a shard."
     df,said = merged(ran, 'few_2')
     got,want = rows_of(df),[json.loads(line) for line in (ran/'few_2.jsonl').read_text().splitlines()]
     assert not said and len(want)==144
@@ -234,7 +239,7 @@ def test_replicas_that_drift(ran):
     assert re.search(r'drifted apart: tensor weight \(weight\) of layers\.1 differs between rank 1 and rank 0 since step 1', said)
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 def test_logs_that_end_early_or_are_missing(ran_by_four):
     "The merged table is readable if a process ended early or left no log."
     _,said = merged(ran_by_four, 'one_dies_4')

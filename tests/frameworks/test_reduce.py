@@ -1,4 +1,4 @@
-"Tests of `reduce='step'` in 2 to 4 processes: the rows that rank 0 receives equal those in the files, and no process harms another"
+"Tests of `reduce='step'` in 2 to 4 processes: the rows merged on rank 0 equal those in the files, and no process disturbs another"
 import json
 import os
 import signal
@@ -52,15 +52,15 @@ def compare(told, run, folder):
         assert not [(k, c, w[c], g[c]) for c in w if not same(w[c], g[c])]
 
 
-# ---- equal to the files
+# ---- rows merged during the training equal the rows in the files
 
-@pytest.mark.release # slow
-@pytest.mark.slow # six processes
+@pytest.mark.release
+@pytest.mark.slow # slow because it starts six processes
 @pytest.mark.parametrize('n, cases', [(2, 'accumulated uneven few experts interleaved drifted'), (4, 'sharded sharded_and_replicated tensor_parallel experts')])
 def test_told_is_what_is_read(tmp_path, n, cases): check(tmp_path, n, cases)
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 def test_told_is_what_is_read_of_the_usual_cases(tmp_path): check(tmp_path, 2, 'replicated sharded tensor_parallel pipeline')
 
 
@@ -72,10 +72,10 @@ def check(folder, n, cases):
         assert not remarks and [s for s,_ in told]==sorted(s for s,_ in told)
 
 
-# ---- faults
+# ---- faults of processes
 
 def trained(folder, what, n=2, timeout=30):
-    "Train with a fault. Return exit codes, and what each process has written, None without output."
+    "Run a training with a fault. Return the exit codes, the results of each process (None if it wrote none), and the errors."
     with socket.create_server(('localhost', 0)) as s: port = s.getsockname()[1]
     env = dict(WORLD_SIZE=n, MASTER_ADDR='localhost', MASTER_PORT=port, PYTHONPATH=more)
     ps = [programs.start(here/'reduced_faults.py', folder, what, after=libraries, RANK=r, **env) for r in range(n)]
@@ -93,17 +93,20 @@ def trained(folder, what, n=2, timeout=30):
 def of_ember(left): return [s for s in left['said'] if 'whole' in s or 'rank' in s or 'reduce' in s]
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 def test_a_process_that_skips_a_layer(tmp_path):
     codes,left,_ = trained(tmp_path, 'skips')
     assert codes==[0, 0] and not of_ember(left[0]) and not of_ember(left[1])
     compare(left[0]['told'], 'skips', tmp_path)
-    assert {r['step'] for _,rows in left[0]['meanwhile'] for r in rows if r['ttype']!='scalar'}>={0, 1, 2, 3} # while it went on
-    assert [s for s,_ in left[1]['told']] and all(r['rank']==1 for _,rows in left[1]['told'] for r in rows) # its own, as ever
+    # Rank 0 received all these steps during the training
+    assert {r['step'] for _,rows in left[0]['meanwhile'] for r in rows if r['ttype']!='scalar'}>={0, 1, 2, 3}
+    # Rank 1 still receives only its own rows
+    assert [s for s,_ in left[1]['told']] and all(r['rank']==1 for _,rows in left[1]['told'] for r in rows)
     assert max(x['closing'] for x in left)<2
 
 
-@pytest.mark.release # on a busy machine, other processes are slower than the patience of 0.5 s
+# On a busy machine, other processes may need more than the 0.5 s that rank 0 waits
+@pytest.mark.release
 def test_a_process_that_sleeps(tmp_path):
     "The first process waits for a slow process up to its patience, names it once, and includes it again later."
     codes,left,errors = trained(tmp_path, 'sleeps')
@@ -126,7 +129,7 @@ def test_a_process_that_is_killed(tmp_path):
     assert left[0]['longest']<1 and left[0]['closing']<5
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 def test_the_first_is_killed(tmp_path):
     "If the first process is killed, its store is gone. The other processes finish their training."
     codes,left,_ = trained(tmp_path, 'first_dies')
@@ -141,12 +144,13 @@ def test_ends_of_all_kinds(tmp_path, what):
     "No end harms a process: a forked child, a destroyed group, no `close`, and a first process that exits immediately."
     codes,left,errs = trained(tmp_path, what)
     assert codes==[0, 0] and not of_ember(left[0]) and not of_ember(left[1]) and 'Traceback' not in ''.join(errs), errs
-    if what=='exits': assert {*(tmp_path/'exits.0.heard').read_text().split()}=={*'012345'} # the last when the interpreter ends
+    # The last step arrives when the interpreter ends
+    if what=='exits': assert {*(tmp_path/'exits.0.heard').read_text().split()}=={*'012345'}
     else: compare(left[0]['told'], what, tmp_path)
 
 
 def test_live_shows_the_whole(tmp_path):
-    "`live` shows the merged loss of 5 and 6. `per_rank=True` returns the rows of the first process alone."
+    "`live` shows the loss of step 5 averaged over both processes, 5.5. `per_rank=True` returns the rows of the first process alone."
     codes,left,errs = trained(tmp_path, 'lives')
     assert codes==[0, 0] and 'lives: step 5, loss 5.5\n' in errs[0], errs
     assert not errs[1] and {r['rank'] for _,rows in left[0]['own'] for r in rows}=={0} and [s for s,_ in left[0]['own']][-1]==5

@@ -18,7 +18,8 @@ def kinds():
         def __init__(self, **options): self.options = options
         def get_params(self, deep=True): return self.options
         def on_train_begin(self, net, **more): self.te,self.seen = torchEmber(net.module_, optimizer=net.optimizer_, **self.options),{}
-        def on_grad_computed(self, net, **more): self.seen[len(net.history[-1, 'batches'])] = grads(net.module_) # those of the last call stay
+        # If called several times for a batch, the last gradients stay
+        def on_grad_computed(self, net, **more): self.seen[len(net.history[-1, 'batches'])] = grads(net.module_)
         def on_train_end(self, net, **more): self.te.close()
     return skorch, Arm
 

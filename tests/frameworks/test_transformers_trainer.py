@@ -90,7 +90,7 @@ def test_a_callback_that_arms(accumulate, tmp_path):
 
 
 def test_gradients_are_clipped(tmp_path):
-    "Recorded are the clipped gradients that the optimizer uses."
+    "The rows have the clipped gradients that the optimizer uses."
     model = seeded(Scored)
     te = train(model, named(batches()), tmp_path, momentum(model), max_grad_norm=.01)
     same(table(te), plain(batches(), clip=.01))
@@ -119,7 +119,7 @@ def test_what_a_callback_logs(tmp_path):
 
 
 def test_a_language_model(tmp_path):
-    "A language model of transformers takes only keyword arguments and returns a ModelOutput."
+    "A language model of transformers, which takes only keyword arguments and returns a ModelOutput, is recorded."
     transformers = kinds()[0]
     transformers.logging.set_verbosity_error()
     config = transformers.GPT2Config(vocab_size=20, n_positions=8, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0,
@@ -139,7 +139,7 @@ def test_a_language_model(tmp_path):
 
 
 def test_the_plain_loop_by_hand():
-    "The plain loop equals that of the other tests, although the model computes the loss."
+    "The plain loop here, in which the model computes the loss, equals the plain loop of other test files."
     model = seeded()
     opt = momentum(model)
     with torchEmber(model, optimizer=opt, ttypes='weight_grad') as te: by_hand(model, opt, batches())

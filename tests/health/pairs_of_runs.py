@@ -1,4 +1,4 @@
-"Pairs of trainings with one planted difference, or with different rounding only"
+"Pairs of trainings that differ in one planted point, or only in rounding"
 from contextlib import nullcontext
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ everything = ('input', 'output', 'weight', 'weight_grad', 'output_grad', 'update
 
 
 class Convolutions(nn.Module):
-    "Convolutions with a bias before BatchNorm: the gradient of this bias is only rounding"
+    "A CNN with a bias before BatchNorm: the exact gradient of this bias is 0, so only rounding is left"
     def __init__(self):
         super().__init__()
         self.conv,self.norm,self.act,self.drop,self.head = nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(.1), nn.Linear(72, 5)
@@ -22,7 +22,7 @@ class Convolutions(nn.Module):
 
 
 class Attention(nn.Module):
-    "Attention whose keys have a bias without a gradient"
+    "Attention with a bias of the keys: the exact gradient of this bias is 0"
     def __init__(self, n=16):
         super().__init__()
         self.embed,self.norm,self.qkv,self.out,self.head = nn.Linear(8, n), nn.LayerNorm(n), nn.Linear(n, 3*n), nn.Linear(n, n), nn.Linear(n, 5)
@@ -40,7 +40,7 @@ makes = {'dense': dense, 'convolutions': Convolutions, 'attention': Attention}
 
 
 def data(seed=1, n=steps, size=32):
-    "Return batches with structure to learn."
+    "Return batches of samples with labels that a model can learn."
     g = torch.Generator().manual_seed(seed)
     w = torch.randn(64, 5, generator=torch.Generator().manual_seed(0))
     xs = [torch.randn(size, 64, generator=g) for _ in range(n)]

@@ -1,4 +1,4 @@
-"`diff` names a planted difference, and does not report rounding"
+"`diff` of two runs names a planted difference, and reports nothing for runs that differ only in rounding"
 import subprocess
 import sys
 from pathlib import Path
@@ -25,13 +25,14 @@ def home(tmp_path_factory):
 
 
 def run(home, **how):
-    "Return the rows of a training. Each training runs once."
+    "Return the table of a training. Each training runs only once, and later calls return the stored table."
     key = repr(sorted((k, v if isinstance(v, str|int|float|tuple) else id(v)) for k,v in how.items()))
-    if key not in runs: runs[key] = train(home, f'run {len(runs)}', **how), how # what is kept keeps its id
+    # Stored arguments stay alive, so their id() stays unique
+    if key not in runs: runs[key] = train(home, f'run {len(runs)}', **how), how
     return runs[key][0]
 
 
-# ---- what is planted
+# ---- pairs of runs with a planted difference
 
 def at_17(f): return lambda m, x, y, i: f(x, y) if i==17 else (x, y)
 def noise(x, seed=5): return torch.randn(x.shape, generator=torch.Generator().manual_seed(seed))
@@ -61,7 +62,7 @@ def frozen(m): m[2].weight.requires_grad_(False)
 
 
 a_lot = dict(ttypes=everything)
-planted = { # name -> (how the first is trained, what is other in the second, where they part: step, path, ttype, name)
+planted = { # name -> (arguments of run 1, changed arguments of run 2, first difference: step, path, ttype, name)
     'seed': ({}, dict(seed=1), (0, '0', 'weight', 'weight')),
     'order of data': ({}, dict(batches=data()[::-1]), (0, '', 'input', 'input')),
     'learning rate': ({}, dict(opt=lambda ps: adam(ps, lr=3.03e-3)), (0, '', 'scalar', 'lr')),
@@ -94,7 +95,8 @@ planted = { # name -> (how the first is trained, what is other in the second, wh
     'NaN': ({}, dict(each=at_17(lambda x, y: (torch.where(torch.arange(64)==3, torch.nan, x), y))), (17, '', 'input', 'input')),
     'float64 in between': ({}, dict(before=in_double), (0, '2', 'input', 'input')),
     'attention': (dict(make='attention'), dict(before=scaled('qkv.weight')), (0, 'qkv', 'weight', 'weight'))}
-unlike = {'learning rate': 'lr', 'one sample more': 'shape', 'NaN': 'nan', 'float64 in between': 'dtype'} # statistic, where it is not one of the usual ones
+# Statistic of the first difference, if it is not mean, std, max or min
+unlike = {'learning rate': 'lr', 'one sample more': 'shape', 'NaN': 'nan', 'float64 in between': 'dtype'}
 
 
 @pytest.mark.parametrize('what', planted)
@@ -117,7 +119,7 @@ too_small = 'order of data', 'learning rate, of updates', 'weight decay of AdamW
 
 @pytest.mark.parametrize('what', [w for w in planted if w not in too_small])
 def test_a_planted_difference_is_named_although_rounding_differs(home, what):
-    "Permute the rows of the batches. Left out: faults smaller than rounding, and Dropout"
+    "Permute each batch of run 2. Cases with Dropout, or with a fault smaller than rounding, are left out"
     how,other,place = planted[what]
     each = other.get('each')
     d = diff(run(home, **how), train(home, f'shuffled {what}', **{**how, **other, 'each': lambda m, x, y, i: shuffled(m, *(each or as_it_is)(m, x, y, i), i)}))
@@ -129,20 +131,20 @@ def as_it_is(m, x, y, i): return x, y
 
 
 def shuffled(m, x, y, i):
-    "Permute a batch: every sum over it rounds differently."
+    "Permute the samples of a batch, so that each sum over the batch rounds differently."
     at = torch.randperm(len(x), generator=torch.Generator().manual_seed(i))
     return x[at], y[at]
 
 
-# ---- what only rounding parts
+# ---- pairs of runs that differ only in rounding
 
 class Einsum(nn.Linear):
-    "A product with sums in float64"
+    "A linear layer that adds in float64"
     def forward(self, input): return torch.einsum('ni,oi->no', input.double(), self.weight.double()).float()+self.bias
 
 
 class Backwards(nn.Linear):
-    "A product with sums from the end"
+    "A linear layer that adds its products in reverse order"
     def forward(self, input): return input.flip(1)@self.weight.flip(1).T+self.bias
 
 
@@ -168,7 +170,7 @@ def halves(m, x, y, i): return x*(1+2**-24*torch.sign(noise(x, i))), y
 
 
 no_dropout = dict(make='convolutions', before=lambda m: setattr(m.drop, 'p', 0.))
-rounded = { # name -> (how the first is trained, what is other in the second)
+rounded = { # name -> (arguments of run 1, changed arguments of run 2)
     'order in a batch': ({}, dict(each=shuffled)),
     'order in a batch, SGD': (dict(opt=momentum), dict(each=shuffled)),
     'order in a batch, all types': (a_lot, dict(each=shuffled)),
@@ -212,7 +214,7 @@ def test_runs_that_differ_by_rounding_are_the_same(home, what):
     assert (d.table['distance']<=d.table['tolerance']).all()
 
 
-@pytest.mark.slow # it compiles
+@pytest.mark.slow # slow because it compiles
 @pytest.mark.parametrize('backend', ['aot_eager', 'inductor'])
 def test_compiled_is_the_same_as_eager(home, backend):
     how = dict(make='attention', batches=data(n=10))
@@ -223,7 +225,7 @@ def test_compiled_is_the_same_as_eager(home, backend):
 
 
 @pytest.mark.release
-@pytest.mark.slow # two processes
+@pytest.mark.slow # slow because it starts two processes
 def test_runs_with_other_numbers_of_ranks_are_the_same(tmp_path):
     programs.ranks(Path(__file__).with_name('trained_by_two.py'), tmp_path)
     d = diff('one', 'two', home=tmp_path)
@@ -232,9 +234,9 @@ def test_runs_with_other_numbers_of_ranks_are_the_same(tmp_path):
     assert (d.step, d.path, d.ttype, d.pname)==(0, '0', 'update', 'weight'), d.text
 
 
-# ---- two libraries
+# ---- runs of two libraries: PyTorch and JAX
 
-@pytest.mark.slow # it compiles
+@pytest.mark.slow # slow because it compiles
 def test_jax_and_torch_are_the_same_with_mapped_paths(tmp_path):
     jax = pytest.importorskip('jax')
     import optax
@@ -274,11 +276,12 @@ def test_jax_and_torch_are_the_same_with_mapped_paths(tmp_path):
     assert not d and len(d.table)>12*8 and {'output', 'weight', 'weight_grad'}<={*d.table['ttype']} and 'module' not in d.text, d.text
     d = diff(ours, theirs('jax, scaled', 1.001), paths=paths)
     assert (d.step, d.path)==(0, '2') and d.pname in ('weight', None), d.text
-    d = diff(ours, read('jax', home=tmp_path), paths={'0': 'b', '2': 'a', '1': None}) # the wrong way round
+    # This mapping of paths is wrong on purpose
+    d = diff(ours, read('jax', home=tmp_path), paths={'0': 'b', '2': 'a', '1': None})
     assert d.step==0 and d.path=='0' and d.stat=='shape', d.text
 
 
-# ---- what one has and the other has not
+# ---- rows that only one of the two runs has
 
 def test_another_length_or_schedule_is_reported(home):
     a,b = run(home),run(home, n=12)
@@ -348,7 +351,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     d = diff('straight', 'resumed', home=tmp_path)
     assert not d and d.table['step'].nunique()==20 and 'to the last digit' in d.text
     (state,optimizer) = half('lost', data(n=10))
-    half('lost', data(n=20)[10:], (state, adam(dense().parameters()).state_dict()), resume=True) # the optimizer begins anew
+    # The fault: a new optimizer without the saved state
+    half('lost', data(n=20)[10:], (state, adam(dense().parameters()).state_dict()), resume=True)
     d = diff('straight', 'lost', home=tmp_path)
     assert (d.step, d.path, d.ttype)==(11, '0', 'weight'), d.text
 
@@ -364,7 +368,7 @@ def test_json_lines_and_parquet_compare_as_equal(home):
     assert diff(str(home/'kept.parquet'), a).names==('kept', 'b')
 
 
-# ---- noted numbers, evaluations, own statistics
+# ---- logged numbers, evaluations and statistics of the user
 
 def test_a_tensor_is_named_before_a_noted_number_of_the_same_step(home):
     def noting(name, lr, n=6, shift=0.):
@@ -424,7 +428,7 @@ def test_statistics_of_the_user_are_compared_and_marks_are_not(home):
     assert (d.path, d.ttype, d.stat, d.a, d.b)==('', 'output', 'mine', 3., 3.5)
 
 
-# ---- a stored run as a test
+# ---- a stored run as the expected result of a test
 
 def test_check_compares_a_training_with_a_stored_run(home, tmp_path):
     golden = keep_run(run(home), tmp_path/'golden.parquet')
@@ -437,7 +441,7 @@ def test_check_compares_a_training_with_a_stored_run(home, tmp_path):
             F.cross_entropy(model(x), y).backward()
             opt.step()
             opt.zero_grad()
-            if i==9: te.check(golden) # so far
+            if i==9: te.check(golden) # The run is equal to the stored run up to step 9
             if i==15: opt.param_groups[0]['lr'] = 5e-3
         with pytest.raises(AssertionError, match=r'`golden` and `checked` first differ at step 17, in weight `0\.weight`: '): te.check(golden)
         te.check(golden, rtol=10)
@@ -455,7 +459,7 @@ def test_a_kept_run_has_no_time_and_no_path(home, tmp_path):
     assert sorted(p.name for p in (tmp_path/'sub').iterdir())==['golden.parquet']
 
 
-# ---- a shell
+# ---- the command `torchember diff`
 
 def test_the_command_returns_exit_codes(home, capsys):
     a,b,c = (n for n in ('shell a', 'shell b', 'shell c'))
@@ -469,8 +473,8 @@ def test_the_command_returns_exit_codes(home, capsys):
     assert [main(['diff', str(home/'shell.parquet'), x, '--home', str(home)]) for x in (b, c)]==[0, 1]
 
 
-@pytest.mark.release # slow
-@pytest.mark.slow # a Python of its own
+@pytest.mark.release
+@pytest.mark.slow # slow because it starts Python processes
 def test_the_command_runs_as_a_process(home):
     train(home, 'process a', n=2), train(home, 'process b', n=2, seed=1)
     def shell(*args): return subprocess.run([sys.executable, '-m', 'torchember', *args], capture_output=True, text=True)
@@ -482,7 +486,7 @@ def test_the_command_runs_as_a_process(home):
     assert said.returncode==0 and not any(f' {m}\n' in said.stderr for m in ('torch', 'pandas', 'numpy', 'matplotlib'))
 
 
-# ---- what it looks like
+# ---- the text, table and HTML of a difference
 
 def test_a_difference_has_text_html_table_and_curve(home):
     d = diff(run(home), run(home, before=scaled('2.weight')))
@@ -513,7 +517,8 @@ def test_layers_and_tensor_types_can_be_selected(home):
     assert (d.step, d.path, d.ttype)==(0, '2', 'output') and set(d.table['ttype'])=={'output'}
     assert set(diff(a, b, path='4', ttype=['weight']).table['path'])=={'4'}
     d = diff(a, b, path='0')
-    assert (d.step, d.path, d.ttype)==(0, '0', 'weight_grad') and set(d.table['path'])=={'0', ''} # '' of the loss
+    # Path '' is the row of the loss
+    assert (d.step, d.path, d.ttype)==(0, '0', 'weight_grad') and set(d.table['path'])=={'0', ''}
 
 
 def test_rtol_replaces_the_tolerance_for_rounding(home):
@@ -530,4 +535,4 @@ def test_a_run_that_lacks_a_tensor_is_not_the_same():
     for kept,said in ((whole.path!='b', 'input x of `b`; output x of `b`'), (whole.ttype!='input', 'input x of `a`; input x of `b`')):
         assert not diff(whole, whole[kept])
         with pytest.raises(AssertionError, match=f"b lacks rows of a: {said}. Everything else is equal"): assert_same_run(whole[kept], whole)
-        assert_same_run(whole, whole[kept]) # more is no fault
+        assert_same_run(whole, whole[kept]) # Additional rows in the new run are accepted

@@ -1,4 +1,4 @@
-"Sentences that were false: each training showed one of them"
+"Regression tests for findings with a false sentence: each training here once produced such a sentence"
 import math
 
 import pytest
@@ -23,7 +23,7 @@ def net(*more):
 
 
 def train(m, step, n=100, x=None, loss_of=None, optimizer=None, log=True, scheduler=None, **options):
-    "Train a model, and return the findings. `step`: function of the model and the number of the step that changes the weights."
+    "Train a model, and return the findings. `step(model, i)` changes the weights in step i."
     te = torchEmber(m, optimizer=optimizer, **options)
     xs,ys = data()
     for i in range(n):
@@ -47,10 +47,10 @@ def descend(m, rate=.05):
 def sentences(found, *rules): return ' '.join(found[found['rule'].isin(rules)]['text'] if rules else found['text'])
 
 
-# ---- the schedule of the learning rate
+# ---- false sentences about the schedule of the learning rate
 
 def test_no_schedule_is_named_without_a_learning_rate():
-    "The program stops to change the weights, and no learning rate is known."
+    "The training stops changing the weights, and no learning rate was recorded."
     found = train(net(), lambda m, i: i<30 and descend(m, .005))
     print(found)
     assert 'update_too_small' in set(found['rule'])
@@ -109,7 +109,7 @@ def test_a_schedule_that_ends_the_training_is_named_with_its_numbers():
     assert 'The schedule lowered the learning rate too early' in text and '0.005' in text
 
 
-# ---- numbers without a meaning
+# ---- false sentences with meaningless numbers
 
 def test_no_update_is_1e29_times_as_large_as_its_weight():
     m = net()
@@ -152,10 +152,10 @@ def test_a_spike_of_one_layer_has_a_readable_size():
     assert 'more than 1,000,000 times' in text and ' 0 times' not in text
 
 
-# ---- zeros before a softmax
+# ---- false sentences about zeros before a softmax
 
 class Choice(nn.Module):
-    "A softmax of values that are zero."
+    "A softmax over values that are all zero."
     def __init__(self):
         super().__init__()
         self.first,self.act,self.soft,self.last = nn.Linear(8, 16),nn.ReLU(),nn.Softmax(-1),nn.Linear(16, 1)
@@ -173,7 +173,7 @@ def test_a_softmax_of_zeros_is_not_zero():
     assert text and 'nothing but zeros' not in text and 'zeros, whatever' not in text
 
 
-# ---- NaN in gradients
+# ---- false sentences about NaN in gradients
 
 class Breaks(torch.autograd.Function):
     @staticmethod

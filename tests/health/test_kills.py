@@ -1,4 +1,4 @@
-"A process with rules loses no written row if it is killed at any moment"
+"A process that evaluates rules during the training can be killed at any moment without losing a written row"
 import os
 import random
 import signal

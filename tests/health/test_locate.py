@@ -1,4 +1,4 @@
-"`locate` runs a step again and names the operation that makes a NaN"
+"`locate` runs a training step again, and names the operation that produced the first NaN or infinity"
 import copy
 import gc
 import inspect
@@ -46,7 +46,7 @@ def mlp(*inner): return nn.Sequential(nn.Linear(4, 8), *inner, nn.Linear(8, 3))
 def batch(n=6): return torch.randn(n, 4), torch.randint(3, (n,))
 
 
-# ---- in the forward
+# ---- faults in the forward pass
 
 class Entropy(nn.Module):
     def __init__(self): super().__init__(); self.scores = nn.Linear(8, 5)
@@ -178,7 +178,7 @@ def test_a_recurrent_module_of_torch_is_named():
     assert got and got.made in ('inf', '-inf', 'NaN') and got.path in ('', None)
 
 
-# ---- in the backward
+# ---- faults in the backward pass
 
 def test_the_derivative_of_a_root_at_zero_is_named():
     class Norm(nn.Module):
@@ -196,7 +196,7 @@ def test_the_derivative_of_a_root_at_zero_is_named():
 def test_the_gradient_of_the_unused_branch_of_where_is_named():
     w = nn.Parameter(torch.tensor([0., 1.]))
     def step(): torch.where(w>0, w.log(), 0.).sum().backward()
-    got = locate(step) # nothing of the infinity of the forward is left: it is the backward's own
+    got = locate(step) # `where` drops the -inf of the forward pass, so the fault begins in the backward pass
     assert told(got)[:3]==('aten.div', 'NaN', 'backward') and got.node=='LogBackward0' and got.reached==['the gradient of a tensor of [2]']
 
 
@@ -235,7 +235,7 @@ def test_a_hook_on_a_tensor_is_named():
     assert (got.op, got.phase)==('aten.mul', 'backward') and at(got, spoil, '1e38')
 
 
-# ---- computed again, compiled
+# ---- faults under activation checkpointing and in compiled code
 
 class Block(nn.Module):
     def __init__(self, bad): super().__init__(); self.inner,self.bad = nn.Linear(8, 8),bad
@@ -274,7 +274,7 @@ def test_an_operation_in_the_backward_of_a_checkpointed_block_is_named(reentrant
 
 
 def test_an_operation_that_fails_only_when_recomputed_is_named():
-    "The recomputed values differ from those of the forward"
+    "Recomputation in the backward pass gives other values than the forward pass"
     class Worse(nn.Module):
         n = 0
         def forward(self, x):
@@ -301,7 +301,7 @@ def test_a_compiled_model_runs_uncompiled():
     assert locate(lambda: model(x)).notes==[]
 
 
-# ---- in the step
+# ---- faults in the optimizer step
 
 @pytest.mark.parametrize('foreach', [False, True])
 def test_an_update_that_overflows_is_named(foreach):
@@ -333,7 +333,7 @@ def test_adam_without_eps_is_named(foreach):
 @pytest.mark.parametrize('layer', [0, 1])
 def test_weights_that_were_bad_before_the_step_are_named(layer):
     model,(x,y) = mlp(),batch()
-    with torch.no_grad(): model[layer].weight.zero_()[0, 0] = inf # as a mask would be
+    with torch.no_grad(): model[layer].weight.zero_()[0, 0] = inf # zeros and one infinity, like a mask
     def step(): F.cross_entropy(model(x), y).backward()
     got = locate(step)
     assert (got.phase, got.made, got.count, got.tensor, got.op)==('before', 'inf', 1, f'`{layer}.weight`', 'aten.addmm')
@@ -386,7 +386,7 @@ def test_a_nan_in_the_code_is_named():
     assert (got.op, got.made, got.count, got.reached)==('aten.mul', 'NaN', 2, ['the return value of the step'])
 
 
-# ---- infinities that are meant
+# ---- intended infinities, such as masks
 
 def causal(x, mask=None):
     s = x@x.transpose(-1, -2)
@@ -445,7 +445,7 @@ def test_a_row_that_a_buffer_masks_is_a_fault():
 
 
 def test_a_fault_after_a_mask_is_named():
-    "An intended infinity does not hide a fault"
+    "A mask with -inf is intended, and it does not hide an overflow of the logits"
     model,(x,_),y = mlp().half(),batch(),torch.zeros(6).long()
     def attend(x):
         s = (x*300)@(x*300).T
@@ -539,7 +539,8 @@ def test_each_tensor_of_a_list_has_its_own_origin():
     a.grad,b.grad = torch.full((2,), 1e38),torch.tensor([nan, 1., 1.])
     got = locate(opt.step)
     assert (got.phase, got.count, got.tensor)==('before', 1, 'the gradient of `parameter 1 of SGD`')
-    assert got.reached==['`parameter 1 of SGD`', 'the gradient of `parameter 1 of SGD`'] # and not the first, which has an origin of its own
+    # Parameter 0 is missing here: its infinity comes from the update, not from this NaN
+    assert got.reached==['`parameter 1 of SGD`', 'the gradient of `parameter 1 of SGD`']
     for p in (a, b): p.data.fill_(1.)
     b.grad.fill_(1.)
     a.grad.fill_(1e38)
@@ -561,13 +562,13 @@ def test_an_intended_infinity_that_reaches_the_loss_is_named():
     assert (got.op, got.made, got.reached)==('aten.masked_fill', '-inf', ['the loss']) and at(got, step, 'masked_fill')
 
 
-# ---- memory
+# ---- uninitialized memory
 
 def test_uninitialized_memory_is_named(monkeypatch):
     x = torch.ones(4, requires_grad=True)
     def step():
         out = torch.empty(4)
-        torch.from_numpy(out.numpy())[:] = nan # as it may be
+        torch.from_numpy(out.numpy())[:] = nan # Simulate uninitialized memory that contains NaN
         (out*x).sum().backward()
     got = locate(step)
     assert (got.phase, got.op, got.made)==('unwritten', 'aten.mul', 'NaN') and at(got, step, 'torch.empty(4)')
@@ -609,7 +610,7 @@ def test_a_fault_written_over_uninitialized_memory_is_named():
 def test_an_intended_infinity_written_over_memory_is_no_fault():
     def step():
         out = torch.empty(4)
-        out.numpy()[:] = [inf, -inf, 0, 1] # as it may be
+        out.numpy()[:] = [inf, -inf, 0, 1] # Simulate uninitialized memory that contains infinities
         return out.copy_(torch.full((4,), -inf))
     assert not locate(step)
 
@@ -643,11 +644,12 @@ def test_in_place_operations_are_named():
     got = locate(step)
     assert (got.op, got.made, got.count)==('aten.log_', '-inf', 1) and at(got, step, 'log_()')
     [(name, v)] = got.inputs
-    assert (name, v['low'], v['high'], v['shape'])==('self', 0, 3, (2,)) # as it was before
+    # Values of the tensor before the in-place operation
+    assert (name, v['low'], v['high'], v['shape'])==('self', 0, 3, (2,))
     assert math.isinf(step())
 
 
-# ---- a step that raises
+# ---- a training step that raises an exception
 
 def test_a_step_that_raises_is_located():
     def step(): raise KeyError('of the user')
@@ -683,7 +685,7 @@ def test_an_argument_that_is_no_function_raises():
     with pytest.raises(TypeError, match=r'got a Tensor. Write locate\(lambda: step\(batch\)\)'): locate(torch.ones(1))
 
 
-# ---- a scaler
+# ---- a training step with a loss scaler
 
 def test_a_step_that_a_scaler_skips_is_located():
     model,(x,y) = mlp(),batch()
@@ -698,7 +700,7 @@ def test_a_step_that_a_scaler_skips_is_located():
     assert got and got.made in ('inf', '-inf', 'NaN') and all(torch.equal(v, before[k]) for k,v in model.state_dict().items())
 
 
-# ---- nothing is left behind
+# ---- `locate` leaves no changes behind
 
 def state_of_all(model):
     return [(m.__dict__.copy(), [len(v) for k,v in m.__dict__.items() if k.endswith('_hooks')]) for m in model.modules()]
@@ -728,7 +730,7 @@ def test_locate_leaves_no_hooks_and_modes(fails):
 
 
 def test_the_step_computes_the_same_numbers():
-    "Numbers and random numbers are equal to the last bit"
+    "Under `locate`, a step gives the same weights and random numbers, equal to the last bit"
     x,y = batch()
     def trained(how):
         torch.manual_seed(3)

@@ -15,7 +15,7 @@ inf,nan = float('inf'),float('nan')
 
 
 class Odd(nn.Module):
-    "A model with a mask, a constant, an empty tensor and a BatchNorm"
+    "A model with a given mask, a constant output, an empty tensor and a BatchNorm"
     def __init__(self):
         super().__init__()
         self.body,self.norm,self.act,self.same,self.head = nn.Linear(8, 8),nn.BatchNorm1d(8),nn.ReLU(),nn.Identity(),nn.Linear(8, 4)
@@ -36,7 +36,7 @@ tensors = {
 
 
 def train(name, mask, bad_loss=None, n=30, stats='full', scale=1.):
-    "Train with one kind of tensor, with evaluations in between"
+    "Train a model with an unusual kind of tensor, and evaluate it between the steps"
     torch.manual_seed(0)
     m = Odd()
     opt = torch.optim.Adam(m.parameters(), lr=.01)
@@ -57,7 +57,7 @@ def train(name, mask, bad_loss=None, n=30, stats='full', scale=1.):
 
 
 def look_at(name, tmp_path):
-    "Call everything that reads a run, with numpy warnings as errors."
+    "Call all functions that read a run, with numpy warnings as errors."
     with warnings.catch_warnings():
         warnings.simplefilter('error', RuntimeWarning)
         warnings.filterwarnings('error', message='The rule')
@@ -79,7 +79,7 @@ def look_at(name, tmp_path):
 cases = [*((k, dict(mask=t)) for k,t in tensors.items()), *((f'loss {v}', dict(bad_loss=v)) for v in (nan, inf, -inf, 0., 1e30)),
     *((f'data {v}', dict(scale=v)) for v in (0., 1e20, nan, inf))]
 
-often = 'mask', 'both', 'empty', 'loss inf', 'data nan' # the others take long
+often = 'mask', 'both', 'empty', 'loss inf', 'data nan' # Cases of each test run; the remaining cases are slow
 
 
 @pytest.mark.filterwarnings('ignore::torchember.EmberWarning')
@@ -93,7 +93,7 @@ def test_a_run_of_odd_numbers_gives_no_numpy_warning(how, tmp_path):
 
 
 def test_a_mask_in_evaluations_is_not_reported_as_another_size():
-    "An infinite size does not count in the comparison of training and evaluation"
+    "An infinite rms is ignored in the comparison of training and evaluation"
     train('odd', tensors['mask'])
     assert diagnose('odd').rule.tolist().count('train_eval')==0
     assert np.isinf(read('odd', path='same', ttype='output')['rms']).any()

@@ -1,4 +1,4 @@
-"No finding about a parameter contradicts its rows: parameters of another optimizer, and parts that are frozen during the run"
+"Findings about parameters agree with the rows, also for parameters of a second optimizer and layers frozen during the run"
 import numpy as np
 import pytest
 import torch
@@ -11,7 +11,7 @@ from torchember.health.watch import Pace
 
 
 class Split(nn.Module):
-    "A backbone and a head, between which `cut` detaches"
+    "A model of backbone and head. With `cut`, a detach between them stops the gradient"
     def __init__(self):
         super().__init__()
         self.backbone = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU())
@@ -31,7 +31,7 @@ def adam(m): return torch.optim.Adam(m.parameters(), lr=.01)
 
 
 def fit(m, opts, n=60, before=lambda i: None, after=lambda i: None, set_to_none=True, wait=False, **kwargs):
-    "Train, and record the first of the optimizers. Return the findings and the report"
+    "Train with several optimizers, but pass only the first to the ember. Return the findings and the report"
     te = torchEmber(m, optimizer=opts[0], **kwargs)
     for i in range(n):
         before(i)
@@ -58,7 +58,7 @@ def matrices_and_vectors(m):
     return torch.optim.SGD([p for p in ps if p.dim()>1], lr=.1),torch.optim.AdamW([p for p in ps if p.dim()<2], lr=.05)
 
 
-# ---- parameters that another optimizer trains
+# ---- parameters of an optimizer that the ember does not know
 
 def test_parameters_of_a_second_optimizer_are_not_called_unchanged():
     found,report = fit(m := split(), matrices_and_vectors(m), name='two')
@@ -112,7 +112,7 @@ def test_other_optimizers_are_searched_for_only_if_a_parameter_is_in_none(monkey
     assert searches==[]
     m = split()
     fit(m, [torch.optim.SGD(m.head.parameters(), lr=.01)], n=20)
-    assert searches==[4, 4, 4] # when armed, after 4 steps, in the end
+    assert searches==[4, 4, 4] # One search at arming, one after 4 steps, one at the end
     searches.clear()
     other = torch.optim.SGD(m.backbone.parameters(), lr=.01)
     fit(m, [torch.optim.SGD(m.head.parameters(), lr=.01)], n=20)
@@ -179,7 +179,7 @@ def test_an_average_of_weights_is_not_called_frozen():
     assert facts(found)==[]
 
 
-# ---- parts that are frozen during the run
+# ---- parameters that are frozen during the run
 
 def backbone_is_frozen(found, step=20):
     assert facts(found)==[('info', 'not_trained', 'backbone', step)] and found.healthy
@@ -261,7 +261,7 @@ def test_a_learning_rate_of_zero_in_one_group_is_no_schedule():
 
 
 def noted_rates(m, rate, kept=False):
-    "Train with the learning rate `rate(step)`, which is noted. With `kept`, restore the old weights from step 20 on."
+    "Train with the learning rate `rate(step)`, and log it. With `kept`, restore the old weights from step 20 on."
     te = torchEmber(m, optimizer=(opt := torch.optim.Adam(m.parameters(), lr=.003)))
     for i in range(60):
         opt.param_groups[0]['lr'] = rate(i)
@@ -291,7 +291,7 @@ def test_a_rate_that_stays_is_no_schedule():
 
 
 def test_a_part_that_is_frozen_in_jax_is_named():
-    "A mask of the optimizer, and a stopped gradient. In JAX, only rows are known"
+    "JAX runs have only rows: the backbone is frozen by an optimizer mask, or by a stopped gradient"
     import jax.numpy as jnp
 
     from torchember import jaxember

@@ -1,4 +1,4 @@
-"Rules during a training: each finding is reported once, becomes a row, can stop the training, and disturbs nothing else"
+"Rules that run during a training: each finding is reported once, becomes a row, and can stop the training"
 import threading
 import time
 import warnings
@@ -17,13 +17,13 @@ due = Pace.due
 
 @pytest.fixture(autouse=True)
 def at_every_step(monkeypatch):
-    "Run rules after each new row, at any cost."
+    "Let the rules run after each step from step 8 on, regardless of their cost."
     monkeypatch.setattr(Pace, 'due', lambda self, steps, recording: steps>=8)
 
 
 @pytest.fixture
 def own_rules():
-    "Remove the rules that a test has defined."
+    "Remove rules that a test has registered."
     before = dict(table)
     yield
     table.clear()
@@ -38,7 +38,7 @@ def model(dead=True):
 
 
 def train(te, m, opt, n=40, wait=None, step=False):
-    "Train. Return the number of steps before an exception ended it."
+    "Run a training. Return the number of steps that were finished before an exception."
     for i in range(n):
         try:
             loss = F.cross_entropy(m(torch.rand(16, 8)), torch.randint(4, (16,)))
@@ -53,7 +53,7 @@ def train(te, m, opt, n=40, wait=None, step=False):
 
 
 def until_told(te):
-    "Wait until the rules have received all rows."
+    "Return a function that waits until the rules have received all rows."
     def wait(i): te.t.barrier(); te.t.file.listeners.wait()
     return wait
 
@@ -100,7 +100,7 @@ def test_an_error_ends_the_training_where_a_step_ends(how):
     assert 7<=n<15
     assert not any('forward' in x.__dict__ for x in m.modules())
     assert read(te.fname)['step'].max()>=n-1
-    m(torch.rand(2, 8)) # and the model goes on
+    m(torch.rand(2, 8)) # The model still works after the exception
     assert not said
 
 
@@ -110,7 +110,8 @@ def test_a_healthy_training_is_not_stopped():
     assert train(te, m, opt, wait=until_told(te))==40
     assert te.close()['remarks']==[]
     rows = read(te.fname)
-    assert set(rows['severity'].dropna() if 'severity' in rows else ())<={'info'} # of labels that are drawn anew nothing can be learnt
+    # Only 'info' findings are right, because random labels cannot be learned
+    assert set(rows['severity'].dropna() if 'severity' in rows else ())<={'info'}
 
 
 def test_a_function_is_called_in_another_thread_and_may_fail():
@@ -164,7 +165,7 @@ def test_a_value_that_is_not_finite_is_seen_at_once(monkeypatch):
 def test_a_rule_of_ones_own_with_a_threshold(own_rules):
     @rule(severity='warning', needs='output')
     def too_hot(history, at=.5):
-        "An output beyond a limit"
+        "Report an output above a limit"
         for s in history.series('output'):
             if (s.abs_max>at).any(): yield finding(s, f"It reaches {s.abs_max.max():.2f}.", s.steps[s.abs_max>at][0])
     m,found = model(dead=False),[]
@@ -191,15 +192,15 @@ def test_without_rules_nobody_listens():
 
 def test_looking_keeps_to_its_share():
     pace,looks = Pace(share=.02),[]
-    for step in range(1, 50_000): # recording takes a millisecond for each, a look 20
+    for step in range(1, 50_000): # Recording takes 1 ms per step, and each run of the rules takes 20 ms
         if due(pace, step, lambda step=step: step*1e-3): pace.note_cost(step, .02); looks.append(step)
     assert looks[:4]==[4, 8, 16, 32] and len(looks)>=10
-    assert pace.took+.02<=.02*50 # with the one at the end
+    assert pace.took+.02<=.02*50 # .02 s more for the run of the rules at the end
 
 
 @pytest.mark.parametrize('dies', [0, 5])
 def test_a_fault_that_is_visible_at_step_8_is_reported_by_step_16(dies, monkeypatch):
-    "Also if the rules have no time left"
+    "This holds even if the rules have no time budget left"
     monkeypatch.setattr(Pace, 'due', lambda self, steps, recording: due(self, steps, lambda: 0.))
     m,found,seen = model(dead=False),[],{}
     te = ember(m, opt := adam(m), rules='default', on_finding=found.append)
@@ -219,9 +220,10 @@ def test_nobody_is_told_of_steps_that_are_not_looked_at(monkeypatch):
     tell = te.rules.listening.f
     te.rules.listening.f = lambda step, lines: (calls.append(step), tell(step, lines))
     train(te, m, opt, wait=until_told(te))
-    assert len(calls)==4 and te.rules.kept.count==40 # after 4, 8, 16 and 32 steps, whatever time they take
+    # The rules run after 4, 8, 16 and 32 steps, regardless of their cost
+    assert len(calls)==4 and te.rules.kept.count==40
     te.close()
-    assert [f['rule'] for f in te.rules.found][0]=='dead_units' # the last look has all
+    assert [f['rule'] for f in te.rules.found][0]=='dead_units' # The last run of the rules uses all rows
 
 
 def test_training_is_the_same_to_the_last_bit_with_rules():

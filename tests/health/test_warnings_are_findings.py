@@ -1,4 +1,4 @@
-"A warning that a user gets during the training is a finding of the finished run, and its advice works"
+"A warning during the training is also a finding of the finished run, and its advice works"
 import json
 import warnings
 
@@ -30,17 +30,17 @@ def facts(found): return [tuple(f) for f in found[['severity', 'rule', 'first_st
 
 
 def warned(f):
-    "Return the texts of the warnings of a call, and its result."
+    "Call a function. Return the texts of its warnings, and its result."
     with warnings.catch_warnings(record=True) as got:
         warnings.simplefilter('always')
         result = f()
     return [str(w.message) for w in got if issubclass(w.category, EmberWarning)],result
 
 
-# ---- an optimizer that is made anew
+# ---- an optimizer that is replaced during the training
 
 def lose_optimizer(**kwargs):
-    "Train 20 steps, and 40 with an optimizer that torchEmber does not know"
+    "Train 20 steps, and then 40 steps with a new optimizer that the ember does not know"
     m = net()
     o = adam(m)
     te = torchEmber(m, optimizer=o, **kwargs)
@@ -67,7 +67,7 @@ def two_optimizers(m): return torch.optim.Adam(m[0].parameters(), lr=.01),torch.
 
 
 def fit_two(who_steps, renew=lambda i, opts: opts, n=60, **kwargs):
-    "Train with two optimizers. `who_steps(i)` gives the numbers of those that step after pass `i`; `renew` replaces optimizers that torchEmber knows"
+    "Train with two optimizers. `who_steps(i)` gives the numbers of the optimizers that step after pass `i`; `renew` replaces optimizers"
     m = net()
     opts = two_optimizers(m)
     te = torchEmber(m, optimizer=list(opts), **kwargs)
@@ -217,7 +217,7 @@ def test_a_healthy_run_has_no_such_finding():
     assert te.t.df.ttype.isin(['finding']).sum()==0
 
 
-# ---- optimizers that step inside the backward
+# ---- optimizers that step inside the backward pass
 
 def train_in_backward(m, te, opts, steps=6, set_to_none=True):
     def hook(p): opts[p].step(); opts[p].zero_grad(set_to_none=set_to_none)
@@ -237,7 +237,8 @@ def test_advice_for_optimizers_inside_the_backward_names_the_list_of_all(calls_s
     m = net()
     te = torchEmber(m)
     texts,_ = warned(lambda: [te.step() for _ in train_in_backward(m, te, {p: torch.optim.Adam([p]) for p in m.parameters()}, 6, set_to_none) if calls_step])
-    assert set_to_none or calls_step or not texts # gradients of zero are there when the next pass begins
+    # With set_to_none=False, gradients of zero still exist at the next forward pass, so no warning is given
+    assert set_to_none or calls_step or not texts
     assert all('Then pass all optimizers: torchEmber(model, optimizer=[...])' in t for t in texts)
 
 
@@ -259,10 +260,10 @@ def test_with_the_list_of_all_optimizers_each_backward_is_a_step_with_all_its_ro
     assert diagnose('in').healthy
 
 
-# ---- gradients that are there, and zero
+# ---- gradients that exist, but are zero
 
 def zeros(zero_first):
-    "Train with gradients of zero: from a loss without gradient, or from `zero_grad` before te.step()."
+    "Train with gradients of zero, from a loss of zero or from a `zero_grad` before te.step()."
     m = net()
     te,o = torchEmber(m),torch.optim.SGD(m.parameters(), lr=.1, weight_decay=.1)
     for _ in range(4):
@@ -289,17 +290,17 @@ def test_gradients_that_are_missing_are_called_missing():
     assert [t.partition(' although')[0] for t in warned(train)[0] if 'te.step()' in t]==['te.step() found no gradients']
 
 
-# ---- live rules look at some of the steps
+# ---- rules during the training, which check only some of the steps
 
 def lines_of_run(name):
-    "Return the log of a run as a dict: step -> lines."
+    "Return the rows of a run as a dict: step -> rows."
     by = {}
     for line in emberTracker(name).log_path.read_bytes().splitlines(keepends=True): by.setdefault(json.loads(line)['step'], []).append(line)
     return {s: b''.join(ls) for s,ls in by.items()}
 
 
 class Masked(nn.Module):
-    "A mask of -inf in each step, and a NaN from one step on"
+    "A model with a mask of -inf in each step, and with a NaN from one step on"
     def __init__(self, first):
         super().__init__()
         self.body,self.mask,self.bad,self.head = nn.Linear(4, 4),nn.Identity(),nn.Identity(),nn.Linear(4, 1)

@@ -12,15 +12,15 @@ from torchember.health.diagnose import load_history
 from torchember.health.history import History
 
 zoo.load()
-pytestmark = pytest.mark.filterwarnings('error:The rule') # one that fails is a defect
-rises = {'up_before_it_goes_down'} # healthy trainings whose first steps look like a divergence
+pytestmark = pytest.mark.filterwarnings('error:The rule') # A rule that raises an exception is a defect
+rises = {'up_before_it_goes_down'} # Healthy trainings with a rising loss in the first steps, as in a divergence
 
 
-moments = 12, 24, 48 # steps after which an unfinished training is judged, too
+moments = 12, 24, 48 # Numbers of steps after which an unfinished training is diagnosed, too
 
 
 def some(trainings, one_in, in_ci=1):
-    "Return all trainings as parameters: one of `one_in` for `make test`, one of `in_ci` for CI, the others for a release."
+    "Return trainings as parameters. Marks: every `one_in`-th always runs, every `in_ci`-th runs in CI, and the rest before a release."
     def marks(i, t):
         if i%one_in==0: return ()
         return pytest.mark.slow if t.name in zoo.in_ci or t.module in zoo.first_modules and i%in_ci==0 else pytest.mark.release
@@ -41,17 +41,17 @@ def check_no_findings(training, home, *moments):
 
 @pytest.mark.parametrize('training', some(zoo.healthy, 12, 3))
 def test_a_healthy_training_has_no_finding(training, tmp_path):
-    "Check the finished training and one moment of it, chosen by the name of the training"
+    "Diagnose the finished training, and also the training at one earlier moment, which depends on its name"
     check_no_findings(training, tmp_path, moments[len(training.name)%3])
 
 
-@pytest.mark.release # rules that are silent after all of it, and at one of the moments, nearly always are at the others
+@pytest.mark.release # Rarely finds more than the test above, which checks one moment and the end
 @pytest.mark.parametrize('training', [pytest.param(t, id=n) for n,t in zoo.healthy.items()])
 def test_a_healthy_training_has_no_finding_at_any_moment(training, tmp_path): check_no_findings(training, tmp_path, *moments)
 
 
 def check_look(text):
-    "Check that the expression `look` of a finding calls functions of torchember, with arguments that they have."
+    "Check that the expression `look` of a finding calls functions of torchember with valid arguments."
     calls = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)]
     assert calls, text
     for call in calls: signature(getattr(torchember, call.func.id)).bind(*call.args, **{k.arg: k.value for k in call.keywords})
@@ -69,7 +69,7 @@ def test_the_first_finding_is_the_planted_fault(training, tmp_path):
 
 @pytest.mark.parametrize('training', some({n: t for n,t in zoo.healthy.items() if t.module in zoo.first_modules}, 30, 10))
 def test_a_healthy_training_with_all_statistics_has_no_finding(training, tmp_path):
-    "One of ten in CI: few rules need stats='full', and each has its own tests"
+    "CI runs one of ten trainings, because few rules need stats='full', and each rule has its own tests"
     for e in run(training, tmp_path, stats='full', ttypes=ALL)[0]:
         found = diagnose(e.fname, home=tmp_path)
         assert found.healthy, found

@@ -1,4 +1,4 @@
-"Run by `test_diff.py` in 2 processes: a training on two ranks, on one, and on two with another learning rate"
+"Program of `test_diff.py` for 2 processes: one training on two ranks, on one rank, and on two with another learning rate"
 import os
 import sys
 

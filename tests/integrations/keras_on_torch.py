@@ -18,7 +18,7 @@ L = keras.layers
 
 
 class Scale(L.Layer):
-    "A layer with an inner layer and its own weight"
+    "A layer with an inner layer and a weight of its own"
     def __init__(self):
         super().__init__(name='scaled')
         self.inner = L.Dense(6, name='inner')
@@ -133,7 +133,7 @@ def test_names_of_layers_and_weights():
     assert '_torch_params' not in model.__dict__
     assert sorted(names)==sorted(['scaled.inner.kernel', 'scaled.inner.bias', 'scaled.scale', 'shared.kernel', 'shared.bias', 'wrapped.module.weight',
         'wrapped.module.bias', 'head.last.kernel', 'head.last.bias']) # each weight has the path of its layer, and is there once
-    assert set(buffers)=={'loss_total', 'loss_count', 'scaled.scale_1'} # not trained
+    assert set(buffers)=={'loss_total', 'loss_count', 'scaled.scale_1'} # These variables are not trained
     before = left(model)
     with pytest.raises(ValueError, match='broken'), expose_modules(model): raise ValueError('broken')
     assert left(model)==before
@@ -142,7 +142,8 @@ def test_names_of_layers_and_weights():
 @pytest.mark.parametrize('make', [noisy, functional])
 def test_callback_does_not_change_training(make):
     ember = EmberCallback()
-    a,b = (fit(compiled(make), *embers, epochs=2, validation_data=data(6)) for embers in ([ember], [])) # each seeded anew
+    # `fit` sets the seed for each training
+    a,b = (fit(compiled(make), *embers, epochs=2, validation_data=data(6)) for embers in ([ember], []))
     assert left(a)==left(b) and ember.te is None
     assert equal(arrays(a), arrays(b)) and a.history.history==b.history.history
 
@@ -151,7 +152,8 @@ def test_numbers_of_the_step_that_closed():
     ember = EmberCallback()
     fit(compiled(rate=keras.optimizers.schedules.ExponentialDecay(.1, 1, .5)), ember, epochs=2, validation_data=data(6))
     _,losses = by_hand(compiled(rate=keras.optimizers.schedules.ExponentialDecay(.1, 1, .5)), epochs=2)
-    assert numbers(ember, 'loss')==dict(enumerate(losses)) # of the batch, not Keras's mean since the epoch began
+    # Losses of single batches, not the mean of the epoch that Keras reports
+    assert numbers(ember, 'loss')==dict(enumerate(losses))
     assert numbers(ember, 'learning_rate')==pytest.approx({i: .1*.5**i for i in range(8)})
     assert [*numbers(ember, 'val_loss')]==[3, 7] and len([r for r in lines(ember) if 'loss' in r])==8
     assert {(r['step'], r['epoch']) for r in lines(ember)}=={(i, i//4) for i in range(8)}
@@ -262,7 +264,7 @@ def test_models_of_a_class():
     assert {path_of(r) for r in lines(ember) if r['ttype']=='output'}=={'', 'a', 'b'}
 
 
-@pytest.mark.release # compiles
+@pytest.mark.release # This test compiles
 def test_compiled():
     embers = EmberCallback(),EmberCallback()
     for ember,jit in zip(embers, (True, False), strict=True): fit(compiled(jit_compile=jit), ember)
@@ -283,7 +285,8 @@ def test_losses_of_several_outputs_are_those_of_the_batch():
     for i in range(8):
         r,target = out[i, 'model(Functional).value(Dense)'],y[5*(i%4):5*(i%4)+5].astype(float)
         assert total[i]==pytest.approx(classes[i]+3*value[i], rel=1e-5)
-        assert value[i]>=(r['mean']-target.mean())**2-1e-6 # the mean square is at least the square of the mean
+        # The squared error is at least the squared difference of the means
+        assert value[i]>=(r['mean']-target.mean())**2-1e-6
 
 
 def test_a_loss_of_single_samples_is_their_mean():
@@ -414,14 +417,16 @@ def test_gradients_under_a_loss_scale_are_those_of_the_loss():
 
 def test_steps_that_a_loss_scale_skips_are_marked():
     ember,model = EmberCallback(name='mine', ttypes=('weight_grad', 'update')),compiled(loss_weights=64.)
-    model.optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), initial_scale=2.**127) # the first losses are infinite
+    # With this scale, the first gradients are infinite
+    model.optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1e-3), initial_scale=2.**127)
     fit(model, ember, epochs=4)
     rows = [r for r in lines(ember) if r['ttype']=='weight_grad']
     skipped = {r['step'] for r in rows if r.get('skipped')}
-    assert skipped=={*range(len(skipped))} and 0<len(skipped)<16 # the first ones, until the scale is small enough
+    # The first steps are skipped, until the scale is small enough
+    assert skipped=={*range(len(skipped))} and 0<len(skipped)<16
     assert {r['step'] for r in lines(ember) if r['ttype']=='update'}=={*range(len(skipped), 16)}
     assert int(model.optimizer.iterations)==16-len(skipped)
-    fit(model, ember) # Keras does not count skipped steps
+    fit(model, ember) # Keras does not count skipped steps, but torchember does
     assert ember.report['run']=='mine' and steps_of('mine')==[*range(20)]
 
 

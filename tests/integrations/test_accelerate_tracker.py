@@ -74,9 +74,10 @@ def plain(data, accumulate=1, opt=momentum, bf16=False, sees_loss=True): # sees_
     with torchEmber(model, optimizer=opt) as te:
         for i,(x,y) in enumerate(data):
             with torch.autocast('cpu', torch.bfloat16, enabled=bf16): loss = loss_of(model, x, y)
-            if sees_loss: te.recorder.losses.note({'loss': loss}) # as the tracker does before the backward
+            if sees_loss: te.recorder.losses.note({'loss': loss}) # The tracker notes the loss before the backward pass
             (loss/accumulate).backward()
-            if (i+1)%accumulate and i+1<len(data): continue # the last batches of an epoch are a step
+            # The last batches of an epoch form a step, even if there are fewer
+            if (i+1)%accumulate and i+1<len(data): continue
             opt.step()
             opt.zero_grad()
     return table(te)
@@ -137,7 +138,7 @@ def test_earlier_passes_are_not_recorded_and_evaluation_is():
     for _ in range(2):
         l.run()
         l.net.eval()
-        for _ in range(2): # how often it was gone through says nothing of the training's epochs
+        for _ in range(2): # Epochs of the validation loader must not count as epochs of the training
             for x,_ in valid: l.net(torch.full_like(x, 100.))
     l.a.end_training()
     same(rows_of(ember), plain(batches()*2))
@@ -149,7 +150,7 @@ def test_earlier_passes_are_not_recorded_and_evaluation_is():
 
 
 def test_a_scaler():
-    "Recorded gradients are unscaled, and rows of a skipped step are marked as skipped."
+    "The rows have unscaled gradients, and rows of a skipped step are marked as skipped."
     ember,data = callback(),batches()
     l = Loop(ember, end=False)
     scaler = l.a.scaler = torch.amp.GradScaler('cpu', init_scale=2.**10)
@@ -179,7 +180,8 @@ def test_resume_continues_the_run(opt, named, tmp_path):
     l.a.load_state(tmp_path/'it')
     l.run()
     begins = 0 if named else 3 if opt is adam else 0
-    shift = 3 if opt is momentum and not named else 0 # who counts no steps, and has no name, begins again
+    # Without a step count in the optimizer and without a run name, steps begin again at 0
+    shift = 3 if opt is momentum and not named else 0
     assert steps_of(ember)==[*range(begins, 6-shift)]
     same({(k[0]+shift, *k[1:]): r for k,r in rows_of(ember).items()}, {k: r for k,r in rows_of(whole).items() if named or k[0]>2})
 
@@ -251,7 +253,7 @@ def test_two_trackers_and_two_accelerators():
 
 
 def test_only_optimizers_that_train_it():
-    "Two models with their own optimizers: the model that is trained first is recorded with its own optimizer."
+    "Two models with their own optimizers: only the model that is trained first is recorded, with its own optimizer."
     ember = callback()
     a = accelerator_for(ember)
     frozen,other,model = seeded(seed=3),seeded(seed=4),seeded()

@@ -51,7 +51,7 @@ def momentum(params, lr, **kwargs): return fastai().OptimWrapper(params, torch.o
 
 
 class FailingModel(Net):
-    fails = None # (at which pass in training, with what)
+    fails = None # (number of the training pass that fails, exception)
     passes = 0
     def forward(self, x):
         self.passes += self.training
@@ -83,7 +83,7 @@ def plain(data, accumulate=1, clip=None, model=None, opt=None, first_step=0, **o
     with torchEmber(model, optimizer=opt, first_step=first_step, **options) as te:
         for i,(x,y) in enumerate(data):
             loss = loss_of(model, x, y)
-            te.recorder.losses.note({'loss': loss}) # as the callback does before the backward
+            te.recorder.losses.note({'loss': loss}) # The callback notes the loss before the backward pass
             (loss/accumulate).backward()
             if (i+1)%accumulate: continue
             if clip: nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -161,7 +161,7 @@ def test_numbers_of_the_step_that_closed(tmp_path):
 
 
 def test_learning_rates_belong_to_their_step(tmp_path):
-    "A one-cycle schedule, with a learning rate for each parameter group"
+    "Each step has its learning rates of a one-cycle schedule, one for each parameter group"
     ember = callback()
     learn = learner(tmp_path, ember, splitter=lambda m: [[*m.a.parameters()], [*m.b.parameters()]])
     learn.fit_one_cycle(2, slice(.01, .1))
@@ -248,7 +248,7 @@ def test_tables(tmp_path):
 
 
 def test_an_exported_learner_needs_no_torchember(tmp_path):
-    "This also holds for a Learner that is copied or exported during a training."
+    "A Learner can be loaded without torchember, also if it was copied or exported during a training."
     f,ember,copies = fastai(),callback(),[]
     learn = tables(tmp_path, ember)
     learn.fit(1, cbs=f.Callback(after_validate=lambda self: copies or copies.append(copy.deepcopy(self.learn))))
@@ -356,7 +356,7 @@ def test_cancelled_step_has_no_scalars(which, tmp_path):
 
 
 def test_a_scaler(tmp_path):
-    "Recorded gradients are unscaled, and rows of a skipped step are marked as skipped."
+    "The rows have unscaled gradients, and rows of a skipped step are marked as skipped."
     f = fastai()
     class Scaled(f.MixedPrecision):
         def before_fit(self):
@@ -440,7 +440,7 @@ def test_class_of_the_callback_is_accepted(tmp_path):
     assert steps_of(learn.ember)==[0, 1, 2, 3]
 
 
-@pytest.mark.release # another program
+@pytest.mark.release # This test starts another program
 @pytest.mark.slow
 def test_ctrl_c_of_a_program(tmp_path):
     program = f'''

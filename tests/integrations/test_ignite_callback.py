@@ -35,7 +35,7 @@ def callback(**options):
 
 class FailingModel(Net):
     "A model that raises an exception in a training pass"
-    fails = None # (at which pass, with what)
+    fails = None # (number of the pass that fails, exception)
     passes = 0
     def forward(self, x):
         self.passes += self.training
@@ -147,7 +147,7 @@ def test_metrics_of_the_trainer(first):
 
 
 def test_outputs():
-    "An output that is a dict is recorded directly, other outputs through `output_transform`."
+    "An output that is a dict is recorded directly, and other outputs need `output_transform`."
     def named(x, y, p, loss): return {'a': loss.item(), 'text': 'b', 'p': p}
     def pair(x, y, p, loss): return p, loss
     def alone(x, y, p, loss): return p
@@ -224,7 +224,7 @@ def test_resume_continues_the_run(named, accumulate):
 
 
 def test_several_runs():
-    "A trainer that continues counts on in the same run; a trainer from the beginning gets another run."
+    "A trainer that continues also continues its run. A trainer that starts again gets a new run."
     ember,names = callback(name='mine'),[]
     trainer = engines(ember)
     for epochs in (1, 2, 2):
@@ -299,7 +299,7 @@ def test_an_exception_of_a_handler(event):
 
 
 def test_handled_exceptions_do_not_end_the_run():
-    "After a handled error, an Engine continues with the next epoch; after Ctrl-C, it ends, and so does the run."
+    "After a handled error, the Engine and the run continue with the next epoch. After Ctrl-C, both end."
     for error,steps in ((ValueError('broken'), [0, 1, 2, 3, 4]), (KeyboardInterrupt(), [0])):
         ember,model,caught = callback(),seeded(FailingModel),[]
         model.fails = 2, error
@@ -337,7 +337,7 @@ def test_interrupted_run_can_be_closed():
 
 @pytest.mark.parametrize('where', ['trainer', 'attach'])
 def test_a_scaler(where):
-    "Recorded gradients are unscaled, and rows of a skipped step are marked as skipped."
+    "The rows have unscaled gradients, and rows of a skipped step are marked as skipped."
     ember,data = callback(),batches()
     model = seeded()
     opt,scaler = momentum(model),torch.amp.GradScaler('cpu', init_scale=2.**10)
@@ -399,7 +399,7 @@ def test_wrong_arguments_at_once():
     with pytest.raises(TypeError, match='takes model from the trainer'): callback(model=None)
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 @pytest.mark.slow
 def test_two_processes(tmp_path):
     "Each process has half of the batches; gradients are the mean over both processes."

@@ -1,4 +1,4 @@
-"Keras reads its backend when it is imported, and a process has one: the tests of `keras_on_torch.py` run in a process of their own"
+"Runs the tests of `keras_on_torch.py` in a process of its own, because Keras fixes its backend at import"
 import os
 import subprocess
 import sys
@@ -11,13 +11,14 @@ needs_keras = pytest.mark.skipif(find_spec('keras') is None, reason='there is no
 
 
 def run(folder, backend, *args):
-    env = {k: v for k,v in os.environ.items() if not k.startswith('PYTEST_')} # the other one is no worker of this one
+    # Without these variables, the inner pytest is no xdist worker
+    env = {k: v for k,v in os.environ.items() if not k.startswith('PYTEST_')}
     return subprocess.run([sys.executable, *args], env=dict(env, KERAS_BACKEND=backend, KERAS_HOME=str(folder)), capture_output=True, text=True, timeout=600)
 
 
-@pytest.mark.slow # imports torch, keras and torchember anew
+@pytest.mark.slow # imports torch, keras and torchember again
 @needs_keras
-@pytest.mark.release # the room's page trains in each run
+@pytest.mark.release # the documentation page of this integration trains in each run
 @pytest.mark.parametrize('which', ['not release', 'release'])
 def test_on_torch(which, tmp_path):
     out = run(tmp_path, 'torch', '-m', 'pytest', '-q', '-p', 'no:cacheprovider', '-p', 'no:xdist', '-o', 'addopts=', '-m', which,

@@ -1,4 +1,4 @@
-"Lightning's Trainer with `EmberCallback`: the rows are those of the plain loop, and the training is the one that it was"
+"Tests of `EmberCallback` in Lightning's Trainer: rows equal those of a plain loop, and the training is unchanged"
 import functools
 import logging
 import warnings
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 
 @functools.cache
 def lightning():
-    "It takes seconds to import, so only where a test runs"
+    "Import Lightning in the fixture, because the import takes seconds"
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         L = pytest.importorskip('lightning.pytorch')
@@ -34,7 +34,7 @@ def callback(**options):
 @functools.cache
 def kinds():
     class Lit(lightning().LightningModule):
-        fails = None # (at which batch, with what)
+        fails = None # (number of the batch that fails, exception)
         def __init__(self):
             super().__init__()
             self.net,self.lr = Net(),.1
@@ -54,7 +54,7 @@ def kinds():
         def configure_optimizers(self): return torch.optim.SGD(self.parameters(), self.lr, momentum=.9)
 
     class Two(Lit):
-        "Manual optimization: first the first optimizer steps, then the second"
+        "A model with manual optimization and two optimizers, which step one after the other"
         automatic_optimization = False
         def training_step(self, xy, i):
             for o in self.optimizers():
@@ -76,7 +76,7 @@ def trainer_for(folder, *callbacks, **options):
 
 
 def fit(folder, ember=None, data=None, model=None, val=None, ckpt_path=None, **options):
-    "The model after a training; without an ember, one that nobody watches"
+    "Train a model with Lightning, and return it. Without an ember, the training is not recorded"
     model,trainer = model or seeded(kinds()[0]),trainer_for(folder, *([ember] if ember else []), **options)
     with heard() as said: trainer.fit(model, loader(data or batches()), val and loader(val), ckpt_path=ckpt_path)
     assert not said, said
@@ -84,13 +84,13 @@ def fit(folder, ember=None, data=None, model=None, val=None, ckpt_path=None, **o
 
 
 def plain(data, accumulate=1, clip=None, bf16=False, first_step=0, model=None, opt=None, **options):
-    "The rows of the same model, trained by hand"
+    "Return the rows of the same model trained by a plain loop"
     model = model or seeded(kinds()[0])
     opt = opt or momentum(model)
     with torchEmber(model, optimizer=opt, first_step=first_step, **options) as te:
         for i,(x,y) in enumerate(data):
             with torch.autocast('cpu', torch.bfloat16, enabled=bf16): loss = loss_of(model.net, x, y)/accumulate
-            te.recorder.losses.note({'loss': loss}) # as the callback does before the backward
+            te.recorder.losses.note({'loss': loss}) # The callback notes the loss before the backward pass
             loss.backward()
             if (i+1)%accumulate: continue
             if clip: nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -134,7 +134,7 @@ def test_numbers_of_the_step_that_closed(tmp_path):
 
 
 def test_learning_rate_belongs_to_its_step(tmp_path):
-    "The scheduler steps before `on_train_batch_end`."
+    "The row has the learning rate of its step, although the scheduler steps before `on_train_batch_end`."
     class Falling(kinds()[0]):
         def configure_optimizers(self):
             opt = super().configure_optimizers()
@@ -156,7 +156,7 @@ def test_validation_is_recorded_and_the_sanity_check_is_not(tmp_path):
 
 
 def test_a_sanity_check_alone_is_no_run(tmp_path, monkeypatch):
-    "Without a filter, passes before the first step would be rows of step 0."
+    "The passes of the sanity check precede the first step, and must not become rows of step 0."
     ember = callback()
     seen = []
     monkeypatch.setattr(type(ember), 'on_sanity_check_end', lambda self, trainer, module: seen.append((self.te, trainer.lightning_module.training)))
@@ -200,7 +200,7 @@ def test_an_exception_ends_the_run(error, tmp_path, monkeypatch):
     before = left(model.net)
     model.fails = 2, error
     with pytest.raises((ValueError, SystemExit)): fit(tmp_path, ember, model=model)
-    signal.signal(signal.SIGINT, was) # which Lightning has turned off
+    signal.signal(signal.SIGINT, was) # Lightning has replaced this signal handler
     assert ember.te is None and left(model.net)==before
     same({k: r for k,r in rows_of(ember).items() if k[0]<2}, plain(batches(2)))
 
@@ -222,7 +222,7 @@ def test_resume_continues_the_run(every, tmp_path):
 
 
 def test_resume_before_the_end_of_the_run(tmp_path):
-    "Steps that are trained again from a checkpoint go into another run."
+    "If a checkpoint before the end of the run is resumed, the repeated steps go into another run."
     _,trainer = fit(tmp_path, callback(name='mine'), data=batches(3))
     path = checkpoint(trainer, tmp_path)
     fit(tmp_path, callback(name='mine'), data=batches(3), max_epochs=2, ckpt_path=path)
@@ -233,7 +233,7 @@ def test_resume_before_the_end_of_the_run(tmp_path):
 
 
 def test_several_fits(tmp_path):
-    "Each fit is a run. A continued fit counts its steps on."
+    "Each fit is a run of its own. A fit that continues a training continues its step numbers."
     ember,model = callback(),seeded(kinds()[0])
     _,trainer = fit(tmp_path, ember, model=model)
     first = ember.report['run']
@@ -341,7 +341,7 @@ if __name__=='__main__':
 @pytest.mark.parametrize('which', [pytest.param('pytorch_lightning is installed', marks=pytest.mark.release), 'pytorch_lightning is used',
     pytest.param('both are there', marks=pytest.mark.release)])
 def test_under_the_name_that_the_program_uses(tmp_path, which):
-    "`lightning` and `pytorch_lightning` do not accept each other's callbacks, so the imported name decides."
+    "The packages `lightning` and `pytorch_lightning` refuse callbacks of each other, so the imported package decides."
     pytest.importorskip('pytorch_lightning')
     pytest.importorskip('lightning')
     other = {'pytorch_lightning is installed': "sys.modules['lightning'] = None", 'pytorch_lightning is used': '', 'both are there': ''}[which]

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings('ignore')
 
 class Scored(Net):
     "A model with the loss among its outputs, as the Trainer needs it"
-    fails = None # (at which pass in training, with what)
+    fails = None # (number of the training pass that fails, exception)
     passes = 0
     def forward(self, x, labels=None):
         self.passes += self.training
@@ -203,7 +203,7 @@ def test_with_ends_the_run(tmp_path):
 
 
 def test_an_evaluation_that_a_callback_asks_for(tmp_path):
-    "After the evaluation, training passes are recorded again."
+    "After an evaluation that a callback requests, training passes are recorded again."
     transformers = kinds()[0]
     class Asks(transformers.TrainerCallback):
         def on_step_end(self, *args, **more): self.trainer.evaluate()
@@ -245,7 +245,7 @@ def language(folder, ember=None, **options):
 
 
 def test_gradient_checkpointing(tmp_path):
-    "A forward that gradient checkpointing repeats is not another pass."
+    "The repeated forward pass of gradient checkpointing is not recorded as another pass."
     ttypes = 'output', 'weight', 'weight_grad'
     a,b = callback(ttypes=ttypes),callback(ttypes=ttypes)
     weights = language(tmp_path, a, gradient_checkpointing=True)
@@ -256,7 +256,7 @@ def test_gradient_checkpointing(tmp_path):
     for k,r in of(a).items(): assert r['mean']==pytest.approx(of(b)[k]['mean'], abs=1e-6)
 
 
-@pytest.mark.release # compiles
+@pytest.mark.release # This test compiles
 @pytest.mark.slow
 def test_torch_compile(tmp_path):
     ttypes = 'output', 'weight', 'weight_grad'

@@ -18,7 +18,8 @@ from torchember import read, torchEmber
 
 pytestmark = pytest.mark.filterwarnings('ignore')
 @pytest.fixture(autouse=True)
-def offline(monkeypatch): monkeypatch.setenv('HF_HUB_OFFLINE', '1') # nothing is there to be found
+# Models are created locally, so nothing is downloaded
+def offline(monkeypatch): monkeypatch.setenv('HF_HUB_OFFLINE', '1')
 
 
 words = '<pad> <eos> a b c d e f g h i j k l m n o p'.split()
@@ -32,7 +33,7 @@ def witness_kind():
     class Witness(kinds()[0].TrainerCallback):
         "Stores outputs, weights and gradients from torch hooks and the optimizer: (type, step, path) -> tensor"
         def on_train_begin(self, args, state, control, model=None, **more):
-            self.tensors,self.others = {},0 # others: passes that are no training
+            self.tensors,self.others = {},0 # others: number of passes that are no training
             def hook(path):
                 def hear(m, args, out):
                     trains = m.training and torch.is_grad_enabled()
@@ -60,7 +61,7 @@ def agree(ember, witness):
     for k,x in witness.tensors.items(): says(got[k], x)
 
 
-# ---- trl
+# ---- trainers of trl
 
 @functools.cache
 def trl():
@@ -133,7 +134,7 @@ def test_trainers_of_trl(what, peft, tmp_path):
 
 @pytest.mark.slow
 def test_what_is_generated_for_several_steps(tmp_path):
-    "Micro-batches of a step are merged. The passes that generated text for all micro-batches are in no row."
+    "Rows of micro-batches of a step are merged. Passes that generate text leave no rows."
     ember,seen = callback(ttypes=('output',)),[]
     trainer = trl_trainer(tmp_path, 'GRPO', ember, gradient_accumulation_steps=2, **grpo)
     trainer.model.get_input_embeddings().register_forward_hook(lambda m, args, out: seen.append(out.detach()) if torch.is_grad_enabled() else None)
@@ -143,7 +144,7 @@ def test_what_is_generated_for_several_steps(tmp_path):
     for r,a,b in zip(rows, seen[::2], seen[1::2], strict=True): assert r['mean']==pytest.approx(torch.cat([a.flatten(), b.flatten()]).mean().item(), abs=1e-7)
 
 
-# ---- peft
+# ---- adapters of peft
 
 def lora():
     return pytest.importorskip('peft').LoraConfig(r=2, lora_alpha=4, target_modules=['q_proj', 'v_proj'], lora_dropout=0., task_type='CAUSAL_LM')
@@ -208,7 +209,7 @@ def test_an_adapter(tmp_path):
     assert torch.equal(merged(input_ids=ids()[0]).logits, wanted(input_ids=ids()[0]).logits)
 
 
-# ---- the Trainer's own ways
+# ---- options of the transformers Trainer
 
 @pytest.mark.slow
 @pytest.mark.parametrize('options', [dict(gradient_checkpointing=True),
@@ -216,7 +217,7 @@ def test_an_adapter(tmp_path):
     dict(gradient_checkpointing=True, gradient_accumulation_steps=3), dict(max_grad_norm=.01)],
     ids=['checkpointing', 'not reentrant', 'accumulate', 'clip'])
 def test_gradients_are_those_that_the_optimizer_has(options, tmp_path):
-    "Recorded gradients are accumulated and clipped. With checkpointing, passes in the backward are not other passes."
+    "The rows have accumulated and clipped gradients. Recomputation by checkpointing in the backward pass is no other pass."
     ember = callback()
     data = ids(3*options.get('gradient_accumulation_steps', 1))
     trainer = language(tmp_path/'a', small(tmp_path), ember, data=data, **options)
@@ -230,7 +231,7 @@ def test_gradients_are_those_that_the_optimizer_has(options, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.release # compiles
+@pytest.mark.release # This test compiles
 @pytest.mark.parametrize('backend', ['aot_eager', 'inductor'])
 def test_compiled_and_accumulated(backend, tmp_path):
     ember = callback(ttypes=('weight', 'weight_grad'))
@@ -266,16 +267,18 @@ def test_stopped_early_and_back_to_the_best(tmp_path):
         return trainer
     ember = callback(name='mine')
     trainer,alone = run(tmp_path/'a', ember),run(tmp_path/'b')
-    assert trainer.state.best_global_step+2==trainer.state.global_step<8 # the loss falls, and here it ought to grow
+    # Early stopping wrongly expects a rising loss here, so it stops after two steps without a new best
+    assert trainer.state.best_global_step+2==trainer.state.global_step<8
     steps = [*range(trainer.state.global_step)]
     assert steps_of(ember)==[*numbers(ember, 'eval_loss')]==steps and bits(trainer.model.state_dict(), alone.model.state_dict())
     weights = {path_of(r): r for r in ran(ember).t.lines() if r['ttype']=='weight' and r['step']==trainer.state.best_global_step}
-    for n,p in trainer.model.named_parameters(): says(weights[n], p) # what the best step left is what the next one began with
+    # The weights after the best step equal the recorded weights before the next step
+    for n,p in trainer.model.named_parameters(): says(weights[n], p)
     assert {r['step'] for r in table(ran(ember), phase='eval').values()}=={*steps} and not [m for m in trainer.model.modules() if 'forward' in m.__dict__]
 
 
 def test_evaluations_that_others_ask_for(tmp_path):
-    "Evaluations that a callback runs are not recorded, also in the middle of a step."
+    "Evaluations that a callback starts are not recorded, even in the middle of a step."
     transformers = kinds()[0]
     class Asks(transformers.TrainerCallback):
         def on_pre_optimizer_step(self, *args, **more): self.trainer.evaluate()
@@ -305,7 +308,7 @@ def test_after_an_exception_only_training_is_recorded(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.release # Lightning's two processes are in every run
+@pytest.mark.release # a test with two processes of Lightning is in every run
 def test_two_processes(tmp_path):
     "Each process has half of the batches; gradients are the mean over both processes."
     pytest.importorskip('accelerate')

@@ -1,11 +1,11 @@
-"XLA's passes cost half of what a test in JAX takes, and its small programs are no faster for them"
+"Turn off most optimization passes of XLA: they take half of the test time in JAX, and small programs run as fast without them"
 import sys
 
 import pytest
 
 
 @pytest.fixture(scope='session')
-def optimized(): "Fixture for tests that compare bits of programs which XLA optimizes as for users"
+def optimized(): "Fixture for tests that compare bits, and so need programs that XLA optimizes as for users"
 
 
 @pytest.fixture(autouse=True)

@@ -1,5 +1,4 @@
-"""Run by `test_jax_processes.py` in each of 2 or 4 processes of `jax.distributed`: trainings of one small network, laid out in several ways and tracked,
-and on process 0 the same in numpy, in float64, with all of the batch.
+"""Program of `test_jax_processes.py` for 2 or 4 processes: train a network in several layouts. Process 0 also computes it whole, in numpy.
 
     python spread_jax.py FOLDER DEVICES CASE ...        with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment"""
 import json
@@ -36,7 +35,7 @@ n = len(jax.devices())
 size = f'{world}' if devices==1 else f'{world}x{devices}'
 
 
-# ---- in numpy: two layers, and what Adam's smaller brother makes of their gradients
+# ---- reference in numpy: a network of two layers, and a simplified Adam
 
 def first():
     r = np.random.default_rng(0)
@@ -90,7 +89,7 @@ def reference(name, some=None):
     write(name, [(s, k, x) for s in range(steps) for k,x in whole_batch(s, seen).items() if some is None or k[1] in some])
 
 
-# ---- in JAX
+# ---- trainings in JAX
 
 class Net(nn.Module):
     @nn.compact
@@ -145,7 +144,7 @@ def begun(mesh, spec):
 
 
 def train(name, mesh, spec, data=('data',), stats=stash_scalar_stats):
-    "Tracked; spec: name of a parameter and shape -> how it lies"
+    "Train with a tracker. spec: function of name and shape of a parameter that returns its PartitionSpec"
     update,(v,s) = jax.jit(step_of),begun(mesh, spec)
     with track(v, s, True, stash_value=stats, name=name, home=folder) as t:
         for i in range(steps):
@@ -182,14 +181,14 @@ def tensor_parallel():
 
 @case
 def two_axes():
-    "Shard the batch over one mesh axis and the weights over another: each of four processes, or of four devices, has another pair of shards"
+    "Shard the batch over one mesh axis and the weights over another, so that each device has a different pair of shards"
     def spec(k, shape): return P('data', 'model') if len(shape)==2 else P('model') if 'one' in k else P()
     train(f'two_axes_{size}', mesh_of(2, 2), spec)
 
 
 @case
 def modules():
-    "nnx"
+    "Train a model of flax.nnx with parameters on all processes"
     mesh,name = mesh_of(n),f'modules_{size}'
     m = Modules()
     o = nnx.Optimizer(m, opt, wrt=nnx.Param)
@@ -219,7 +218,7 @@ def not_compiled():
 
 @case
 def own_arrays():
-    "Train without distributed arrays: each process has its part of the batch, and gradients are averaged by hand"
+    "Train without distributed arrays: each process has a part of the batch, and the program averages the gradients itself"
     name,k = f'own_arrays_{size}',samples//world
     v,s = {'params': jax.tree.map(jnp.asarray, first()), 'batch_stats': {'seen': jnp.zeros(8)}},None
     s = opt.init(v['params'])
@@ -237,7 +236,7 @@ def own_arrays():
 
 @case
 def mapped():
-    "Run a `shard_map` in which each device has values of its own, and a sum over all devices"
+    "Run a `shard_map` with values that differ between devices, and with a sum over all devices"
     mesh,name = mesh_of(n),f'mapped_{size}'
     x = batch(0)[0]
     @jax.jit
@@ -262,7 +261,8 @@ def layouts():
     name,grid,x = f'layouts_{size}',np.array(jax.devices()),np.arange(64.).reshape(8, 8)**1.5-100
     two = Mesh(grid.reshape(2, -1), ('data', 'model'))
     turned = Mesh(grid.reshape(2, -1).T, ('model', 'data'))
-    diagonal = Mesh(grid[[0, *range(2, n), 1]].reshape(2, -1), ('a', 'b')) # of two processes with two devices each has the corners
+    # A mesh in which the devices of a process are not adjacent
+    diagonal = Mesh(grid[[0, *range(2, n), 1]].reshape(2, -1), ('a', 'b'))
     specs = {'rows': (two, P('data')), 'columns': (two, P(None, 'model')), 'both': (two, P('data', 'model')), 'one': (two, P(('data', 'model'))),
         'turned': (turned, P('data', 'model')), 'odd': (diagonal, P('a')), 'odd_replicas': (diagonal, P(None, 'b')), 'all': (two, P()),
         'odd_both': (diagonal, P('a', 'b')), 'all_odd': (diagonal, P())}
@@ -272,7 +272,7 @@ def layouts():
     tree['complex'] = laid(x+1j*x, two, P('data'))
     with track(tree, name=name, home=folder) as t: t.step(tree)
     with track(tree, name=f'{name}_own', home=folder, stash_value=lambda x: {'sum': jnp.abs(x).sum(), 'n': x.size}) as t: t.step(tree)
-    if devices>1: # no word between devices, and each one's own shard only
+    if devices>1: # The program must not communicate between devices: each device reads only its own shard
         array,some = local_shards_as_one(tree['both'])
         program = rows_of_shards(('basic', 'absolute'), some).lower([array]).compile().as_text()
         assert 'f64[4,4]' in program and not re.search('all-(gather|reduce|to-all)|collective|f64\\[8,', program), program
@@ -282,7 +282,7 @@ def layouts():
 
 @case
 def laid_out_inside():
-    "Run a program that distributes its host arrays itself. The program contains the mesh, or only axis names of a mesh that is set"
+    "Run a program that distributes its input itself, by a mesh in the program or by axis names of a mesh that is set"
     mesh,name,x = mesh_of(n),f'laid_out_inside_{size}',batch(0)[0]
     by_constraint = jax.jit(lambda x: probe('once', jax.lax.with_sharding_constraint(2*x, NamedSharding(mesh, P('data')))))
     with track(name=name, home=folder, stash_value=stash_scalar_stats) as t, jax.set_mesh(mesh):
@@ -305,14 +305,14 @@ def drifted():
 
 @case
 def unnamed():
-    "Check that all processes agree on one name"
+    "Track without a name. All processes must agree on one run name"
     with track({'w': jnp.ones(3)}, home=folder) as t: t.step({'w': jnp.ones(3)})
     (folder/f'unnamed.{rank}').write_text(t.name)
 
 
 @case
 def not_all():
-    "Let one process record with other settings, and one not record at all: their trainings do not change"
+    "One process records with other settings, and one does not record at all: their trainings must not change"
     Agreement.patience = 3
     mesh = mesh_of(n)
     x = laid(batch(0)[0], mesh, P('data'))

@@ -1,4 +1,4 @@
-"Rules read the rows of a JAX run as those of torch: each fault is the first finding, and a healthy training is left in peace"
+"Tests of rules with JAX runs: a planted fault is the first finding, and a healthy training has no finding"
 import jax.numpy as jnp
 import numpy as np
 import optax

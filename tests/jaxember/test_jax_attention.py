@@ -1,4 +1,4 @@
-"Rows about attention heads in JAX: nested transformations, forms of the call, other arguments of `track`, and what cannot be recorded"
+"Tests of rows about attention heads in JAX: nested transformations, forms of the call, arguments of `track`, and limits"
 import warnings
 from functools import partial
 
@@ -26,7 +26,7 @@ def until(f, n=3): return lambda q: lax.while_loop(lambda c: c[0]<n, lambda c: (
 
 
 def numbers_by_hand(q, k=k):
-    "Return entropy, weight of the first key, largest mean weight and largest logit of each head, from all weights of causal attention in float64"
+    "Return entropy, weight of the first key, largest mean weight and largest logit of each head, computed in float64"
     q,k = (np.moveaxis(np.asarray(x, np.float64), -2, -3) for x in (q, k))
     n = q.shape[-2]
     logits = np.where(np.tri(n, dtype=bool), q@k.swapaxes(-1, -2)/2, -np.inf)
@@ -47,7 +47,7 @@ once = [attend, lambda q: jax.vmap(one)(q, k, v), jax.grad(lambda q: jax.checkpo
     lambda q: lax.cond(q.sum()>-1e9, attend, lambda q: 2*q, q), lambda q: jax.jvp(jax.grad(lambda q: (attend(q)**2).sum()), (q,), (q,))[1]]
 
 def test_each_transformation_leaves_one_row_for_each_head():
-    "In one compiled program, and the first form also without compilation."
+    "Each head has one row under each transformation in a compiled program. The first form also runs without compilation."
     for name,f,n in (('jit', jax.jit(lambda q: [g(q) for g in once]), len(once)), ('eager', attend, 1)):
         plain = f(q)
         out,df,got = recorded(f, q, name=name)
@@ -66,7 +66,8 @@ def test_iterations_of_a_scan_are_calls_and_those_of_a_while_loop_are_merged():
     np.testing.assert_allclose(got, np.concatenate([*steps, merged, steps[0]]), 1e-4)
 
 
-@pytest.mark.release # compiles two programs with optimization; the notebook of `track` compares the bits of a smaller model
+# Compiles two programs with optimization; the notebook of `track` tests a smaller model
+@pytest.mark.release
 def test_blocks_in_scan_and_remat_have_paths_of_their_modules_and_the_training_keeps_its_bits(optimized):
     case = transformer()
     x,y = case.batch()
@@ -95,7 +96,7 @@ def test_a_statistic_of_the_user_and_parameters_made_in_the_step():
     net = nn.MultiHeadDotProductAttention(num_heads=2)
     def step(x): return net.apply(net.init(jax.random.key(0), x), x)
     _,df,_ = recorded(jax.jit(step), q.reshape(3, 10, 8), stash_value=lambda x: {'top': jnp.max(x)})
-    assert df.tname.tolist()==['head_0', 'head_1'] and (df.path=='').all() # none of `init`
+    assert df.tname.tolist()==['head_0', 'head_1'] and (df.path=='').all() # The attention in `init` has no rows
     assert 'top' in read('heads', ttype='output')
 
 

@@ -1,4 +1,4 @@
-"Programs in JAX in which one thing lies inside another, or stands beside another of its kind: whose a row is, which call, and which backward"
+"Nested and repeated JAX programs: each row must have the right path, call number and backward number"
 import contextlib, warnings
 
 import flax.linen as nn
@@ -40,13 +40,13 @@ def near(x): return pytest.approx(x, rel=1e-5, abs=1e-6)
 
 
 def trained(f, *args, steps=2, home=None, **kwargs):
-    "Return the rows of a step that is run several times and returns its gradients"
+    "Track a step that runs several times and returns its gradients. Return all rows"
     with track(track_gradients=True, home=home, **kwargs) as tracker:
         for _ in range(steps): tracker.step(kwargs.get('model_state'), gradients=tracker.intercept(f, *args))
     return table(tracker)
 
 
-# ---- checkpoints inside of checkpoints
+# ---- checkpoints inside of checkpoints: values are computed again in the backward pass
 
 W = jnp.array([[.5, .1], [-.2, .7]])
 
@@ -64,7 +64,7 @@ def by_hand(n, y=None):
 @pytest.mark.parametrize('f,n', [(nested, 3), (thrice, 6)])
 @pytest.mark.parametrize('compiled', ['nothing', 'all', 'inside'])
 def test_nested_checkpoints_record_each_value_once(f, n, compiled, tmp_path):
-    "Each value is recorded once, as its own call, and so is its gradient."
+    "Each value and each gradient is recorded once, with its own call number."
     loss = jax.jit(lambda y: f(y).sum()) if compiled=='inside' else lambda y: f(y).sum()
     g = jax.jit(jax.grad(loss)) if compiled=='all' else jax.grad(loss)
     rows,(values,grads) = trained(g, jnp.ones(2), home=tmp_path),by_hand(n)
@@ -74,7 +74,7 @@ def test_nested_checkpoints_record_each_value_once(f, n, compiled, tmp_path):
 
 
 def test_a_checkpoint_stores_no_tagged_value():
-    "Recording does not make `checkpoint` store values that it computes again."
+    "With recording, `checkpoint` still recomputes its values and stores none of them."
     from torchember.jaxember.capture.tags import TagRequest, asked
     def kept(f): return sorted(x.shape for x in jax.tree.leaves(jax.vjp(f, jnp.ones(2))[1]))
     plain = kept(nested)
@@ -109,7 +109,7 @@ def test_nested_remat_records_each_iteration_once(tmp_path):
 
 
 def test_the_bounded_loop_of_equinox_is_recorded(tmp_path):
-    "A loop of checkpointed loops, with which diffrax differentiates its steps."
+    "A bounded loop of equinox is made of checkpointed loops; the library diffrax differentiates its steps with it."
     eqxi = pytest.importorskip('equinox').internal
     def solve(y): return eqxi.while_loop(lambda c: c[0]<3, lambda c: (c[0]+1, layer(c[1], None)[0]), (0, y), max_steps=16, kind='bounded')[1].sum()
     rows,(values,grads) = trained(jax.jit(jax.grad(solve)), jnp.ones(2), home=tmp_path),by_hand(3)
@@ -117,7 +117,7 @@ def test_the_bounded_loop_of_equinox_is_recorded(tmp_path):
     assert means(rows, 1, ttype='output_grad')=={('', 'p', i, 0): near(g) for i,g in enumerate(grads)}
 
 
-# ---- a loop of unknown length in what is differentiated
+# ---- a loop of unknown length in a differentiated function
 
 def found(w, x): return lax.while_loop(lambda c: c[0]<3, lambda c: (c[0]+1, probe('z', jnp.tanh(w*c[1]+x))), (0, x))[1]
 
@@ -130,7 +130,7 @@ def in_layers(w, x):
 @pytest.mark.parametrize('loss,want', [(equilibrium, [(0, 3), (0, 3)]), (in_layers, [(0, 3), (3, 6)])], ids=['for metrics, too', 'in checkpointed layers'])
 @pytest.mark.parametrize('gradients', [False, True])
 def test_a_loop_with_a_stopped_gradient_is_recorded_once(loss, want, gradients, tmp_path):
-    "As in a deep equilibrium model. The differentiated step returns the same as without recording."
+    "The loop is like that of a deep equilibrium model. Results equal those without recording."
     f,w,x = jax.value_and_grad(loss, has_aux=True),jnp.array([.5, .1]),jnp.array([1., -.2])
     plain,zs = jax.jit(f)(w, x),[x]
     for _ in range(6): zs.append(jnp.tanh(w*zs[-1]+x))
@@ -139,12 +139,13 @@ def test_a_loop_with_a_stopped_gradient_is_recorded_once(loss, want, gradients, 
             got = tracker.intercept(jax.jit(f) if gradients else f, w, x)
             assert all(np.allclose(a, b) for a,b in zip(jax.tree.leaves(got), jax.tree.leaves(plain), strict=True))
             tracker.step(gradients=got[1] if gradients else None)
-    each = {('', 'z', i, 0): near(float(jnp.stack(zs[1+a:1+b]).mean())) for i,(a,b) in enumerate(want)} # of a loop, all that came together
+    # All iterations of a loop are merged into one row
+    each = {('', 'z', i, 0): near(float(jnp.stack(zs[1+a:1+b]).mean())) for i,(a,b) in enumerate(want)}
     for step in (0, 1): assert means(table(tracker), step, ttype='probe')==each
     assert not means(table(tracker), ttype='output_grad')
 
 
-# ---- several models
+# ---- several models in one step
 
 class Gen(nn.Module):
     @nn.compact
@@ -188,7 +189,7 @@ def dense(p, name, x): return x@p['params'][name]['kernel']+p['params'][name]['b
 
 @pytest.mark.parametrize('way', ['one step', 'a step each', 'no state'])
 def test_outputs_of_two_models_have_the_paths_of_their_weights(way, tmp_path):
-    "The layers of a generator and a discriminator have the same names."
+    "Layers of a generator and of a discriminator have equal names, so their weights decide the path of each output."
     params,states = gan()
     first = params
     with track(*(() if way=='no state' else (params, states)), track_gradients=True, home=tmp_path) as tracker:
@@ -208,14 +209,15 @@ def test_outputs_of_two_models_have_the_paths_of_their_weights(way, tmp_path):
     for i,x in enumerate((fake, real)): assert got['disc.Dense_1', 'output_0', i, 0]==near(float(dense(first['disc'], 'Dense_1', x).mean()))
     assert got['gen', 'output_0', 0, 0]==near(float(fake.mean()))
     grads = means(rows, 0, ttype='output_grad')
-    assert {c for p,_,c,_ in grads if p.startswith('gen')}=={1} # the first time its output was taken as it is
+    # Call 0 of the generator was not differentiated, so only call 1 has gradients
+    assert {c for p,_,c,_ in grads if p.startswith('gen')}=={1}
     assert [grads['disc', 'output_0', c, 0] for c in range(3)]==[near(1/6), near(-1/6), near(-1/6)]
     kernel = float(first['gen']['params']['Dense_0']['kernel'].mean())
     if way!='no state': assert rows[0, 'gen.Dense_0', 'weight', 'weight_1', 'kernel', 0, None]['mean']==near(kernel)
 
 
 def test_a_warning_names_models_with_equal_parameters(tmp_path):
-    "A network and its target: each call is recorded once."
+    "A network and its target network have equal parameters: a warning says so, and each call is recorded once."
     p = D.init(jax.random.key(0), real)
     state = dict(online=p, target=jax.tree.map(lambda a: a*2, p))
     f = jax.jit(lambda s: D.apply(s['online'], real)-D.apply(s['target'], real))
@@ -246,7 +248,7 @@ def test_outputs_of_two_nnx_models_have_the_paths_of_their_weights(tmp_path):
     assert {k[1] for k in rows if k[2]=='weight_grad'}=={'0.fc', '0.out'}
 
 
-# ---- what is traced once and called in several places
+# ---- functions that are traced once and called in several places
 
 @jax.jit
 def inner(x): return probe('inner', jnp.sin(x))
@@ -267,7 +269,7 @@ class Net(nn.Module):
 
 @pytest.mark.parametrize('compiled', [False, True])
 def test_probes_of_a_shared_function_belong_to_the_calling_layer(compiled, tmp_path):
-    "Outside of all modules they belong to no layer."
+    "A probe outside of all modules belongs to no layer."
     def f(x): return helper(Net().apply({}, x), 3.).sum()
     rows = trained(jax.jit(jax.grad(f)) if compiled else jax.grad(f), x := jnp.array([.3, -.7]), home=tmp_path)
     want,back = {},[]
@@ -289,13 +291,13 @@ def test_probes_of_a_shared_function_belong_to_the_calling_layer(compiled, tmp_p
 class Shared(nn.Module):
     @nn.compact
     def __call__(self, c, x, s):
-        t = nn.Dense(2, name='t', use_bias=False)(s) # the same in each iteration
+        t = nn.Dense(2, name='t', use_bias=False)(s) # This value is equal in each iteration
         return nn.Dense(2, name='d', use_bias=False)(c)+probe('tx', t*x), t
 
 @pytest.mark.parametrize('checked', [True, False])
 @pytest.mark.parametrize('compiled', [False, True])
 def test_constants_of_a_scanned_body_are_recorded_once(compiled, checked, tmp_path):
-    "flax traces a body ahead of its loop, to find values that do not depend on it. Their gradients are recorded, too."
+    "flax traces a loop body before the loop, to find constants. These are recorded once, with their gradients."
     class Loop(nn.Module):
         @nn.compact
         def __call__(self, x, s):
@@ -320,7 +322,7 @@ def test_constants_of_a_scanned_body_are_recorded_once(compiled, checked, tmp_pa
         assert {*seen('output', 'b.t')}=={float(t.mean())}
         assert seen('probe', 'b', 'tx')==[near(float((t*k).mean())) for k in range(3)]
         assert seen('output_grad', 'b')==seen('output_grad', 'b.d')==seen('output_grad', 'b', 'tx')==[near(float(v.mean())) for v in g]
-        of_t = 10+sum(k*v for k,v in enumerate(g)) # of all that it is used for, in the loop and after
+        of_t = 10+sum(k*v for k,v in enumerate(g)) # Gradient from all uses of t, in the loop and after it
         assert sum(seen('output_grad', 'b.t'))==near(float(of_t.mean()))
         assert seen('weight_grad', 'b.t', 'grad_0')==[near(float(jnp.outer(s, of_t).mean()))]
 
@@ -335,7 +337,7 @@ def test_a_function_traced_in_another_run_belongs_to_the_new_model(tmp_path):
 
 
 def test_a_program_called_with_and_without_a_gradient_has_one_gradient(tmp_path):
-    "The second call is for a target without a gradient."
+    "The second call computes a target, so it has no gradient."
     @jax.jit
     def q(w, x): return probe('q', w*x)
     rows = trained(jax.jit(jax.grad(lambda w: (q(w, 2.)-q(5., 3.))**2)), 1., home=tmp_path)
@@ -343,7 +345,7 @@ def test_a_program_called_with_and_without_a_gradient_has_one_gradient(tmp_path)
     assert means(rows, 1, ttype='output_grad')=={('', 'q', 0, 0): -26.}
 
 
-# ---- loops
+# ---- loops over layers
 
 class Add(nn.Module):
     @nn.compact
@@ -354,7 +356,7 @@ class Twice(nn.Module):
     def __call__(self, a, b): return self.h(a, None)[0], self.h(b, None)[0]
 
 def test_calls_of_scanned_layers_that_run_twice_are_those_without_compilation(tmp_path):
-    "Gradients have the calls of their values."
+    "Call numbers equal those without compilation, and each gradient has the call number of its value."
     m,zero = Twice(),jnp.zeros(2)
     p = m.init(jax.random.key(0), zero, zero)
     def loss(p): return (lambda a, b: 2*a.sum()+3*b.sum())(*m.apply(p, zero, zero+100))
@@ -365,7 +367,7 @@ def test_calls_of_scanned_layers_that_run_twice_are_those_without_compilation(tm
 
 
 def test_rows_say_that_all_examples_passed_a_branch(tmp_path):
-    "`cond` under `vmap` computes both branches for all examples. A branch that was chosen alone is not marked."
+    "Under `vmap`, `cond` computes both branches for all examples, and rows are marked so. A row of one chosen branch is not marked."
     x = jnp.linspace(-1, 1, 4)[:, None]*jnp.ones((4, 3))
     def one(x): return lax.cond(x.sum()>0, lambda x: probe('pos', x*2), lambda x: probe('neg', x*3), x).sum()
     for f in (jax.grad(lambda x: jax.vmap(one)(x).sum()), jax.jit(jax.grad(lambda x: jax.vmap(one)(x).sum()))):
@@ -378,10 +380,10 @@ def test_rows_say_that_all_examples_passed_a_branch(tmp_path):
     assert taken=={('probe', 'neg', None), ('output_grad', 'neg', None)}
 
 
-# ---- derivatives of derivatives
+# ---- second derivatives
 
 def test_both_gradients_of_a_penalty_belong_to_the_value(tmp_path):
-    "The column `backward` tells the inner gradient from that of the loss."
+    "The column `backward` distinguishes the inner gradient from the gradient of the loss."
     w,x = jnp.linspace(-.5, .8, 9).reshape(3, 3),jnp.linspace(.1, 1, 6).reshape(2, 3)
     def f(w, x, bump=0.): return (probe('y', jnp.tanh(x@w)+bump)**2).sum()
     def loss(w): return (jax.grad(f, 1)(w, x)**2).sum()+f(w, 2*x)
@@ -405,10 +407,10 @@ def test_a_second_backward_through_the_same_values_is_numbered(tmp_path):
         assert means(rows, 1, ttype='probe')=={('', 'y', 0, 0): 2.}
 
 
-# ---- the state of a training as a dict
+# ---- a training state in a dict
 
 def test_moments_in_a_dict_are_optimizer_rows_once(tmp_path):
-    "A copy of the parameters keeps its name."
+    "Optimizer states in a dict have one row each. A moving average of the parameters is a buffer with its own name."
     p = {'Dense_0': {'kernel': jnp.ones((3, 2))}}
     state = {'params': p, 'opt_state': optax.adam(1e-3).init(p), 'ema': jax.tree.map(lambda x: x*3, p), 'step': 7}
     want = {('Dense_0', 'weight', 'weight_0', 'kernel', 1.), ('ema.Dense_0', 'buffer', 'kernel', None, 3.), ('', 'buffer', 'step', None, 7.),
@@ -423,7 +425,7 @@ def test_moments_in_a_dict_are_optimizer_rows_once(tmp_path):
 
 
 def test_own_fields_of_a_train_state_are_recorded(tmp_path):
-    "A moving average and a number in a subclass of flax's TrainState, as in a dict; and the optimizer state."
+    "Additional fields in a subclass of flax's TrainState are recorded like those of a dict, and the optimizer state, too."
     class Mine(TrainState):
         batch_stats:dict
         ema:dict
@@ -441,7 +443,7 @@ def test_own_fields_of_a_train_state_are_recorded(tmp_path):
         assert {(k[0], *k[1:5], r['mean']) for k,r in table(tracker).items() if k[2]!='probe'}=={(step, *w) for step in (0, 1) for w in want}
 
 
-# ---- a whole training in one loop
+# ---- a whole training in one loop of JAX
 
 class Stack(nn.Module):
     @nn.compact
@@ -458,7 +460,7 @@ def looped(p, xs):
 @pytest.mark.parametrize('every', [1, 3, 7, 50])
 @pytest.mark.parametrize('gradients', [False, True])
 def test_steps_of_a_scanned_training_are_calls(every, gradients, tmp_path):
-    "`every=` chooses among the steps. Each one has all its layers, with the same numbers."
+    "Each step of the loop is a call. `every=` selects some steps, and each selected step has rows of all layers."
     p,xs = stack.init(jax.random.key(0), jnp.ones(2)),jnp.arange(7.)
     with track(p, track_gradients=gradients, every=every, home=tmp_path) as tracker:
         q = tracker.intercept(looped, p, xs)
@@ -466,7 +468,7 @@ def test_steps_of_a_scanned_training_are_calls(every, gradients, tmp_path):
     assert all(np.array_equal(a, b) for a,b in zip(jax.tree.leaves(q), jax.tree.leaves(looped(p, xs)), strict=True))
     rows,want = table(tracker),{}
     for n,i in enumerate(range(0, 7, every)):
-        b = 1-.5*i # what each layer adds by then
+        b = 1-.5*i # Each layer adds this value in step i
         for k in range(2): want['h', 'output_0', 2*n+k, 0] = near(i+(k+1)*b)
         want['', 'output_0', n, 0] = near(2*(i+2*b))
     assert means(rows, 0, ttype='output')==want
@@ -477,7 +479,7 @@ def test_steps_of_a_scanned_training_are_calls(every, gradients, tmp_path):
 
 
 def test_a_program_without_recordable_values_loses_nothing_else(tmp_path):
-    "Other values of the step are recorded: before it, after it, and in the same program."
+    "If one value cannot be recorded, all other values of the step are: before it, after it, and in its program."
     below = lambda x: lax.while_loop(lambda c: probe('condition', c).sum()<9, lambda c: c+1, x)
     alone,both,other = jax.jit(below),jax.jit(lambda x: probe('both', below(x))),jax.jit(lambda x: probe('other', x*2))
     with pytest.warns(EmberWarning, match='the condition of a while loop cannot be recorded'), track(home=tmp_path) as tracker:
@@ -488,7 +490,7 @@ def test_a_program_without_recordable_values_loses_nothing_else(tmp_path):
 
 
 def test_a_long_loop_keeps_fewer_iterations_and_warns(monkeypatch, tmp_path):
-    "The warning comes before the loop runs."
+    "The warning about a long loop comes before the loop runs."
     from torchember.jaxember.recorder import twins
     monkeypatch.setattr(twins, 'most', 5*3*544*4)
     p,xs = stack.init(jax.random.key(0), jnp.ones(2)),jnp.arange(11.)
@@ -506,10 +508,10 @@ def test_every_does_not_skip_scanned_layers(tmp_path):
     assert {k[0] for k in rows}=={0, 2}
 
 
-# ---- a step that raised
+# ---- a step that raised an exception
 
 def test_a_pass_that_raised_is_in_no_step_if_it_is_run_again(tmp_path):
-    "Rows of the completed run count as the first call. Earlier rows of the step stay. A last failed run is written at the end."
+    "If a failed pass is repeated, only rows of the repetition count. If it is not repeated, its rows are written at the end."
     def step(x, fail):
         y = probe('y', 2*x)
         if fail: raise KeyError('mine')
@@ -528,10 +530,10 @@ def test_a_pass_that_raised_is_in_no_step_if_it_is_run_again(tmp_path):
     assert got==[(0, 0, 2.), (1, 0, 24.), (2, 0, 40.), (2, 1, 46.), (4, 0, 120.), (4, 1, 140.)]
 
 
-# ---- another tree than the one that was given first
+# ---- arguments of `step` that differ from the trees given first
 
 def test_a_tree_in_the_place_of_another_is_reported_once(tmp_path):
-    "Swapped arguments, and a loss among the gradients, are named and recorded. A tree that grows or shrinks is not reported."
+    "A warning names swapped arguments, or a loss among the gradients, and they are recorded. A tree may grow or shrink."
     p,g = {'a': {'kernel': jnp.ones((2, 3)), 'bias': jnp.ones(3)}},{'a': {'kernel': jnp.ones((2, 3)), 'bias': jnp.zeros(3)}}
     s = optax.adam(1e-3).init(p)
     bigger = {**p, 'b': p['a'], 'c': {'d': p['a']}}

@@ -1,4 +1,4 @@
-"Trainings in 2 and 4 processes of `jax.distributed`, merged: the rows of one process that has all arrays whole, in numpy"
+"Tests of merged JAX runs of 2 and 4 processes: rows equal those of one process with whole arrays, computed in numpy"
 import json
 import warnings
 from pathlib import Path
@@ -38,7 +38,7 @@ def place(r): return r['path'] or r.get('shard') or '', r['ttype'], r['tname'], 
 
 
 def off(row, want):
-    "Return the numbers that differ from the expected numbers, relative to their magnitude"
+    "Return statistics that differ from the expected values, relative to their magnitude"
     out = []
     for k,v in want.items():
         if k in ('path', 'ttype', 'tname', 'step'): continue
@@ -102,7 +102,7 @@ def test_logged_numbers_are_merged_and_the_run_is_listed_once(two):
 
 @pytest.mark.slow
 def test_outputs_of_each_process_are_parts_of_a_batch(two):
-    "No metadata says so, but they differ. A message says that the scale of gradients is unknown."
+    "Different outputs without metadata are parts of a batch. A message says that the scale of gradients is unknown."
     df,said = merged(two, 'own_arrays_2')
     grads = df.ttype=='output_grad'
     assert grads.any() and "each rank's own loss" in said and set(parts(two, 'own_arrays_2').values())=={'world:?'}
@@ -156,7 +156,7 @@ def test_processes_agree_on_one_name(two):
 
 @pytest.mark.slow
 def test_a_process_that_does_not_record_blocks_nobody(two):
-    "Values of shared programs are not recorded, all others are, and a message gives the reason."
+    "If a process does not record, values of shared programs are missing with a message, and all others are recorded."
     said = [json.loads((two/f'not_all.{r}').read_text()) for r in range(2)]
     for r in range(2):
         first = [s for s in said[r] if 'outputs of modules in programs that processes 0, 1 share are not recorded' in s]
@@ -178,7 +178,8 @@ def test_two_devices_in_each_of_two_processes_are_merged(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.release # two axes are in CI by two devices in each of two processes; four compile everything four times
+# CI tests two axes with two processes of two devices; four processes compile everything four times
+@pytest.mark.release
 def test_four_processes_are_merged(tmp_path):
     start(tmp_path, 4, 1, 'two_axes', 'modules', 'layouts')
     for case in 'two_axes_4','modules_4': same_as_one(tmp_path, case)

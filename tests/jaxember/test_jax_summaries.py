@@ -1,4 +1,4 @@
-"Summaries of JAX arrays are those of numpy and of torch, by compiled loops and by operations, whatever is in the arrays"
+"Tests that summaries of JAX arrays equal those of numpy and torch, for any values, by compiled loops and by JAX operations"
 import os, subprocess, sys
 from functools import cache, partial
 
@@ -16,7 +16,7 @@ import jax.numpy as jnp  # noqa: E402
 
 from torchember.jaxember.measure import summaries  # noqa: E402
 
-pytestmark = pytest.mark.usefixtures('optimized') # so that sums are those that users get
+pytestmark = pytest.mark.usefixtures('optimized') # Sums must be rounded as in programs of users
 
 every = 'basic', 'absolute', 'higher', 'powers', 'exponents'
 kinds = ('float32', 'bfloat16', 'float16', 'float8_e4m3fn', 'float8_e5m2', 'float8_e4m3fnuz', 'int4', 'uint4', 'int8', 'uint8', 'int16', 'uint16', 'int32',
@@ -71,8 +71,8 @@ some_array = given(st.sampled_from(kinds), st.sampled_from((0, 1, 6, 257, 33_001
 @example('uint32', 257, 1e9, 2e9, [], 1)
 def test_arrays(kind, size, scale, offset, spoiled, seed): same_summaries(kind, size, scale, offset, spoiled, seed)
 
-@pytest.mark.release # slow
-@pytest.mark.slow # JAX compiles for each kind and size anew
+@pytest.mark.release
+@pytest.mark.slow # JAX compiles again for each kind and size of array
 @settings(max_examples=4, deadline=None)
 @some_array
 def test_any_arrays(kind, size, scale, offset, spoiled, seed): same_summaries(kind, size, scale, offset, spoiled, seed)
@@ -94,7 +94,7 @@ def same_summaries(kind, size, scale, offset, spoiled, seed):
 @pytest.mark.skipif(not compiled, reason='numba is missing or switched off')
 @pytest.mark.parametrize('kind', ('float32', 'bfloat16', 'float16', 'int8', 'int32', 'float8_e5m2', 'bool'))
 def test_summaries_equal_those_of_torch(kind):
-    "To the last bit, because the compiled loops are the same."
+    "Summaries equal those of torch to the last bit, because both use the same compiled loops."
     for scale,spoiled in ((1, ()), (1e4, (np.nan, np.inf, 0.)), (1e-41, ())):
         x = made(kind, 200_000, scale, 0, spoiled, 1)
         bits = np.asarray(x)
@@ -105,7 +105,7 @@ def test_summaries_equal_those_of_torch(kind):
 @pytest.mark.slow
 @pytest.mark.parametrize('by_parts', (False, True))
 def test_rows_inside_of_transformations_equal_those_outside(by_parts):
-    "scan, cond, while_loop, remat and vmap."
+    "The transformations are scan, cond, while_loop, remat and vmap."
     x = np.random.default_rng(0).standard_normal((4, 500)).astype(np.float32)
     want = np.stack([read_array(y) for y in x])
     read = partial(summaries.summary_row, by_parts=by_parts)
@@ -142,11 +142,11 @@ for x64 in (False, True):
 assert 'torch' not in sys.modules
 '''
 
-@pytest.mark.release # slow
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.parametrize('loops', '01' if compiled else '0')
 def test_summaries_do_not_depend_on_the_installation(loops, tmp_path):
-    "With and without jax_enable_x64, numba and torch, and from programs that JAX has cached on disk."
+    "Summaries are equal with and without jax_enable_x64, numba and torch, and in programs from the disk cache of JAX."
     kept = {'JAX_COMPILATION_CACHE_DIR': str(tmp_path), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0', 'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '-1'}
     env = os.environ | {'NUMBA_DISABLE_JIT': str(1-int(loops)), 'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'} | kept
     for _ in range(1+int(loops)): subprocess.run([sys.executable, '-c', elsewhere, loops], check=True, env=env)
@@ -157,7 +157,7 @@ def test_summaries_do_not_depend_on_the_installation(loops, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(not compiled, reason='numba is missing or switched off')
 def test_operations_replace_broken_loops_and_one_warning_says_so(monkeypatch):
-    "numba is installed, and fails."
+    "numba is installed but fails, so JAX operations compute the summaries, with one warning."
     from torchember.jaxember.measure import kernel
     def fails(*args): raise RuntimeError('no such processor')
     monkeypatch.setattr(kernel, 'custom_call_name', fails)
@@ -172,6 +172,6 @@ def test_operations_replace_broken_loops_and_one_warning_says_so(monkeypatch):
 
 @pytest.mark.parametrize('form', forms)
 def test_norms_of_an_empty_array_are_zero(form):
-    "As in torch and numpy. The other moments are NaN."
+    "Norms of an empty array are 0 as in torch and numpy, and its other moments are NaN."
     got = {k: float(v) for k,v in derive(reader(form, every)(jnp.zeros((0, 3)))).items()}
     assert (got.pop('l1'), got.pop('l2'), got.pop('numel'))==(0, 0, 0) and all(np.isnan(v) for v in got.values())

@@ -1,4 +1,4 @@
-"Trainings in JAX that are tracked: their numbers do not change, and each row has what was computed"
+"Tests of tracked trainings in JAX: results do not change, and each row has the statistics of the computed array"
 import contextlib
 import json
 import math
@@ -55,11 +55,11 @@ def forked(code, *args, **env):
         PYTHONPATH=os.pathsep.join([str(root), str(root/'tests')]), **env)
 
 
-# ---- rows against what was computed by hand
+# ---- rows compared with values that plain operations compute
 
 def numbers(x):
     "Return statistics of an array, computed in float64"
-    x = np.asarray(x, np.float64).ravel() # bfloat16, too
+    x = np.asarray(x, np.float64).ravel() # float64, because the array may be bfloat16
     a = np.abs(x)
     return dict(mean=x.mean(), std=x.std(ddof=1) if x.size>1 else math.nan, abs_mean=a.mean(), abs_max=a.max(), abs_min=a.min(), rms=(a**2).mean()**.5,
         rm4=(a**4).mean()**.25, rm8=(a**8).mean()**.125)
@@ -100,13 +100,13 @@ made = cache(lambda name: jaxed.cases[name]())
 def untracked(name): return run(made(name))[0]
 
 
-# XLA compiles a loop over an array otherwise where the array has one more reader: see the test of it
+# Models in which recording changes the fusion of a loop by XLA, so results differ by rounding; one test is about this
 fused = {'transformer'}
 
 
 def name_of_leaf(path):
     keys = [str(next(v for v in (getattr(k, a, None) for a in ('key', 'name', 'idx')) if v is not None)) for k in path]
-    if keys[-1]=='value': keys.pop() # of a variable of nnx
+    if keys[-1]=='value': keys.pop() # The leaf 'value' of a variable in flax.nnx
     return '.'.join(keys[keys[0] in ('params', 'batch_stats'):])
 
 
@@ -115,7 +115,7 @@ def name_of_row(r): return '.'.join(filter(None, (r['path'], r['pname'] if isins
 
 @pytest.mark.parametrize('name', [pytest.param(n, marks=[pytest.mark.slow]*(n not in ('mlp', 'nnx', 'equinox', 'recurrent'))) for n in jaxed.cases])
 def test_a_training_has_a_row_for_each_array_and_does_not_change(name, optimized, tmp_path):
-    "Three compiled steps: the results are equal to the bit."
+    "Check three compiled steps: results with and without tracking are equal to the bit."
     case = made(name)
     plain,(seen,tracker) = untracked(name),run(case, home=tmp_path)
     if name in fused: assert largest_difference(plain[0], seen[0])<1e-6
@@ -125,7 +125,8 @@ def test_a_training_has_a_row_for_each_array_and_does_not_change(name, optimized
     state,*_ = case.update(case.state(), *case.batch(seed=0))
     rows,hand = rows_at(tracker, step),by_hand(case, state, *case.batch(seed=step))
     got = {(r['path'], r['ttype'], r['tname'], r['call']): r for r in of(rows, 'output', 'output_grad', 'probe')}
-    if name=='branched': # the cotangent is what the input of its function has, and what a loop of unknown length has is one row
+    # The cotangent probe equals the gradient of the input, and the loop of unknown length has one merged row
+    if name=='branched':
         is_row_of(got.pop(('', 'probe', 'cotangent', 0)), hand['', 'output_grad', 'looped', 2])
         merged,truth = got.pop(('', 'probe', 'until', 0)),numbers(hand.pop(('', 'probe', 'until', 0)))
         for k,v in truth.items(): assert merged[k]==pytest.approx(v, rel=1e-4)
@@ -151,7 +152,7 @@ def test_kernels_have_the_names_of_tandv_and_biases_stand_beside_them(tmp_path):
 
 
 def test_gradients_have_the_numbers_of_their_model_once_it_is_known():
-    "The gradients have one form at each step. With another model they have other numbers."
+    "Gradients get the parameter numbers of the model, and with another model they get other numbers."
     one = {'kernel': jnp.ones(2)}
     again = CachedNames(named_parameters)
     def called(known):
@@ -163,7 +164,7 @@ def test_gradients_have_the_numbers_of_their_model_once_it_is_known():
 
 
 def test_a_second_training_has_the_names_and_warnings_of_the_first(tmp_path):
-    "Its compiled function is not traced again."
+    "The compiled function is not traced again in the second training, which still has equal names and warnings."
     case = made('mlp')
     with warnings.catch_warnings():
         warnings.simplefilter('error', EmberWarning)
@@ -172,7 +173,7 @@ def test_a_second_training_has_the_names_and_warnings_of_the_first(tmp_path):
     assert {r['path'] for r in rows_at(b, 0)}=={'', 'Dense_0'}
 
 
-# ---- Track & Visualize's documented calls
+# ---- calls in the documentation of Track & Visualize
 
 class Nested(nn.Module):
     features:int
@@ -223,11 +224,12 @@ def test_each_tensor_type_has_the_modules_of_tandv(cls, jitted, tmp_path):
 
 @pytest.mark.slow
 def test_the_notebook_of_tandv_runs(capsys, tmp_path):
-    "Without compilation, with float16 pictures from numpy, and with a `partial` as loss."
+    "The notebook of Track & Visualize runs: not compiled, with float16 images from numpy, and with a `partial` as loss."
     class MLP(nn.Module):
         @nn.compact
         def __call__(self, x):
-            for _ in range(2): x = nn.relu(nn.Dense(features=12, use_bias=True)(x)) # one width: JAX compiles each operation once
+            # All layers have equal width, so JAX compiles each operation only once
+            for _ in range(2): x = nn.relu(nn.Dense(features=12, use_bias=True)(x))
             x = nn.Dense(features=12, use_bias=True)(x)
             return x-jax.scipy.special.logsumexp(x, axis=1, keepdims=True)
     def loss(model, params, batch):
@@ -254,12 +256,12 @@ def test_the_notebook_of_tandv_runs(capsys, tmp_path):
     assert last['scalar_stats', 'std']==pytest.approx(np.asarray(grads['params']['Dense_1']['kernel'], np.float64).std(ddof=1), rel=1e-6)
 
 
-# ---- a step that nobody compiled
+# ---- a step that is not compiled
 
 @pytest.mark.release
 @pytest.mark.slow
 def test_python_code_of_a_step_runs_each_time(tmp_path, capsys):
-    "A step branches on a value, reads a changing variable and prints. Its numbers are those without tracking."
+    "The step branches on a value, reads a changing variable and prints. Its results equal those without tracking."
     model,p = MLP(),made('mlp').state()[0]
     scale,taken = [1.],[]
     def step(p, x, y):
@@ -289,12 +291,12 @@ def test_python_code_of_a_step_runs_each_time(tmp_path, capsys):
     assert same_bits(plain[0], seen[0]) and plain[1]==seen[1] and {*plain[1]}=={'up', 'down'}
     assert capsys.readouterr().out.startswith(said)
     df = tracker.t.df
-    for i,way in enumerate(plain[1]): # the second call of the model is there where it was made
+    for i,way in enumerate(plain[1]): # The model has a second call in the steps that took this branch
         assert sorted(df[(df.step==i) & (df.ttype=='output') & (df.path=='Dense_0')].call)==[0, 1][:1+(way=='up')]
 
 
 def test_an_exception_of_the_step_closes_the_log(tmp_path):
-    "The user gets the exception and a LogFrame, and the model is as before."
+    "The user gets the exception and a LogFrame of the steps before it, and the model is unchanged."
     model,p = MLP(),made('mlp').state()[0]
     def step(p, x):
         out = model.apply(p, x)
@@ -305,12 +307,12 @@ def test_an_exception_of_the_step_closes_the_log(tmp_path):
             tracker.intercept(step, p, x)
             tracker.step(p)
     lf = read_pickle(tracker.out_path)
-    assert {*lf[lf.metadata.tensor_type=='Activation'].metadata.step}=={0, 1} # what was seen before it
+    assert {*lf[lf.metadata.tensor_type=='Activation'].metadata.step}=={0, 1} # Rows of the steps before the exception
     assert 'torchember' not in str(jax.make_jaxpr(model.apply)(p, jnp.ones((2, 4))))
-    assert tracker.intercept(step, p, jnp.ones((2, 4))).shape==(2, 3) # the function, and nothing else
+    assert tracker.intercept(step, p, jnp.ones((2, 4))).shape==(2, 3) # The closed tracker only calls the function
     n = len(emberTracker(tracker.name, tmp_path).df)
     assert n==len(tracker.t.df)
-    with track(p, home=tmp_path) as again: # a tracker goes on after an exception that the user has caught
+    with track(p, home=tmp_path) as again: # A tracker continues after an exception that the user has caught
         for x in (jnp.full((2, 4), 1e4), jnp.ones((2, 4))):
             with contextlib.suppress(KeyError): again.intercept(step, p, x)
             again.step(p)
@@ -318,7 +320,7 @@ def test_an_exception_of_the_step_closes_the_log(tmp_path):
 
 
 def test_leaving_the_loop_early_closes_the_log(tmp_path):
-    "By break, by return, and by closing a generator."
+    "The loop ends by break, by return, or by closing a generator."
     case = made('mlp')
     def some():
         state = case.state()
@@ -333,11 +335,11 @@ def test_leaving_the_loop_early_closes_the_log(tmp_path):
     assert {*read('left', home=tmp_path).step}=={0, 1, 2} and {*read_pickle(tracker.out_path).metadata.step}=={0, 1, 2}
 
 
-# ---- which steps
+# ---- choice of steps
 
 @pytest.mark.parametrize('every,seen', [(3, [0, 3, 6]), (at(1, 5), [1, 5]), (lambda step: step in (2, 3), [2, 3])])
 def test_steps_outside_of_the_schedule_call_the_plain_function(every, seen, optimized, tmp_path):
-    "Nothing is traced again."
+    "Steps that are not recorded call the original function, and nothing is traced again."
     traced,model = [],MLP()
     @jax.jit
     def update(p, x, y):
@@ -348,7 +350,7 @@ def test_steps_outside_of_the_schedule_call_the_plain_function(every, seen, opti
         for i in range(7):
             p = tracker.intercept(update, p, *jaxed.batch(seed=i))
             tracker.step(p)
-    assert len(traced)==2 # once for each, with and without
+    assert len(traced)==2 # Traced twice: with and without recording
     df = tracker.t.df
     assert sorted({*df.step})==seen and sorted({*df[df.ttype=='weight'].step})==seen
     q = made('mlp').state()[0]
@@ -356,10 +358,10 @@ def test_steps_outside_of_the_schedule_call_the_plain_function(every, seen, opti
     assert len(traced)==2 and same_bits(p, q)
 
 
-# ---- bad input
+# ---- wrong arguments, and limits
 
 def test_a_branch_inside_of_a_loop_merges_the_iterations_that_took_it():
-    "A user's function has the values of the last of these iterations."
+    "Iterations that took a branch are merged. A function of the user gets the values of the last such iteration."
     def tag(x, name): return tap_p.bind(x, tag=Tag(Key(Place('', 'model'), 'probe', name), 0))
     def user(x):
         def turn(s): return s[0]+1, lax.cond(s[0]%3==0, lambda y: tag(y+1, 'third'), lambda y: tag(y*2, 'other'), s[1])
@@ -367,7 +369,7 @@ def test_a_branch_inside_of_a_loop_merges_the_iterations_that_took_it():
     x = jnp.ones(3)
     e, = jax.make_jaxpr(jax.jit(user))(x).eqns
     with asked(TagRequest(None, None, True)): twin,own = (MeasuredJit(e.params, m) for m in (Summaries(('basic',)), UserStatistic(lambda x: {'last': x[0]})))
-    for start,third,other in ((1., 9., 8.), (2., 13., 12.)): # +1, *2, *2, +1; and once more
+    for start,third,other in ((1., 9., 8.), (2., 13., 12.)): # Operations of the iterations: +1, *2, *2, +1
         assert {s.key.tname: len(some) for s,some in twin(x*start)[1].each()}=={'third': 1, 'other': 1}
         assert {s.key.tname: [float(p) for _,ps in some for p in ps] for s,some in own(x*start)[1].each()}=={'third': [third], 'other': [other]}
 
@@ -393,7 +395,7 @@ def test_bad_input_is_explained(tmp_path):
         with pytest.raises(RuntimeError, match='inside of a step that is being intercepted'): t.intercept(lambda: t.intercept(model.apply, p, x))
         with pytest.raises(RuntimeError, match='inside of jit'): jax.jit(lambda x: t.intercept(model.apply, p, x))(x)
         with pytest.raises(RuntimeError, match='inside of jit'): jax.grad(lambda x: t.intercept(model.apply, p, x).sum())(x)
-        t.intercept(model.apply, p, x) # and goes on
+        t.intercept(model.apply, p, x) # The tracker continues after these errors
     with pytest.raises(FileExistsError, match="run 'a' already"): new(name='a')
     with pytest.raises(ValueError, match="include='Densest'.*Dense_"), new(p, include='Densest') as t:
         t.intercept(model.apply, p, x)
@@ -409,14 +411,14 @@ def test_bad_input_is_explained(tmp_path):
 
 
 def test_chosen_modules_hold_for_all_tensor_types(tmp_path):
-    "Outputs, weights, gradients and states."
+    "The selection of modules applies to outputs, weights, gradients and states."
     for kw in (dict(include='Dense_1'), dict(include=re.compile('Dense'), exclude='_0$')):
         df = run(made('mlp'), 1, home=tmp_path, **kw)[1].t.df
         assert {*df.path}=={'Dense_1'} and {*df.ttype}=={'output', 'output_grad', 'weight', 'weight_grad', 'optimizer'}
 
 
 def test_a_function_of_the_user_gets_arrays_or_tracers(tmp_path):
-    "One warning says what it cannot do with a tracer."
+    "In a compiled step, the function gets tracers, and one warning says what it cannot do with them."
     case = made('mlp')
     def own(x): return {'largest': jnp.abs(x).max(), 'quantiles': jnp.sort(x.ravel())[:2]}
     df = run(case, 2, stash_value=own, home=tmp_path)[1].t.df
@@ -430,7 +432,7 @@ def test_a_function_of_the_user_gets_arrays_or_tracers(tmp_path):
         df = run(case, 1, stash_value=greedy, home=tmp_path)[1].t.df
     assert df[df.ttype=='weight'].largest.notna().all() and df[df.ttype=='output'].error.str.contains('jnp').all()
     q = case.state()[0]
-    with track(stash_value=greedy, home=tmp_path) as t: # not compiled, it is given arrays
+    with track(stash_value=greedy, home=tmp_path) as t: # The step is not compiled, so the function gets arrays
         t.intercept(MLP().apply, q, jnp.ones((2, 4)))
         t.step()
     assert t.t.df.largest.notna().all() and 'error' not in t.t.df
@@ -441,10 +443,10 @@ def test_a_function_of_the_user_gets_arrays_or_tracers(tmp_path):
     assert np.array_equal(np.load(t.folder()/'tensors'/f"{df[(df.ttype=='output') & (df.path=='')].full_tensor.iloc[0]}.npy"), out)
 
 
-# ---- on the way to disk
+# ---- logged numbers, and results for W&B and on disk
 
 def test_wandb_gets_means_and_the_logframe(monkeypatch, tmp_path):
-    "A stand-in has the names of W&B that `track` uses."
+    "A replacement for W&B provides the functions that `track` uses."
     logged,handed,case = [],[],made('mlp')
     class Artifact:
         def __init__(self, name, type): self.name,self.type,self.files = name,type,[]
@@ -494,7 +496,7 @@ def test_a_tracker_lists_the_stashes_of_the_last_step(tmp_path):
 # ---- nnx models belong to the trace that they were made in
 
 def test_each_logged_number_is_a_row_with_its_call(tmp_path):
-    "The next step counts from 0."
+    "Numbers logged in one step have the calls 0, 1, 2, ...; the next step counts from 0 again."
     with track(home=tmp_path) as tracker:
         for s in range(2):
             tracker.intercept(lambda x: probe('x', x), jnp.ones(2))
@@ -506,7 +508,7 @@ def test_each_logged_number_is_a_row_with_its_call(tmp_path):
 
 @pytest.mark.slow
 def test_nnx_models_can_be_changed_after_tracking(tmp_path):
-    "A model that was made or changed in a tracked step can be changed afterwards, and under the next tracker."
+    "A model that was created or changed in a tracked step can be changed later, also under the next tracker."
     class Net(nnx.Module):
         def __init__(self):
             layer = partial(nnx.Linear, 4, 4, rngs=nnx.Rngs(0), kernel_init=nnx.initializers.ones)
@@ -538,7 +540,7 @@ def test_nnx_models_can_be_changed_after_tracking(tmp_path):
     step(None, model, opt, jnp.ones((4, 4)))
 
 
-# ---- the same arrays in torch
+# ---- arrays compared with equal tensors in torch
 
 def arrays():
     r = np.random.default_rng(3)
@@ -586,7 +588,7 @@ def test_rows_have_the_statistics_of_torch(tmp_path):
             assert r['dtype']==str(a.dtype)==str(t.dtype).removeprefix('torch.') and tuple(r['shape'])==a.shape
 
 
-# ---- many devices, in a process that has eight
+# ---- many devices, in a process with eight simulated devices
 
 eight = '''
 import json, sys, warnings
@@ -642,7 +644,7 @@ print(json.dumps(out))
 
 @pytest.mark.slow
 def test_rows_of_sharded_arrays_are_those_of_the_whole(tmp_path):
-    "In shard_map and pmap, each shard has a row."
+    "Rows equal those of the whole array; in shard_map and pmap, each shard has its own row."
     ran = forked(eight, tmp_path, XLA_FLAGS='--xla_force_host_platform_device_count=8')
     assert ran.returncode==0, ran.stderr[-3000:]
     got = json.loads(ran.stdout.splitlines()[-1])
@@ -669,7 +671,7 @@ def test_rows_of_sharded_arrays_are_those_of_the_whole(tmp_path):
     assert mine=={f'i={k}': 2*x[k].mean() for k in range(8)}
 
 
-# ---- processes
+# ---- new and forked processes
 
 killed = '''
 import os, signal, sys
@@ -725,9 +727,9 @@ def test_memory_does_not_grow_with_steps(tmp_path):
     assert grown<7.5e6 and arrays<=20, (grown, arrays)
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 def test_a_run_is_made_read_and_drawn_without_torch(tmp_path):
-    "Messages name what is missing."
+    "Without torch, a run is recorded, read and drawn. Messages name a package that is missing."
     out = done(f'''
         import sys, warnings
         sys.modules['torch'] = None

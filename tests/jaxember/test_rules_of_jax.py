@@ -1,4 +1,4 @@
-"Rules of trainings in JAX, two of a thing beside each other: whole rows, with step, call, time and marks, and what stays of an earlier step or another run"
+"Tests of JAX rows in full: step, call, time and marks are right, also with two trackers, changing states and repeated runs"
 import json
 import warnings
 from types import SimpleNamespace
@@ -28,14 +28,14 @@ def rows(t, *names, home=None):
 
 @pytest.fixture
 def clock(monkeypatch):
-    "Return the time of day in seconds"
+    "Replace the clock by a number of seconds that the test sets"
     at = SimpleNamespace(now=0)
     monkeypatch.setattr(room, 'now', lambda: f'2026-01-01 10:00:{at.now:02}')
     return at
 
 
 def test_rows_of_two_alternating_trackers_stay_apart(tmp_path, clock):
-    "One records every second step, the other all steps and gradients. Each row has the step, time and marks of its run."
+    "One tracker records every second step, the other records all steps and gradients. Each row belongs to its own run."
     a,b = (jnp.full(2, float(x)) for x in (10, 100))
     with track({'w': a}, every=2, init_step=5, home=tmp_path, name='a') as one, \
             track({'u': 0*b, 'w': b}, {'mu': {'w': -b}}, True, exclude='no such', home=tmp_path, name='b') as two:
@@ -43,7 +43,7 @@ def test_rows_of_two_alternating_trackers_stay_apart(tmp_path, clock):
             clock.now = 10*s+1
             one.intercept(double, a+s)
             g = two.intercept(slope, b+s)
-            clock.now += 5 # a step has the time when it began
+            clock.now += 5 # The time of a row is the beginning of its step
             two.intercept(double, b-s)
             one.log(loss=s)
             two.log(loss=-1.*s)
@@ -56,7 +56,7 @@ def test_rows_of_two_alternating_trackers_stay_apart(tmp_path, clock):
             else: two.step({'u': 0*b, 'w': b+s+1}, {'mu': {'w': -b-s-1}}, {'w': g*(s+1)})
         clock.now = 59
         two.log(loss=7.)
-        one.intercept(double, a) # of a step that is not recorded
+        one.intercept(double, a) # This step is not recorded
     def r(i, *who, call=0, mean=None, loss=None):
         "Return a row of the i-th step of both trackers"
         ttype,tname,pname = *who, *(None,)*(3-len(who))
@@ -72,11 +72,11 @@ def test_rows_of_two_alternating_trackers_stay_apart(tmp_path, clock):
             r(i, 'scalar', 'grad_norm')]
     assert rows(two, home=tmp_path)==[*want, r(4, 'scalar', 'log', loss=7.)]
     norms = [(step, norm) for step,norm in rows(two, 'step', 'grad_norm', home=tmp_path) if norm is not None]
-    assert norms==[(i, pytest.approx(3*(i+1)*2**.5)) for i in range(4)] # of two elements that are 3*(i+1)
+    assert norms==[(i, pytest.approx(3*(i+1)*2**.5)) for i in range(4)] # The gradient has two elements equal to 3*(i+1)
 
 
 def test_rows_follow_a_state_that_changes_its_form(tmp_path):
-    "Names, numbers and shapes are those of the last tree, also if only a name or a shape differs, and back again."
+    "Rows have the names, numbers and shapes of the latest tree, also if only a name or a shape changes, and back again."
     forms = [{'a': 1., 'b': 2.}, {'a': 1., 'c': 2.}, {'c': 2.}, {'c': np.ones(3)}, {'a': 1., 'b': 2.}, {'b': 2., 'a': {'k': 1.}}]
     def of(form, by): return jax.tree.map(lambda v: jnp.full(np.shape(v), by*np.mean(v)), form)
     with track(of(forms[0], 1), {'mu': of(forms[0], -1)}, True, home=tmp_path) as t:
@@ -94,7 +94,7 @@ def test_rows_follow_a_state_that_changes_its_form(tmp_path):
 
 @pytest.mark.parametrize(('lo', 'hi'), [(-2, 3), (0, 0)])
 def test_the_last_exponent_is_counted_and_the_next_one_is_above(lo, hi):
-    "For concrete arrays and inside jit."
+    "Values at the upper limit of the exponents are counted in the right bin, for concrete arrays and inside jit."
     some = [s*2.**k*f for k in range(-5, 6) for s in (1, -1) for f in (1, 1.5)]+[0., -0., np.nan, np.inf, -np.inf]
     within = [sum(2.**k<=abs(x)<2.**(k+1) for x in some) for k in range(lo, hi+1)]
     want = [sum(abs(x)<2.**lo for x in some), *within, sum(abs(x)>=2.**(hi+1) for x in some)]
@@ -110,7 +110,7 @@ def test_the_last_exponent_is_counted_and_the_next_one_is_above(lo, hi):
 
 
 def test_the_metadata_of_a_run_and_its_warnings_are_written_once(tmp_path):
-    "Model, framework and length of a run; findings of steps; the first value that is not finite."
+    "The metadata have model, framework and length of the run. Warnings are findings, such as the first NaN."
     class Net(dict):
         def __call__(self): pass
     jax.tree_util.register_pytree_node(Net, lambda n: (tuple(n.values()), tuple(n)), lambda k, v: Net(zip(k, v, strict=True)))
@@ -128,7 +128,7 @@ def test_the_metadata_of_a_run_and_its_warnings_are_written_once(tmp_path):
 
 
 def test_the_watch_for_values_that_are_not_finite_is_the_first_listener(tmp_path):
-    "As for torch, the writer notifies it. Other listeners get the rows of the file."
+    "The writer calls the watch for NaN before other listeners, as with torch. Listeners get the rows of the file."
     got,w = [],{'w': jnp.ones(2)}
     with warnings.catch_warnings(record=True) as said, track(w, home=tmp_path, name='r') as t:
         warnings.simplefilter('always', EmberWarning)
@@ -156,10 +156,10 @@ def test_a_step_that_raises_is_recorded_unless_it_is_run_again(tmp_path):
 
 
 def test_a_row_that_merges_iterations_has_the_number_of_its_elements(tmp_path):
-    "The shape is that of one iteration of a `while_loop`. A row of one iteration has no such column."
+    "A merged row has the shape of one iteration, and a column with its number of elements. A row of one iteration lacks this column."
     def doubled(x): return jax.lax.while_loop(lambda x: x.sum()<40, lambda x: probe('x', 2*x), x)
     with track(home=tmp_path, name='merged') as t:
-        for first in (3., 13.): # 12, 24, 48: three iterations; 52: one
+        for first in (3., 13.): # Sums of the iterations: 12, 24, 48 for the first input, and 52 for the second
             t.intercept(jax.jit(doubled), jnp.full(2, first))
             t.step()
     want = [(0, (2,), 6., 14.), (1, (2,), None, 26.)]

@@ -1,4 +1,4 @@
-"`torchember check` runs the first step of a program and shows what is wrong; `te.check_step` does so inside a program, and changes nothing there"
+"Tests of `torchember check`, which runs the first step of a program and reports problems, and of `te.check_step`"
 import json
 import os
 import re
@@ -20,7 +20,7 @@ root = Path(__file__).parents[2]
 libraries = ('import torch._dynamo, torchember.ember, torchember.trained, torchember.health.first_step, pandas\n'
     'from torchember.measure import loading\nloading.loops()')
 by_fork = 'import sys; from torchember.cli import main; sys.exit(main())'
-checks = 15 # rows of a table without other findings
+checks = 15 # Number of rows in a table without findings of rules
 
 
 def check(text, folder, *options, args=(), **env):
@@ -73,10 +73,11 @@ def test_a_healthy_program_passes_after_one_step(tmp_path):
     assert len(table)==checks and {r['status'] for r in table.values()}<={'ok', 'not checked'}
     assert table['the step changes the weights']['text']=='4 of 4 trained weights changed'
     assert float(table['the loss is finite']['text'].removeprefix('loss is '))==pytest.approx(1.1, abs=.3)
-    assert table['updates have a usual size']['text'].startswith('a step changes a weight by 0.0') # exact, from the recorded updates
+    # Exact value, from the recorded updates
+    assert table['updates have a usual size']['text'].startswith('a step changes a weight by 0.0')
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 def test_several_steps_and_a_kept_run(tmp_path):
     done = check(healthy, tmp_path, '--steps', '3', '--keep')
     assert done.returncode==0 and 'step 1 ended' in done.stdout and 'step 2 ended' not in done.stdout
@@ -108,7 +109,8 @@ def test_a_program_without_torch_is_explained(tmp_path):
 def test_a_program_that_raises_shows_its_traceback(tmp_path):
     done = check(healthy.replace('(6,))', '(7,))'), tmp_path)
     assert done.returncode==2 and done.stderr.count('Traceback')==1 and 'The program raised ValueError: Expected input batch_size' in done.stderr
-    assert 'torchember/' not in done.stderr.partition('File "')[2].partition('\n')[0] # the traceback begins in the program
+    # The traceback begins in the user's program
+    assert 'torchember/' not in done.stderr.partition('File "')[2].partition('\n')[0]
 
 
 def test_wrong_use(tmp_path):
@@ -141,12 +143,12 @@ def test_two_models_get_a_table_each(tmp_path):
     assert done.returncode==0, done.stdout
     assert 'Linear (1 modules, 16 values, trained by Adam), the first step' in done.stdout
     assert 'Sequential (4 modules, 49 values, trained by Adam), the first 2 steps' in done.stdout
-    # an optimizer that never steps delays the end, but does not prevent it
+    # If one optimizer never steps, the check ends later, but it still ends
     done = check(adversaries.replace('    og.step()', '    pass'), tmp_path)
     assert done.returncode in (0, 1) and 'its optimizer did not step' in done.stdout
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 def test_a_scaled_loss_is_shown_as_it_was(tmp_path):
     plain,scaled = healthy,healthy.replace('opt = ', 'scaler = torch.amp.GradScaler("cpu", init_scale=1024.)\nopt = ').replace(
         'loss.backward()', 'scaler.scale(loss).backward()').replace('opt.step()', 'scaler.step(opt); scaler.update()')
@@ -161,7 +163,7 @@ def test_a_program_that_catches_everything_ends_at_each_step(tmp_path):
     assert done.returncode==0 and done.stdout.count('caught')==3 and done.stdout.count('the first step')==1
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 def test_a_thread_of_the_program_does_not_hold_the_process(tmp_path):
     done = check('import threading\nthreading.Thread(target=threading.Event().wait).start()\n'+forgotten, tmp_path)
     assert done.returncode==1 and 'the first step' in done.stdout and left(tmp_path)==[]
@@ -207,7 +209,7 @@ model,opt = accelerator.prepare(model, opt)
 print(''').replace('loss.backward()', 'accelerator.backward(loss)')
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.parametrize(('library', 'code', 'row', 'status'), [
     ('transformers', trainer.replace('WARM', '0'), 'the step changes the weights', 'ok'),
@@ -223,14 +225,14 @@ def test_trainers_of_other_libraries(tmp_path, library, code, row, status):
     assert table['the loss is finite']['text'].startswith('loss is ')
 
 
-# ---- te.check_step
+# ---- `te.check_step` inside a program
 
 def train(te, model, opt, data, check=False):
     for x,y in data:
         loss = loss_of(model, x, y)
         te.log(loss=loss)
         loss.backward()
-        if check and te.recorder.tally.steps: te.check_step() # within a step
+        if check and te.recorder.tally.steps: te.check_step() # Call the check in the middle of a step, too
         opt.step()
         if check: te.check_step()
         opt.zero_grad()
@@ -271,7 +273,7 @@ def test_a_loop_without_an_optimizer(ends):
             table = te.check_step().set_index('check')
             opt.zero_grad()
     assert 'the optimizer is unknown' in table.text['the optimizer has the parameters'] and 'te.log(loss=loss)' in table.text['the loss is finite']
-    # `zero_grad` has removed the gradients when the next pass begins
+    # Without te.step(), `zero_grad` has already removed the gradients when the step ends
     assert table.status['the step changes the weights']==('ok' if ends=='te.step()' else 'not checked') and not table.status.isin(['error', 'warning']).any()
 
 

@@ -1,4 +1,4 @@
-"`%%ember` in IPython's shell, in this process: what it shows, and what it leaves"
+"Tests of the cell magic `%%ember` in an IPython shell: its output, and the state that it restores"
 import ast
 import re
 import textwrap
@@ -29,9 +29,9 @@ def step(m=None, o=None):
 
 
 class Shell:
-    "A notebook in which `setup` has run"
+    "An IPython shell that has run the code in `setup`"
     def __init__(self):
-        self.ip = InteractiveShell.instance() # `display` prints where there is none
+        self.ip = InteractiveShell.instance() # Without this instance, `display` would only print
         self.ip.run_cell(setup).raise_error()
         self.ip.run_line_magic('load_ext', 'torchember')
 
@@ -56,7 +56,7 @@ def given_back(model): return find_exclusive_listener(model) is None and not has
 
 
 def test_cell_that_trains_is_recorded(shell):
-    "Through a function of the notebook; first the picture, then the findings"
+    "A training by a function defined outside of the cell is recorded. The output has a picture first, then the findings"
     shell.run('%%ember --name it --every 2\nfor _ in range(5): step()').raise_error()
     assert steps('it')==[0, 2, 4] and shell.pictures==1 and 'image/png' in shell.kinds[0]
     assert shell.texts[1].startswith('it:') and 'rules checked' in shell.texts[1] and len(shell.kinds)==2
@@ -66,17 +66,18 @@ def test_cell_that_trains_is_recorded(shell):
 
 
 def test_model_created_in_the_cell_is_recorded(shell):
-    "Its names are the notebook's, its last value is shown; a model of its own is armed when it trains"
+    "A model created in the cell is armed when it trains. The notebook gets all variables, and the last value is shown"
     shell.run('%%ember --name it\nnew = net()\no = torch.optim.Adam(new.parameters())\nfor i in range(3): step(new, o)\ni+40')
     assert shell['i']==2 and '42' in shell.shown.stdout and shell['_']==42 and shell.pictures==1
     assert steps('it')==[0, 1, 2] and 'by Adam' in shell.shown.stdout and given_back(shell['new'])
 
 
 def test_cell_that_raises_is_recorded(shell):
-    "It is raised, shown from the cell on, and what there was until then is shown"
+    "If the cell raises, the traceback begins in the cell, and the steps before are recorded and shown"
     done = shell.run("%%ember --name it\nstep()\nraise ValueError('it')")
     assert isinstance(done.error_in_exec, ValueError) and shell.pictures==1 and steps('it')[0]==0 and given_back(shell['model'])
-    assert any('ValueError: it' in str(r) for r in emberTracker('it').lines()) # what has ended it
+    # The run contains the exception that ended it
+    assert any('ValueError: it' in str(r) for r in emberTracker('it').lines())
     said = re.sub('\x1b.*?m', '', shell.shown.stdout)
     assert "raise ValueError('it')" in said and 'magics.py' not in said and 'run.py' not in said
     shell.run('%%ember\nif')
@@ -97,27 +98,27 @@ def test_two_models(shell):
 
 
 def test_models_without_an_optimizer(shell):
-    "Each pass is a step, also one without gradients; what the cell does not name is left alone"
+    "Without an optimizer, each pass is a step, even without gradients. Models that the cell does not name stay unchanged"
     shell.run('alone = net(); other = net()')
     shell.run('%%ember --name it\nwith torch.no_grad():\n    for _ in range(3): alone(x)').raise_error()
     assert steps('it')==[0, 1, 2] and list(runs().name)==['it'] and shell.pictures==1
 
 
 def test_optimizer_created_again_in_the_cell_is_used(shell):
-    "Is the one that ends its steps"
+    "An optimizer that the cell creates ends the steps, in place of the earlier optimizer of the model"
     shell.run('%%ember --name it\nopt = torch.optim.Adam(model.parameters())\nfor _ in range(3): step()').raise_error()
     assert steps('it')==[0, 1, 2] and 'by Adam,' in shell.shown.stdout and list(runs().name)==['it']
 
 
 def test_displayed_optimizer_is_not_used(shell):
-    "The notebook keeps it under a name with an underscore, and nobody steps it"
+    "IPython keeps a displayed optimizer as a variable such as `_2`. It never steps, so it is ignored"
     shell.run('_2 = torch.optim.Adam(model.parameters())').raise_error()
     shell.run('%%ember --name it\nfor i in range(3): step()').raise_error()
     assert steps('it')==[0, 1, 2] and 'by SGD,' in shell.shown.stdout and list(runs().name)==['it']
 
 
 def test_invalid_options_are_refused(shell):
-    "Say so, and the cell does not run"
+    "An invalid option gives an error message, and the cell does not run"
     shell.run('%%ember --every 0\nran = 1')
     assert 'n>=1' in shell.shown.stderr and 'ran' not in shell.ip.user_ns
 

@@ -1,4 +1,4 @@
-"A program under `torchember run` is the program that it was, and what it trains is recorded as if it had been armed by hand"
+"A program under `torchember run` behaves as under Python, and its rows equal those of a program that arms its model itself"
 import json
 import os
 import signal
@@ -18,7 +18,8 @@ from torchember.run import options_in, user_part_of_traceback, run_command, spli
 
 root = Path(__file__).parents[2]
 libraries = 'import torch._dynamo, torchember.ember, torchember.trained\nfrom torchember.measure import loading\nloading.loops()'
-by_fork = 'import sys; from torchember.cli import main; sys.exit(main())' # as the command, without an import of torch for each test
+# Code of the command, for a forked process that need not import torch again
+by_fork = 'import sys; from torchember.cli import main; sys.exit(main())'
 begun = '''
 import sys
 sys.path.insert(0, TESTS)
@@ -30,12 +31,12 @@ opt = momentum(model)
 
 
 class Ran:
-    "A run that is over, as `looped` has it"
+    "A finished run in the form that the functions of `looped` expect"
     def __init__(self, name): self.t = emberTracker(name)
 
 
 def started(text, *args, options=('--name', 'it'), folder=None, **kwargs):
-    "A program, under `torchember run`"
+    "Start a program under `torchember run`. Return its process"
     file = Path(folder)/'train.py'
     file.write_text(textwrap.dedent(text))
     return programs.start(by_fork, 'run', *options, str(file), *args, after=libraries, PYTHONPATH=root, cwd=folder, **kwargs)
@@ -47,7 +48,7 @@ def run(text, *args, folder, **kwargs):
 
 
 def plain(text, *args, folder, **kwargs):
-    "The same without us"
+    "Run a program without torchember"
     (Path(folder)/'train.py').write_text(textwrap.dedent(text))
     return programs.run(Path(folder)/'train.py', *args, after=libraries, PYTHONPATH=root, cwd=folder, **kwargs)
 
@@ -56,12 +57,12 @@ def said(done): return [line.removeprefix('torchember: ') for line in done.stder
 
 
 def python(*argv, folder):
-    "A Python of its own"
+    "Run Python in a new process, not by a fork"
     return subprocess.run([sys.executable, *map(str, argv)], capture_output=True, text=True, cwd=folder, env={**os.environ, 'PYTHONPATH': str(root)})
 
 
 def theirs(done):
-    "What the program has said on stderr, without what the server of `programs` has to do with it"
+    "Return the lines that the program wrote to stderr, without lines of torchember and of the test server `programs`"
     lines = [line for line in done.stderr.splitlines() if not line.startswith('torchember: ')]
     at = [i for i,line in enumerate(lines) if 'programs.py' in line]
     return [line for i,line in enumerate(lines) if i not in (*at, *(i+1 for i in at))]
@@ -75,7 +76,7 @@ print('over', *sys.argv[1:])
 
 
 def test_rows_equal_those_of_an_armed_loop(tmp_path):
-    "From the first step on, its forward too; and the weights have the bits that they have without us"
+    "Rows begin with the forward pass of the first step. Weights equal those without torchember, bit for bit"
     done = run(loop, 'with.pt', '--every', '3', folder=tmp_path)
     assert (done.returncode, done.stdout)==(0, 'over with.pt --every 3\n'), done.stderr
     model = seeded()
@@ -99,7 +100,8 @@ def test_options_are_arguments_of_torchEmber(tmp_path):
     df = read('it', home=tmp_path/'home')
     rates,tensors = df[df.ttype=='scalar'],df[df.ttype!='scalar']
     assert {*tensors.step}=={1, 3} and {*tensors.ttype}=={'weight', 'update'} and {*tensors.path}=={'a', 'b'} and 'rms' in df and 'mean' not in df
-    assert rates[['step', 'tname', 'path']].values.tolist()==[[1, 'lr', '']] # without weight_grad, there is no norm
+    # Gradient norms need weight_grad, so the learning rate is the only scalar
+    assert rates[['step', 'tname', 'path']].values.tolist()==[[1, 'lr', '']]
     assert [*(tmp_path/'home'/'log').glob('it*')] and [*(tmp_path/'runs'/'it').iterdir()] and not len(runs())
 
 
@@ -118,7 +120,7 @@ if __name__=='__main__':
 @pytest.mark.parametrize('how', ['script', 'module', 'package'])
 @pytest.mark.parametrize('by', ['python -m', 'command'])
 def test_program_has_the_environment_of_python(how, by, tmp_path):
-    "From another folder, by a link, as a module, as a package; each time in a Python of its own"
+    "A script by a link, a module and a package see the same environment as under Python; each runs in a new Python process"
     (tmp_path/'sub').mkdir()
     (tmp_path/'sub'/'train.py').write_text(looks)
     (tmp_path/'link.py').symlink_to(tmp_path/'sub'/'train.py')
@@ -134,14 +136,14 @@ def test_program_has_the_environment_of_python(how, by, tmp_path):
     assert want.returncode==got.returncode==0 and said(got)==['nothing was recorded: the program has not imported torch.']
 
 
-# Python ends by SIGINT after a KeyboardInterrupt, but not where torch's compiler runs text at exit
+# After KeyboardInterrupt, Python ends by SIGINT. Code that torch's compiler runs at exit changes this to exit code 1
 ends = {'sys.exit(3)': 3, "sys.exit('why')": 1, "raise ValueError('it')": 1, 'raise KeyboardInterrupt': 1, 'os._exit(4)': 4,
     'os.kill(os.getpid(), signal.SIGTERM)': -signal.SIGTERM, 'os.kill(os.getpid(), signal.SIGINT)': 1}
 
 
 @pytest.mark.parametrize('last', ends)
 def test_program_ends_as_under_python(last, tmp_path):
-    "Code, output, and traceback; and the run has all steps"
+    "Exit code, output and traceback equal those under Python, and the run contains all steps"
     code = begun+f'''
 import os, signal
 def fails(): {last}
@@ -155,7 +157,7 @@ fails()
     assert theirs(got)==theirs(want)
     assert {*read('it').step.dropna()}>={0, 1, 2, 3}
     silent = 'os._exit' in last or 'SIGTERM' in last
-    assert len(said(got))==(1 if silent else 2) # of the others, how much was recorded
+    assert len(said(got))==(1 if silent else 2) # A process that is not killed also reports how much was recorded
 
 
 def test_ctrl_c_without_torch(tmp_path):
@@ -179,7 +181,7 @@ def test_syntax_error_is_shown_as_by_python(tmp_path):
 
 
 def test_signals_during_training(tmp_path):
-    "The handlers that it has are its own"
+    "The program keeps its own signal handlers during the training"
     code = begun+'''
 import signal, time
 def over(n, frame): print('told'); sys.exit(5)
@@ -270,9 +272,9 @@ def test_own_part_of_a_traceback():
 
 
 @pytest.mark.slow
-@pytest.mark.release # spawns a Python that imports torch; forks are tested below
+@pytest.mark.release # This test starts a new Python that imports torch; tests below cover forks
 def test_spawn_and_fork(tmp_path):
-    "Children import the script by its file, and are none of the run"
+    "Child processes can import the script, and they are not recorded"
     code = begun.replace('model =', "if __name__=='__main__': print('main')\nmodel =")+'''
 import torch.multiprocessing as mp
 def work(i): by_hand(model, opt, batches(2)); print('worked', __name__, flush=True)
@@ -297,7 +299,7 @@ def test_forked_process_prints_nothing(tmp_path):
 
 
 def test_torch_is_not_imported_before_the_program(tmp_path):
-    "It may set what torch reads when it is imported"
+    "The program starts without torch, so it can still set environment variables that torch reads at import"
     (tmp_path/'train.py').write_text("import sys\nwas = 'torch' in sys.modules, 'numpy' in sys.modules\n"+loop+'print(was)')
     done = python('-m', 'torchember', 'run', '--name', 'it', 'train.py', 'w', folder=tmp_path)
     assert done.stdout.endswith('(False, False)\n') and steps(Ran('it'))==[0, 1, 2, 3], done.stderr
@@ -317,7 +319,7 @@ def two_processes_are_one_run():
 
 
 def test_two_processes(tmp_path):
-    "A run of both, and one voice"
+    "Two ranks are one run with rows of both, and only rank 0 prints messages"
     with socket.create_server(('localhost', 0)) as s: port = s.getsockname()[1]
     env = dict(WORLD_SIZE=2, LOCAL_WORLD_SIZE=2, MASTER_ADDR='localhost', MASTER_PORT=port)
     ranks = [started(of_two, folder=tmp_path, RANK=r, LOCAL_RANK=r, **env) for r in range(2)]
@@ -328,7 +330,8 @@ def test_two_processes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.release # three Pythons that import torch, for what the environment says in `test_two_processes`
+# Starts three Pythons that import torch; `test_two_processes` tests the environment variables
+@pytest.mark.release
 def test_two_processes_by_torchrun(tmp_path):
     (tmp_path/'train.py').write_text(of_two)
     done = python('-m', 'torch.distributed.run', '--nproc_per_node', 2, '--rdzv_backend', 'c10d', '--rdzv_endpoint', 'localhost:0',
@@ -339,7 +342,7 @@ def test_two_processes_by_torchrun(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.release # two Pythons that import torch; the launcher changes seldom
+@pytest.mark.release # Starts two Pythons that import torch, and the launcher rarely changes
 def test_accelerate_launch(tmp_path):
     pytest.importorskip('accelerate')
     (tmp_path/'train.py').write_text(begun+'''
@@ -376,13 +379,14 @@ print(type(trainer_for('.', callback(name='theirs') if 'ours' in sys.argv else N
 '''
 
 
-only_before_a_release = pytest.param(True, marks=pytest.mark.release) # that a model is armed already is noticed in test_trained
+# test_trained.py also tests models that the program itself has armed
+only_before_a_release = pytest.param(True, marks=pytest.mark.release)
 
-@pytest.mark.release # slow
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.parametrize('theirs', [False, only_before_a_release])
 def test_a_script_with_transformers(theirs, tmp_path):
-    "Rows as `EmberCallback` has them; where that is in use, nothing twice"
+    "Rows equal those of `EmberCallback`. If the program itself uses `EmberCallback`, nothing is recorded twice"
     pytest.importorskip('transformers')
     done = run(hf, root/'tests'/'integrations', *['ours']*theirs, folder=tmp_path)
     assert done.returncode==0, done.stderr
@@ -403,7 +407,7 @@ fit('.', callback(name='theirs') if 'ours' in sys.argv else None)
 
 
 @pytest.mark.slow
-@pytest.mark.release # as with transformers
+@pytest.mark.release # Covered by the test with transformers
 @pytest.mark.parametrize('theirs', [False, only_before_a_release])
 def test_a_script_with_lightning(theirs, tmp_path):
     pytest.importorskip('lightning')

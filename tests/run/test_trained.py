@@ -1,4 +1,4 @@
-"Which modules are the model, and when they are armed: against the same training, armed by hand"
+"Tests of `Trainings`, which finds the trained model in a program and arms it: rows equal those of a training armed by hand"
 import copy
 import gc
 import math
@@ -23,12 +23,12 @@ pytestmark = pytest.mark.filterwarnings('ignore::UserWarning:torch')
 
 
 class Ran:
-    "A run, as `looped` has it"
+    "A run in the form that the functions of `looped` expect"
     def __init__(self, t): self.t = t
 
 
 class Watched(Trainings):
-    "In a `with`; what it has said, and its runs"
+    "A context that records trainings in it. `said`: messages; `runs`: recorded runs"
     def __init__(self, *args, **options):
         self.said = []
         super().__init__(self.said.append, *args, **options)
@@ -89,7 +89,7 @@ def test_later_patch_of_the_user_stays():
 
 
 def test_a_model_that_is_called_without_gradients_before():
-    "A check of shapes is no training"
+    "A call without gradients before the training, such as a check of shapes, is no step"
     def train(model):
         opt = momentum(model)
         with torch.no_grad(): model.eval()(torch.ones(2, 4))
@@ -115,7 +115,7 @@ class Loss(nn.Module):
 
 
 def test_averages_references_and_losses_are_not_armed():
-    "None of them is armed, though they have the same layers and are called"
+    "A moving average, a reference model and a copy are not armed, although they have the same layers and are called"
     model,ref = seeded(),seeded()
     ema = torch.optim.swa_utils.AveragedModel(model)
     twin = copy.deepcopy(model)
@@ -143,7 +143,7 @@ def test_frozen_layers_are_recorded():
 
 
 def test_two_models_are_two_runs():
-    "Each with its own steps, as by hand"
+    "Two models with their own optimizers become two runs, each with its own steps, as if armed by hand"
     def gan(G, D, of_G, of_D):
         for i in range(3):
             z = torch.full((4, 4), i+1.)
@@ -182,11 +182,12 @@ def test_one_optimizer_of_two_models():
     with torchEmber(a, opt) as of_a, torchEmber(b, opt) as of_b:
         for x,y in batches(): (loss_of(a, x, y)+loss_of(b, x, y)).backward(); opt.step(); opt.zero_grad()
     def by_weight(ran): return table(ran)[next(k for k in table(ran) if k[:3]==(0, 'model(Net).a(Linear)', 'weight'))]['mean']
-    for got,want in zip(sorted(w.runs, key=by_weight), sorted((of_a, of_b), key=by_weight), strict=True): same(table(got), table(want)) # neither comes first
+    # The order of the two runs is not defined
+    for got,want in zip(sorted(w.runs, key=by_weight), sorted((of_a, of_b), key=by_weight), strict=True): same(table(got), table(want))
 
 
 def test_two_phases_are_two_runs():
-    "A model that gets another optimizer for the same parameters is trained anew, from step 0"
+    "A model that gets another optimizer for the same parameters begins another run at step 0"
     model = seeded()
     def train():
         by_hand(model, momentum(model.b), batches(2))
@@ -208,7 +209,7 @@ def test_later_optimizer_for_other_parameters_joins():
 
 
 def test_optimizer_created_again_before_training_is_used():
-    "The first one never steps, and is not waited for"
+    "An optimizer that never steps is ignored if the model gets a second one before the training"
     kept = []
     def train(model):
         kept.append(momentum(model))
@@ -228,7 +229,7 @@ def test_optimizer_that_seemed_replaced_can_step():
 
 
 class Twice(torch.optim.Optimizer):
-    "A wrapper, as of sharpness-aware minimization, that is made before what steps for it"
+    "A wrapper optimizer, as for sharpness-aware minimization, that is created before the inner optimizer and calls its step"
     def __init__(self, params, base):
         super().__init__(params, {})
         self.base = base(self.param_groups)
@@ -247,7 +248,7 @@ def test_a_wrapper_steps_once():
 
 @pytest.mark.release
 def test_models_created_again_are_released():
-    "Each is a run; that of one that is gone is whole"
+    "Each new model begins another run. A deleted model is garbage, and its run is complete"
     refs = []
     def train():
         for i in range(3):
@@ -280,7 +281,7 @@ def test_model_with_an_armed_part_is_not_armed():
 
 
 def test_a_closure():
-    "Its forward runs within the step, and is of the first one"
+    "With LBFGS, the first forward pass runs inside the optimizer step, and belongs to step 0"
     def train(model, opt):
         for x,y in batches(): opt.step(closure_of(model, opt, x, y))
     w,model = armed(lambda m: train(m, torch.optim.LBFGS(m.parameters(), max_iter=3)), seeded()),seeded()
@@ -299,7 +300,7 @@ def test_a_model_whose_parts_are_called():
 
 
 def test_step_without_a_visible_forward():
-    "Of step 0 there are weights and gradients, and a sentence; from then on all"
+    "If the program never calls the model, step 0 has only weights and gradients, and one warning says so"
     model = seeded()
     def given(x): return F.linear(F.linear(x, model.a.weight, model.a.bias).tanh(), model.b.weight, model.b.bias)
     def train():
@@ -312,7 +313,7 @@ def test_step_without_a_visible_forward():
 
 
 def test_copied_optimizer_is_recorded():
-    "It was not made, but it steps"
+    "A copied optimizer is noticed at its first step, because its constructor never ran"
     model = seeded()
     model.opt = momentum(model)
     model = copy.deepcopy(model)
@@ -333,7 +334,7 @@ def used(scaler): return scaler.scale(torch.ones(1)) is not None and scaler
 
 @pytest.mark.parametrize('others', [0, 2])
 def test_gradients_are_unscaled(others):
-    "Those of the scaler in use, whichever others there are: one that is new, and one that has scaled already"
+    "Gradients are unscaled by the scaler in use, although other scalers exist, new ones or used ones"
     kept = [used(cpu_scaler()), cpu_scaler()][:others]
     w = armed(lambda m: scaled_by_hand(m, momentum(m), cpu_scaler(), batches()), seeded(), ttypes=ALL)
     model,scaler = seeded(),cpu_scaler()
@@ -360,14 +361,14 @@ def test_disabled_scaler_scales_nothing():
 
 
 class Scales(torch.amp.GradScaler):
-    "One that scales in its own way, as FSDP's does"
+    "A loss scaler with its own method `scale`, as FSDP has one"
     def scale(self, outputs): return super().scale([outputs])[0]
 
 
 @pytest.mark.parametrize('kind', [torch.amp.GradScaler, Scales])
 @pytest.mark.parametrize('first', ['scaled', 'plain'])
 def test_one_of_two_models_is_scaled(kind, first):
-    "From the first gradient on, and also where a scaler has skipped steps"
+    "If only one of two models uses a scaler, its gradients are unscaled from the first step on, also after a skipped step"
     former = torch.amp.GradScaler.scale,Scales.scale
     def train(a, b, scaler):
         of_a,of_b = momentum(a),momentum(b)
@@ -413,7 +414,7 @@ def test_a_second_model_with_a_scaler_of_its_own():
 
 
 def test_gradients_unscaled_by_hand_are_not_unscaled_again():
-    "And an optimizer that steps without its scaler"
+    "The optimizer steps without its scaler, after the program has called `unscale_` itself"
     def train(model, opt, scaler):
         for x,y in batches():
             scaler.scale(loss_of(model, x, y)).backward()
@@ -436,7 +437,7 @@ def test_backward_reaches_finds_the_parameters_of_a_loss():
 @pytest.mark.slow
 @pytest.mark.parametrize('when', ['before', 'after', 'in place'])
 def test_compiled(when):
-    "Wherever it is compiled, the first step has its forward"
+    "The first step has rows of the forward pass, whenever the model is compiled"
     def train(model):
         torch.compiler.reset()
         called = torch.compile(model, backend='aot_eager') if when=='before' else model
@@ -504,7 +505,7 @@ def test_failed_search_is_reported_once_and_training_continues(monkeypatch, wher
 
 
 def test_named_models_without_an_optimizer():
-    "Each pass is a step, without gradients too; one of which nothing is trained is none"
+    "If models are passed by name, each pass is a step, also without gradients. A model without trainable weights is ignored"
     model,frozen = seeded(),seeded().requires_grad_(False)
     with Watched([model, frozen]) as w, torch.no_grad():
         for x,_ in batches(): model(x); frozen(x)
@@ -541,7 +542,8 @@ def test_models_of(monkeypatch):
         odd = nn.Linear(2, 2)
         odd.__dict__[name] = what
         assert models_of(ps, modules=[odd, both])==[both]
-    odd.__dict__['_modules'] = UserDict(a=a, b=b) # which torch goes through, and may be anything
+    # torch also accepts an unusual type for this attribute
+    odd.__dict__['_modules'] = UserDict(a=a, b=b)
     assert models_of(ps, modules=[odd])==[odd]
     deep = nn.Linear(2, 2)
     for _ in range(2*sys.getrecursionlimit()): deep = nn.Sequential(deep)
@@ -551,7 +553,8 @@ def test_models_of(monkeypatch):
     asked,real = [],nn.Module.parameters
     with monkeypatch.context() as m:
         m.setattr(nn.Module, 'parameters', lambda self, recurse=True: asked.append(self) or real(self, recurse))
-        assert len(chain)>1000 and models_of(ps, modules=[*chain, both])==[both] and {*asked}=={both} # of the others it would take hours
+        # Only `both` may be searched: with all modules, the search would take hours
+        assert len(chain)>1000 and models_of(ps, modules=[*chain, both])==[both] and {*asked}=={both}
     class Own(nn.Module):
         def parameters(self, recurse=True): return iter(ps)
     class Tells(nn.Module):
@@ -565,15 +568,16 @@ def test_models_with_a_common_layer():
     ps = [*shared.parameters(), *c.parameters()]
     for modules in ([one, two], [two, one]):
         assert models_of(ps, modules=modules)==[two] and models_of([*shared.parameters()], modules=modules)==[one]
-    one.register_module('none', None) # as a layer that was left out
+    one.register_module('none', None) # A layer that is None
     assert models_of(ps, modules=[one, two])==[two]
     many = nn.Linear(2, 2)
-    for _ in range(100): many = nn.Sequential(many, many) # each layer is looked at once, however many ways lead to it
+    # 2**100 paths lead to one layer, so each layer must be visited only once
+    for _ in range(100): many = nn.Sequential(many, many)
     assert models_of([*many.parameters()], modules=[many])==[many] and models_of(ps, modules=[many, two])==[two]
 
 
 def test_models_in_torchscript():
-    "Their own parts are in no dict that Python sees"
+    "The submodules of a TorchScript model are not in a Python dict, and the model is still found"
     with warnings.catch_warnings():
         warnings.simplefilter('ignore')
         model = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))
@@ -590,7 +594,7 @@ def test_ends_with_an_error_in_the_program():
 
 
 def test_a_model_that_was_called_before_its_optimizer_was_made():
-    "While another one was awaited, so that it was known to be none of that one's"
+    "The model is called while the optimizer of another model is awaited, and is still recorded later"
     model,other = seeded(),seeded()
     def train():
         awaited = momentum(other)
@@ -603,7 +607,7 @@ def test_a_model_that_was_called_before_its_optimizer_was_made():
 
 
 def test_model_called_before_training_is_recorded():
-    "Beside one that was named"
+    "A trained model is recorded, too, if another model was passed by name"
     model,other = seeded(),seeded()
     with Watched([other]) as w:
         opt = momentum(model)
@@ -613,7 +617,7 @@ def test_model_called_before_training_is_recorded():
 
 
 def test_optimizer_with_the_id_of_a_deleted_one():
-    "It may have the same id"
+    "A new optimizer can have the id() of a deleted one, and is still noticed"
     awaited,opt = torchember.trained.PendingOptimizers(),momentum(seeded())
     awaited.settle([opt])
     awaited.add(opt)
@@ -625,13 +629,13 @@ def test_optimizer_with_the_id_of_a_deleted_one():
 def test_first_step_of_a_new_optimizer_is_handled():
     opt = momentum(seeded())
     with Watched() as w:
-        w.stepped.add(id(opt)) # of the one that is gone
+        w.stepped.add(id(opt)) # The id belongs to a deleted optimizer
         w.on_created(opt)
         assert not w.stepped and w.created==1
 
 
 def test_names_of_several_processes(monkeypatch):
-    "Each looks for its own log"
+    "Each rank looks for existing logs of its own rank only"
     monkeypatch.setattr('torchember.recorder.process.rank_and_size', lambda: (1, 2))
     there = {'it', 'other.rank1', 'other.rank0', 'other_2.rank1'}
     monkeypatch.setattr('torchember.store.jsonl.exists', lambda n, home: n in there)

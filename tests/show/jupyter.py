@@ -1,4 +1,4 @@
-"A real JupyterLab, and a notebook in it that a browser runs"
+"A real JupyterLab server, and a notebook in it that a browser runs"
 import json
 import os
 import re
@@ -16,7 +16,7 @@ from contextlib import contextmanager
 def server(
     tmp # An empty folder for settings and notebooks
 ):
-    "Run a JupyterLab server: its address, its token, and its folder of notebooks"
+    "Run a JupyterLab server. Yield its address, its token, and its folder of notebooks"
     dirs = ('JUPYTER_CONFIG_DIR', 'JUPYTER_DATA_DIR', 'JUPYTER_RUNTIME_DIR', 'IPYTHONDIR')
     token = secrets.token_hex(16)
     env = {k: v for k,v in os.environ.items() if not k.startswith(('JUPYTER', 'JPY_', 'MPLBACKEND'))}
@@ -24,7 +24,8 @@ def server(
     (tmp/'root').mkdir()
     config = tmp/'JUPYTER_CONFIG_DIR/labconfig'
     config.mkdir(parents=True)
-    (config/'page_config.json').write_text('{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}') # it would open a dialog
+    # Disable an extension that would open a dialog
+    (config/'page_config.json').write_text('{"disabledExtensions": {"@jupyterlab/apputils-extension:announcements": true}}')
     with socket.create_server(('127.0.0.1', 0)) as s: port = s.getsockname()[1]
     url = f'http://127.0.0.1:{port}'
     with open(tmp/'log', 'wb') as log:
@@ -50,7 +51,7 @@ def server(
 def window(
     browser, # The browser of the fixture `chromium`
     lab, # Result of `server`
-    **context # Pixels per pixel of the page, and other arguments of playwright's `new_page`
+    **context # Device pixels per pixel of the page, and other arguments of `new_page` of playwright
 ):
     "Return a page with JupyterLab, in which `Notebook` opens notebooks"
     url,token,root = lab
@@ -65,17 +66,19 @@ def window(
 class Notebook:
     "A notebook that is open in a page, with its kernel ready."
     def __init__(self,
-        page, # Result of `window`; the notebook before is closed
-        *cells, # Code
-        size=(1500, 1600), # Size of the window
-        fresh=True # False to continue in the kernel of the notebook before
+        page, # Result of `window`; the previous notebook in it is closed
+        *cells, # Source code of each cell
+        size=(1500, 1600), # Size of the window in pixels
+        fresh=True # False to use the kernel of the previous notebook again
     ):
         meta = {'kernelspec': {'name': 'python3', 'display_name': 'Python 3', 'language': 'python'}} # without a kernelspec, a dialog opens
         code = [dict(cell_type='code', source=c, metadata={}, outputs=[], execution_count=None) for c in cells]
-        self.page,name = page,f'{len([*page.root.iterdir()])}.ipynb' # a name that was used before has a kernel already
+        # A new name, because the kernel of an earlier notebook belongs to its name
+        self.page,name = page,f'{len([*page.root.iterdir()])}.ipynb'
         (page.root/name).write_text(json.dumps(dict(cells=code, metadata=meta, nbformat=4, nbformat_minor=4)))
         page.set_viewport_size(dict(zip(('width', 'height'), size, strict=True)))
-        if page.kernel: self.ask("import ipywidgets, matplotlib.pyplot as plt; plt.close('all'); ipywidgets.Widget.close_all()") # not for the next notebook
+        # Close figures and widgets of the previous notebook
+        if page.kernel: self.ask("import ipywidgets, matplotlib.pyplot as plt; plt.close('all'); ipywidgets.Widget.close_all()")
         page.evaluate("""([path, id]) => { for (const w of [...jupyterapp.shell.widgets('main')]) w.dispose()
             return jupyterapp.commands.execute('docmanager:open', {path, factory: 'Notebook', ...(id && {kernel: {id}})}).then(() => 0) }""",
             [name, None if fresh else page.kernel])
@@ -84,7 +87,7 @@ class Notebook:
             (_, m) => m.header.msg_type == 'error' && bad.push(m.content.evalue)) // also those of a widget's callback, which no cell shows
             return context.session.kernel.id }""")
 
-    def run(self): # False if a cell has failed
+    def run(self): # Result: False if a cell has failed
         "Run all cells"
         return self.page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells')")
 
@@ -99,9 +102,9 @@ class Notebook:
         return self.page.locator('.jp-OutputArea')
 
     def ask(self,
-        code # That prints
+        code # Code that prints something
     ):
-        "Return what the kernel prints, or its error"
+        "Run code in the kernel. Return the text that it prints, or its error"
         return self.page.evaluate("""async code => { let out = ''
             const asked = jupyterapp.shell.currentWidget.sessionContext.session.kernel.requestExecute({code})
             asked.onIOPub = m => { out += m.content.text ?? m.content.evalue ?? '' }
@@ -109,7 +112,7 @@ class Notebook:
             return out.trim() }""", code)
 
     def numbers(self,
-        name # Text before a colon
+        name # Text before the colon
     ):
-        "Return the numbers of a line of output such as `name: 1 2.5`"
+        "Return the numbers in a line of output such as `name: 1 2.5`"
         return [float(v) for v in self.out.get_by_text(re.compile(name+r': [-\d]')).last.inner_text().split(':')[1].split()]

@@ -1,4 +1,4 @@
-"What each control offers and gives, and what a picture with controls does where it is pointed at: without a page"
+"Choices and values of each control, and reactions of interactive pictures to the pointer, without a browser"
 import asyncio
 import math
 import re
@@ -29,7 +29,7 @@ W = pytest.importorskip('ipywidgets')
 
 
 def rows_of(steps=range(0, 40, 10), loss=True):
-    "Two layers: outputs at all steps, weights at even tens, optimizer states; a rate that is a mark, a count that is not"
+    "Return rows of two layers: outputs in all steps, weights at multiples of 20, optimizer states, and logged numbers"
     out = []
     for s in steps:
         def add(path, ttype, tname, pname=None, call=0, s=s, **more):
@@ -50,7 +50,7 @@ t = rows_of()
 
 
 def test_choices_come_from_the_table():
-    "In the order of the log. Logged numbers belong to no tensor, a mark is no statistic, and a constant column is no x axis"
+    "Choices have the order of the log. Logged numbers belong to no tensor, and a constant column is no choice for the x axis"
     assert list(type_labels(t).items())==[('outputs', 'output'), ('weights', 'weight'), ('optimizer states', 'optimizer'),
         ('optimizer states: exp_avg', 'optimizer.exp_avg'), ('optimizer states: exp_avg_sq', 'optimizer.exp_avg_sq')]
     assert (axis_columns(t), statistics_of(t), logged_in(t))==(['step', 'lr'], ['mine', 'fixed', 'std'], ['loss', 'rate'])
@@ -66,7 +66,7 @@ def test_choices_come_from_the_table():
 
 
 def test_each_value_has_a_label():
-    "1 is not True. An unknown value gets a label of its own"
+    "The values 1 and True have different labels. An unknown value gets a new label"
     labels = {'none': None, 'one': 1, 'yes': True, 'half': .5}
     assert [label_for(labels, v) for v in (None, 1, True, .5)]==[*labels] and len(labels)==4
     assert label_for(labels, 1.)=='1.0' and labels['1.0']==1. and label_for(labels, False)=='False' and len(labels)==6
@@ -74,7 +74,7 @@ def test_each_value_has_a_label():
 
 
 def test_new_labels_keep_the_selection():
-    "Offering others does not notify; changes after that do"
+    "New choices keep the selected value without a notification; later changes notify"
     told = []
     c = make_choice(W, 'n', {'a': 1, 'b': 2, 'c': 3}, 2)
     c.observe(lambda: told.append(c.value))
@@ -83,7 +83,7 @@ def test_new_labels_keep_the_selection():
     c.widget.value = 'c'
     c.offer(['a', 'b'])
     assert (c.widget.value, told)==('a', [3])
-    c.value = 3 # a value that is not offered any more
+    c.value = 3 # This value is no longer offered
     assert (c.value, c.widget.options, told)==(3, ('a', 'b', 'c'), [3, 3])
     s = make_choices(W, 'n', {'a': 1, 'b': 2}, [2], None)
     s.observe(lambda: told.append(s.value))
@@ -102,7 +102,7 @@ def test_new_labels_keep_the_selection():
 
 
 def test_the_slider_uses_the_nearest_recorded_step():
-    "The nearest recorded step; negative numbers count from the end. Slider and field move together"
+    "The slider selects the nearest recorded step; negative numbers count from the end. The number field follows the slider"
     s = StepSlider(W, 'step', np.array([-2, 0, 10, 20, 40]), 10)
     assert [s.position(v) for v in (None, -1, -2, -3, -5, -6, 14, 15, 16, 99, 0)]==[4, 4, 0, 2, 0, 0, 2, 2, 3, 4, 1]
     assert (s.value, s.box.value, s.box.min, s.box.max, s.widget.max)==(10, 10, -2, 40, 4)
@@ -120,7 +120,7 @@ def test_the_slider_uses_the_nearest_recorded_step():
 
 
 def test_the_layer_picker_keeps_the_selection_on_top():
-    "The selection stays at the top; typing finds others, in the order of the model; a selection notifies once"
+    "Selected layers are on top; a search lists matching layers in the order of the model; each selection notifies once"
     names = ['', *(f'h.{i}.{p}' for i in range(300) for p in ('b', 'a')), 'head']
     l,told = LayerPicker(W, 'layer', names, ['h.7.a', 'head'], root='Net'),[]
     l.observe(lambda: told.append(l.value))
@@ -142,7 +142,8 @@ def test_the_layer_picker_keeps_the_selection_on_top():
     assert one.widget.options==('automatic', 'head', *(f'h.{i}.a' for i in range(10, 20))) and one.value=='head'
     one.widget.value = 'automatic'
     assert one.value is None and LayerPicker(W, 'layer', ['a'], re.compile('a')).widget.options==('/a/ (1)', 'a')
-    assert LayerPicker(W, 'layer', ['a*'], 'a*').widget.options==('a*',) # a name, not a glob
+    # The layer has this name, so it is not a pattern
+    assert LayerPicker(W, 'layer', ['a*'], 'a*').widget.options==('a*',)
 
 
 def control(f, name, value=..., table=t):
@@ -151,7 +152,7 @@ def control(f, name, value=..., table=t):
 
 
 def test_each_argument_has_its_control():
-    "The values that it offers, its initial value, and arguments without a control"
+    "Check the choices and the initial value of each control, and the arguments that have no control"
     for name in ('figsize', 'legend_kws'): assert control(exp_hist, name) is None
     assert control(scalar_global_heatmap, 'col_wrap') is None and control(scalar_line, 'col_wrap').widget.options==('automatic', *'12345678')
     assert control(exp_hist, 'kind').widget.options==('bar', 'line', 'kde') and control(scalar_line, 'kind').widget.options==('line', 'scatter')
@@ -186,7 +187,7 @@ def test_each_argument_has_its_control():
 
 
 def test_arguments_follow_their_controls():
-    "Given and changed arguments; layers and steps depend on the tensor type"
+    "Check given and changed arguments; choices of layers and steps depend on the tensor type"
     calls = []
     a = Arguments(exp_hist, t, {'tt': 'Weights', 'figsize': (3, 4), 'step': 20}, ('col_wrap',), lambda a: calls.append(a.values()))
     assert a.values()=={'ttype': 'weight', 'figsize': (3, 4), 'step': 20} and 'col_wrap' not in a.controls and 'figsize' not in a.controls
@@ -196,10 +197,11 @@ def test_arguments_follow_their_controls():
     assert calls==[{'ttype': 'output', 'figsize': (3, 4), 'step': 20}]
     a.controls['step'].value = 30
     a.controls['ttype'].value = 'weight'
-    assert a.values()=={'ttype': 'weight', 'figsize': (3, 4), 'step': 20} and a.muted is False # step 30 has no weights
+    # Step 30 has no weights, so step 20 is selected
+    assert a.values()=={'ttype': 'weight', 'figsize': (3, 4), 'step': 20} and a.muted is False
     a.controls['kind'].value = 'line'
     a.controls['kind'].value = 'bar'
-    assert calls[3:]==[{**a.values(), 'kind': 'line'}, a.values()] # defaults are not passed on
+    assert calls[3:]==[{**a.values(), 'kind': 'line'}, a.values()] # Default values are not passed to the picture
     a.controls['kind'].value = 'kde'
     assert calls[5]==a.values()=={'ttype': 'weight', 'figsize': (3, 4), 'step': 20, 'kind': 'kde'}
     assert Arguments(exp_hist, t, {}).values()=={'step': 30} # None is the last step, and the slider shows its number
@@ -210,7 +212,7 @@ def test_arguments_follow_their_controls():
 
 
 def test_frequent_controls_come_first():
-    "Frequently used controls are above the others, which are folded away; low controls in pairs, tall ones after them"
+    "Frequently used controls come first, and the others are folded. Low controls stand in pairs before tall ones"
     a = Arguments(scalar_line, t, {})
     names = {id(c.shown): n for n,c in a.controls.items()}
     _,row,more = a.box.children
@@ -223,10 +225,10 @@ def test_frequent_controls_come_first():
     assert len(arrange_controls(W, few).children)==2 and [flat(c) for c in columns(W, list(few.values()))]==[['kind', 'ttype'], ['x']]
 
 
-# Events of the pointer
+# Events of the pointer, and pictures for them
 
 class Agg(PageFigure):
-    "A figure that reports the pointer, without a page"
+    "A figure that handles events of the pointer without a browser"
     def __init__(self, W, width, height, live):
         super().__init__(W, width, height, False)
         self.live,self.sent = live,0
@@ -234,7 +236,7 @@ class Agg(PageFigure):
 
 
 class Unseen(Agg):
-    "A figure that is not drawn, since drawing takes longest"
+    "A figure that is never drawn, because drawing takes most of the time"
     def show(self): pass
 
 
@@ -256,7 +258,7 @@ calls = []
 
 
 def quick(name, along=True):
-    "A picture that is drawn quickly, and records its arguments"
+    "Return a plot function that draws quickly, and records its arguments"
     def f(df, tt='output', layer=None, step: int|None=None, x='step', kind='line', bad=False):
         calls.append({k: v for k,v in dict(tt=tt, layer=layer, step=step, kind=kind).items()})
         ax = figure((7, 3)).subplots()
@@ -274,7 +276,7 @@ def quick(name, along=True):
 
 
 def crossed(i):
-    "Return the place and text of the cross-hair, and the lines in the picture"
+    "Return position and text of the cross-hair, and the positions of vertical lines in the picture"
     line,dots,text = i.cursor.loss.cross
     if not line.get_visible():
         assert not text.get_visible() and not any(d.get_visible() for d in dots)
@@ -284,7 +286,7 @@ def crossed(i):
 
 
 def test_losses_are_sorted_by_step():
-    "In the order of steps, each curve with its own values; the given ones do not change"
+    "Losses are sorted by step, each curve with its own values. The given dict is not changed"
     given = {'steps': [20, 0, 10], 'a': [1., 500., 2.], 'none': None, 'b': [3., math.nan, 5.]}
     l = read_losses(given, None)
     assert l.steps.tolist()==[0, 10, 20] and {n: y.tolist()[1:] for n,y in l.lines.items()}=={'a': [2., 1.], 'b': [5., 3.]} and len(given)==4
@@ -303,7 +305,7 @@ def test_losses_are_sorted_by_step():
 
 
 def test_tensor_at_returns_the_tensor_that_gives_the_color():
-    "The tensor and step that determine the color; in a patch with a value that is not finite, that tensor"
+    "`tensor_at` returns the tensor and step whose value colors a patch; a tensor with NaN or infinity goes first"
     df = t[t.ttype=='output'].reset_index(drop=True)
     df.loc[(df.path=='a') & (df.step==30), ['std', 'nan']] = math.nan, 2
     df = pd.concat([df, df[df.path=='b'].assign(phase='eval', std=-1.)], ignore_index=True)
@@ -327,7 +329,7 @@ def test_tensor_at_returns_the_tensor_that_gives_the_color():
 
 
 def test_rows_of_the_same_tensor():
-    "The rows with the same path, type, name and call"
+    "All rows with the same path, tensor type, name and call belong to one tensor"
     own = dict(path='a', ttype='output', tname='x', call=0)
     df = pd.DataFrame([own, own, *({**own, **o} for o in (dict(path='b'), dict(ttype='input'), dict(tname='y'), dict(call=1)))])
     assert rows_of_same_tensor(df, df.iloc[0]).index.tolist()==[0, 1] and rows_of_same_tensor(df, df.iloc[5]).index.tolist()==[5]
@@ -335,7 +337,7 @@ def test_rows_of_the_same_tensor():
 
 
 def test_tensors_of_a_heat_map_have_labels():
-    "Rows of evaluations have none; two tensors of one module have two"
+    "Rows of evaluations have no label, and two tensors of one module have different labels"
     def row(path, tname, **more): return dict(path=path, ttype='output', tname=tname, call=0, step=0, std=1., nan=0, **more)
     cells = HeatmapCells(None, pd.DataFrame([row('z', 'x', phase='eval'), row('a', 'x'), row('b', 'x'), row('a', 'y')]))
     cells.store_arguments({})
@@ -344,7 +346,7 @@ def test_tensors_of_a_heat_map_have_labels():
 
 
 def test_the_cross_hair_follows_the_pointer(pointed):
-    "The cross-hair moves to the nearest step of the loss, and returns if the pointer leaves"
+    "The cross-hair moves to the nearest step of the loss, and moves back when the pointer leaves"
     i = pointed(quick('scalar_line'))
     assert crossed(i)==(None, []) and len(i.picture.lines)==1
     send('motion_notify_event', i.cursor.loss.axes, 12)
@@ -358,14 +360,14 @@ def test_the_cross_hair_follows_the_pointer(pointed):
     assert i.cursor.pinned==20 and crossed(i)==((0, [2.], 'step=0\nloss=2'), [0])
     send('motion_notify_event', i.cursor.loss.axes, 1e9)
     assert crossed(i)==((20, [1.5], 'step=20\nloss=1.5'), [20])
-    i.controls['kind'].value = 'scatter' # it stays after redrawing
+    i.controls['kind'].value = 'scatter' # The cross-hair keeps its position when the picture is drawn again
     assert crossed(i)==((20, [1.5], 'step=20\nloss=1.5'), [20]) and calls[-1]['kind']=='scatter'
     send('button_press_event', i.cursor.loss.axes, 1e9, button=1)
     assert i.cursor.pinned==20
 
 
 def test_a_click_goes_to_a_recorded_step(pointed):
-    "A picture of one step moves to the nearest recorded step; the text names both"
+    "A click shows the nearest recorded step. The text of the cross-hair names both steps if they differ"
     i = pointed(quick('exp_hist', False), rows_of(range(0, 80, 20)), stats={'steps': range(70), 'train': np.arange(70.)})
     assert i.controls['step'].value==60 and i.cursor.pinned==60 and crossed(i)[0][0]==60 and i.picture.lines==[]
     n = len(calls)
@@ -379,7 +381,7 @@ def test_a_click_goes_to_a_recorded_step(pointed):
 
 
 def test_the_last_position_of_a_fast_pointer_is_kept(pointed):
-    "The cross-hair moves at once, then as often as requested, and at last to where the pointer is"
+    "The cross-hair moves at once, later only as often as requested, and at last to the final position of the pointer"
     async def moved():
         i,at = pointed(quick('scalar_line'), pause=.05),[]
         own = i.cursor.point
@@ -410,7 +412,7 @@ def test_a_failed_change_shows_a_message_and_keeps_the_picture(pointed):
 
 
 def test_a_click_opens_a_histogram_and_escape_closes_it(pointed):
-    "Only a left click on the heat map opens a histogram; a right click, Escape or Back return; steps are those of the tensor"
+    "A left click on the heat map opens a histogram, and Escape, Back or a right click closes it"
     i = pointed(scalar_global_heatmap, tt='weight', scalar_metric='std')
     outside = i.stack[0]
     assert i.layout.top.children==(outside.box,) and 'Click on a patch' in i.layout.hint.value and 'keep the line there' in i.layout.hint.value
@@ -424,7 +426,7 @@ def test_a_click_opens_a_histogram_and_escape_closes_it(pointed):
     assert (i.controls['step'].steps.tolist(), i.cursor.pinned, 'go to that step' in i.layout.hint.value)==([0, 20], 20, True) and crossed(i)[0][0]==20
     assert set(i.now.table.pname)=={'bias'} and i.controls is i.now.controls is not outside.controls
     good = i.picture.good
-    outside.controls['inc'].value = 2 # its controls are not on the page, and draw nothing
+    outside.controls['inc'].value = 2 # Hidden controls do not redraw the picture
     assert i.picture.good is good
     outside.controls['inc'].value = 1
     send('button_press_event', i.figure.axes[0], 1, .1, 1)
@@ -434,7 +436,7 @@ def test_a_click_opens_a_histogram_and_escape_closes_it(pointed):
     assert (len(i.stack), i.cursor.pinned, i.figure.get_suptitle(), i.layout.top.children)==(1, None, title, (outside.box,)) and crossed(i)==(None, [])
     key(i, 'escape')
     assert len(i.stack)==1
-    i.controls['tt'].value = 'output' # other cells, and other exponents
+    i.controls['tt'].value = 'output' # The picture now has other cells, and their histograms read other exponents
     send('button_press_event', i.figure.axes[0], 31, 2.5, 1)
     assert i.figure.get_suptitle()=='r · outputs · a · step 30' and i.controls['step'].steps.tolist()==[0, 10, 20, 30]
     i.layout.back.click()
@@ -446,7 +448,7 @@ def test_a_click_opens_a_histogram_and_escape_closes_it(pointed):
 
 
 def test_a_patch_without_rows_opens_no_histogram(pointed):
-    "A message appears instead, also without exponents"
+    "A patch without rows or without exponent counts shows a message and opens no histogram"
     i = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)])
     i.enter(i.patches.at(10, 1))
     assert (len(i.stack), i.message)==(1, 'Nothing was recorded there.')
@@ -462,7 +464,7 @@ def test_a_patch_without_rows_opens_no_histogram(pointed):
 
 
 def test_images_have_a_slider_and_a_button(pointed):
-    "A slider replaces the pointer on the loss; a tensor, a step and a button that on the heat map. A histogram has none of them"
+    "Without pointer events, a slider selects a step of the loss, and lists and a button open a histogram of a tensor"
     i = pointed(scalar_global_heatmap, tt='weight', live=False)
     chooser = i.chooser
     assert i.layout.foot.children==(chooser.shown,) and chooser.names==['b.weight', 'b.bias', 'a.weight']
@@ -478,7 +480,7 @@ def test_images_have_a_slider_and_a_button(pointed):
     i.controls['tt'].value = 'output'
     assert chooser.names==['Net', 'b', 'a'] and (chooser.which.value, chooser.when.value)==('Net', 0) and chooser.when.steps.tolist()==[0, 10, 20, 30]
     chooser.which.value,chooser.when.value = None,30
-    chooser.button.click() # the first
+    chooser.button.click() # Without a chosen tensor, the button opens the first
     assert i.figure.get_suptitle()=='r · outputs · Net · step 30'
     holes = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)], live=False)
     holes.chooser.which.value,holes.chooser.when.value = 'b',10
@@ -487,7 +489,7 @@ def test_images_have_a_slider_and_a_button(pointed):
 
 
 def test_a_turned_heat_map_returns_the_same_tensor(pointed):
-    "The same tensor and step as with steps downwards; also with another column"
+    "A heat map with layers on the x axis returns the same tensor and step as with steps on the x axis"
     down,across,rate = (pointed(scalar_global_heatmap, stats=False, **x) for x in ({}, dict(x='name'), dict(x='name', y='lr')))
     for step,layer in ((0, 0), (10, 2), (30, 1)):
         want = down.patches.at(step, layer+.5)
@@ -496,7 +498,7 @@ def test_a_turned_heat_map_returns_the_same_tensor(pointed):
 
 
 def test_lines_at_a_step_do_not_change_limits():
-    "In axes with steps, not in a color bar; they do not change limits"
+    "Vertical lines at a step appear in all axes with steps, not in color bars, and do not change limits"
     fig = mpl.figure.Figure()
     a,b = fig.subplots(2)
     a.plot([3, 4], [1, 2])
@@ -513,7 +515,7 @@ def test_lines_at_a_step_do_not_change_limits():
     assert axes_with_steps(fig)==[]
     fig.supxlabel('step')
     assert axes_with_steps(fig)==[a]
-    for size,said in (('step', 2), ('lr', 0)): # of two that share an axis, the lower has the label
+    for size,said in (('step', 2), ('lr', 0)): # Two axes share an x axis, so only the lower one has the label
         shared = mpl.figure.Figure()
         axes = shared.subplots(2, sharex=True)
         axes[1].set_xlabel(size)
@@ -525,7 +527,7 @@ def test_lines_at_a_step_do_not_change_limits():
     (lambda t: scalar_line(t, ['a', 'b']), 2), (lambda t: compare([t, t]), 2), (lambda t: scalar_global_heatmap(t, x='name'), 0),
     (lambda t: scalar_line(t, x='lr'), 0)])
 def test_axes_with_steps_are_found_by_their_label(f, n):
-    "Axes count if their x axis, or the figure, has the label step"
+    "Axes have steps if their x label, or that of the figure, is 'step'"
     t = pd.DataFrame([dict(path=p, module=f'm(N).{p}(L)', ttype=k, tname=f'{k}_0', pname='weight' if k=='update' else None, step=s, call=0, std=1.+s, ratio=.1,
         lr=s/2, exponents=[0, 1, 2, 0], exponent_min=0, dtype='float32') for s in range(3) for p in 'ab' for k in ('output', 'update')]
         +[dict(path='', module='m(N)', ttype='scalar', tname='log', step=s, loss=1.) for s in range(3)])
@@ -535,14 +537,14 @@ def test_axes_with_steps_are_found_by_their_label(f, n):
 
 
 def test_moving_artists_are_painted_over_the_stored_figure():
-    "Visible artists are painted over the stored picture; an image is drawn whole"
+    "Moving artists are painted over the stored picture. A figure sent as an image is drawn completely"
     s = Agg(W, 500, 4., True)
     line = vertical_line(s.figure.subplots())
     s.set_moving(line)
     painted = []
     s.figure.draw_artist = painted.append
     assert line.get_animated() and s.figure.get_size_inches().tolist()==[5., 4.]
-    s.moved() # nothing is stored: draw
+    s.moved() # No picture is stored yet, so the figure is drawn
     assert (s.sent, painted, s.back is not None)==(0, [], True)
     line.set_visible(True)
     s.moved()
@@ -557,7 +559,7 @@ def test_moving_artists_are_painted_over_the_stored_figure():
 
 
 def test_interactive_reads_a_run_once(pointed, monkeypatch):
-    "The picture needs one read; exponents of a tensor type are read at its first histogram"
+    "The log is read once for the picture, and once for exponents at the first histogram of a tensor type"
     import torchember.frames.logs as logs
     asked = []
     monkeypatch.setattr(logs, 'read', lambda source, columns=None, **wanted: (asked.append((wanted, columns('exponents'))), t.copy())[1])
@@ -573,11 +575,11 @@ def test_interactive_reads_a_run_once(pointed, monkeypatch):
     drawing = quick('mine')
     def mine(df, tt='output', dtypes=()): return drawing(df, tt)
     pointed(mine, Run('small', {}), stats=False)
-    assert asked==[({}, True)] # number formats need exponents
+    assert asked==[({}, True)] # Pictures with number formats (`dtypes`) need exponents
 
 
 def test_interactive_outside_a_notebook_returns_the_picture(monkeypatch):
-    "The run may have either name; the caller's arguments stay unchanged"
+    "Outside of a notebook, `interactive` warns and returns the plain picture; the run may be passed as df=, run= or frame="
     def scalar_line(frame, layer=None): return frame, layer
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter('always')
@@ -595,7 +597,7 @@ def test_interactive_outside_a_notebook_returns_the_picture(monkeypatch):
 
 
 def test_interactive_is_displayed_once_per_cell(pointed, monkeypatch):
-    "An expression in another cell displays the picture again"
+    "A second display in the same cell is ignored, and an expression in another cell displays the picture again"
     i,n,shown = pointed(quick('scalar_line'), live=False),[1],[]
     monkeypatch.setattr(pointing, 'execution_count', lambda: n[0])
     monkeypatch.setattr('IPython.display.display', shown.append)
@@ -606,7 +608,7 @@ def test_interactive_is_displayed_once_per_cell(pointed, monkeypatch):
 
 
 def test_interactive_keeps_the_style_of_its_creation(pointed):
-    "A change of the style before a redraw has no effect"
+    "A later change of the matplotlib style does not change the picture at a redraw"
     with mpl.rc_context({'figure.facecolor': '#000010'}): i = pointed(quick('scalar_line'))
     i.controls['kind'].value = 'scatter'
     dark = mpl.colors.to_rgba('#000010')

@@ -1,4 +1,4 @@
-"A run that goes on, as a line and a picture: without another process, and without waiting"
+"Live view of a running run as a line and a picture, tested without another process and without waiting"
 import io
 import json
 import os
@@ -44,7 +44,7 @@ def line_of_run(home, name='r', over=True): return Viewer(home, False, {}).answe
 
 
 def test_a_line_has_step_loss_and_the_worst_finding(home):
-    "The last loss, also NaN; the first row of the training that is not finite, which precedes warnings and follows errors"
+    "The line has the last loss, and the first training row with NaN or infinity, which outranks warnings but not errors"
     assert Viewer(home, False, {}).answer('r')=={}
     write(home, 'r', row(0, nan=2, phase='eval'), number(0, loss=5., rate=2.), row(1))
     assert line_of_run(home)=='r: step 1, loss 5'
@@ -52,7 +52,7 @@ def test_a_line_has_step_loss_and_the_worst_finding(home):
     assert line_of_run(home)=='r: step 5, loss 0.25, first not finite: step 4, output of c (1 -inf)'
     finding = {'rule': 'r', 'first_step': 5, 'text': 'This is loud.'}
     write(home, 'r', row(5, ttype='finding', severity='warning', **finding))
-    assert line_of_run(home).endswith('output of c (1 -inf)') # it counts as an error
+    assert line_of_run(home).endswith('output of c (1 -inf)') # NaN or infinity outranks this warning
     write(home, 'r', row(5, ttype='finding', severity='error', **finding))
     assert line_of_run(home).endswith(', This is loud.')
     write(home, 'r', row(6, ttype='finding', severity='error', **finding, over=True))
@@ -61,7 +61,7 @@ def test_a_line_has_step_loss_and_the_worst_finding(home):
 
 
 def test_the_speed_is_that_of_the_last_16_looks():
-    "Of the last 16 looks, in words that fit"
+    "The speed is that of the last 16 updates, in a unit that fits"
     for seconds,text in ((1., ', 20 steps/s'), (20., ', 1 steps/s'), (200., ', 0.1 steps/s'), (400., ', 20 s a step'), (2., ', 10 steps/s')):
         s = Speed()
         s.add(10., 0)
@@ -75,7 +75,7 @@ def test_the_speed_is_that_of_the_last_16_looks():
 
 
 def test_a_viewer_draws_only_what_is_new(home, monkeypatch):
-    "A line at each look, a picture if something is new or at the end; another name starts again"
+    "Each answer has a line, and a picture only if there are new rows or the run has ended. Another run name starts again"
     v,drawn = Viewer(home, True, {}),[]
     monkeypatch.setattr(v, 'draw', lambda over: drawn.append((v.name, over)) or b'png')
     write(home, 'r')
@@ -98,7 +98,7 @@ def test_a_viewer_draws_only_what_is_new(home, monkeypatch):
 
 
 def test_the_last_picture_has_no_speed(home, monkeypatch):
-    "Other pictures say at which step they are. The picture of a large run says how many steps it shows"
+    "Pictures before the end name the current step. The picture of a large run names the number of shown steps"
     write(home, 'r', *(row(s, path=p) for s in range(60) for p in 'ab'))
     v,axes = Viewer(home, True, {}),[]
     import torchember.show.first_look as first_look
@@ -113,7 +113,7 @@ def test_the_last_picture_has_no_speed(home, monkeypatch):
 
 
 def test_compaction_loses_no_row_of_a_followed_log(home, monkeypatch):
-    "Numbers are those of all rows, each once; also for a viewer that starts later"
+    "The view has the numbers of all rows, each once, although the log is compacted; so has a view that starts later"
     monkeypatch.setattr(compaction, 'most_rows', 4)
     path,v = home/'log'/'r',Viewer(home, False, {})
     for first in range(0, 40, 10):
@@ -129,7 +129,7 @@ def test_compaction_loses_no_row_of_a_followed_log(home, monkeypatch):
 
 
 def test_lines_of_a_file_are_a_minute_apart(monkeypatch):
-    "The last line is printed once"
+    "When stderr is a file, lines are printed once a minute, and the last line once at the end"
     now,out = [100.],io.StringIO()
     monkeypatch.setattr(live_view.time, 'monotonic', lambda: now[0])
     monkeypatch.setattr(sys, 'stderr', out)
@@ -142,7 +142,7 @@ def test_lines_of_a_file_are_a_minute_apart(monkeypatch):
 
 
 def test_a_picture_of_a_notebook_stays(monkeypatch):
-    "A line is shown until the first picture, and with each picture"
+    "In a notebook, lines are shown until the first picture, and later only together with a new picture"
     shown = []
     handle = types.SimpleNamespace(update=lambda data, raw: shown.append((data, raw)))
     monkeypatch.setattr('IPython.display.display', lambda data, raw, display_id: (shown.append((data, display_id)), handle)[1])
@@ -156,7 +156,7 @@ def test_a_picture_of_a_notebook_stays(monkeypatch):
 
 
 def test_a_long_name_is_shortened_on_a_terminal(monkeypatch):
-    "The name is shortened to show the rest of the line"
+    "On a terminal, a long run name is shortened so that the rest of the line fits"
     monkeypatch.setattr(live_view, 'get_terminal_size', lambda: os.terminal_size((40, 20)))
     monkeypatch.setattr(sys, 'stderr', io.StringIO())
     s = TerminalScreen('r')
@@ -175,7 +175,7 @@ class Screen:
 
 
 class Answers:
-    "Answers, instead of a process"
+    "Gives prepared answers in place of a viewer process"
     made = []
     def __init__(self, **how):
         self.how,self.asked,self.killed = how,[],False
@@ -193,7 +193,7 @@ class Answers:
 
 @pytest.fixture
 def answers(monkeypatch):
-    "Return a function that makes a `Live` in this thread, with given answers"
+    "Return a function that creates a `Live` view which runs in this thread and gets prepared answers"
     monkeypatch.setattr(live_view, 'Reader', Answers)
     def follow(script, over=(), name='r', every=2.):
         Answers.script,Answers.made[:],over = list(script),[],iter(over)
@@ -205,7 +205,7 @@ def answers(monkeypatch):
 
 
 def test_a_run_is_followed_to_its_end(answers):
-    "Each answer is shown, and the last question says that it is the last. If the process is behind, it is asked again at once"
+    "Each answer is shown, and the last request says so. A process that is behind is asked again at once"
     v = answers([{}, {'line': 'r: 1'}, {'behind': .25}, {'line': 'r: 2', 'png': b'p'}, {'behind': .5}, {'line': 'r: 3', 'png': b'q'}], [0, 0, 0, 0, 1, 1])
     v.run()
     assert v.screen.shown==[('r: 1', None), ('r: reading what there is, 25%', None), ('r: 2', b'p'), ('r: reading what there is, 50%', None), ('r: 3', b'q')]
@@ -214,7 +214,7 @@ def test_a_run_is_followed_to_its_end(answers):
 
 
 def test_drawing_takes_a_twentieth_of_a_core(answers):
-    "After one second in advance; and never more often than requested"
+    "Pauses grow so that drawing takes 5% of a core, after one second in advance; pauses are never shorter than requested"
     v = answers([{}]*5, [0, 0, 0, 0, 1])
     v.run()
     assert v.pauses[:2]==[2., 2.] and v.pauses[2:]==[pytest.approx(10, abs=1), pytest.approx(20, abs=1)]
@@ -228,7 +228,7 @@ def test_a_run_without_rows_shows_a_message(answers):
 
 @pytest.mark.parametrize('state', ['ended', 'died'])
 def test_an_ended_run_is_drawn_once_more(answers, state):
-    "At once. A silent run on another machine is followed on"
+    "An ended run is drawn again at once, for the last time. A silent run on another machine is still followed"
     v = answers([{'line': 'r: 1', 'state': 'silent'}, {'line': 'r: 2', 'state': state}, {'line': 'r: 3', 'state': state}], [0]*9)
     v.run()
     assert [line for line,_ in v.screen.shown]==['r: 1', 'r: 2', 'r: 3'] and [q['over'] for q in v.reader.asked]==[False, False, True] and len(v.pauses)==1
@@ -237,7 +237,7 @@ def test_an_ended_run_is_drawn_once_more(answers, state):
 @pytest.mark.parametrize(('answer', 'said'), [({'error': 'KeyError: 3'}, 'has stopped: KeyError: 3'), ({'gone': True}, 'has ended: the log of r was removed'),
     (EOFError(), 'has stopped: its process has ended'), (ValueError('x'), 'has stopped: ValueError: x')])
 def test_an_error_ends_a_view_with_one_warning(answers, answer, said):
-    "One warning; the screen and the process are closed. After `close(last=False)` there is no warning"
+    "An error gives one warning, and closes screen and process. After `close(last=False)` there is no warning"
     v = answers([{}, answer], [0])
     with pytest.warns(EmberWarning, match=f'torchember: the live picture {said}. Training and recording continue.'): v.run()
     assert (v.screen.ended, v.process_seconds)==(1, 9.)
@@ -251,14 +251,14 @@ def test_an_error_ends_a_view_with_one_warning(answers, answer, said):
 
 @pytest.mark.parametrize('last', [True, False])
 def test_close_asks_for_the_last_picture(answers, last):
-    "Asks for the last picture, or kills the process at once. A second call does nothing"
+    "`close` waits for a last picture, or kills the process with last=False. A second call does nothing"
     v = answers([{'line': 'r: 1'}, {'line': 'r: 2'}], [0]*9)
     began,go_on = threading.Event(),threading.Event()
     v.pause = lambda s: (began.set(), Live.pause(v, 60))
     if not last: Answers.script[1] = lambda: (go_on.wait(5), {'line': 'r: 2'})[1]
     v.begin()
     assert began.wait(10) and v in live_view.shown
-    if not last: # the process is answering when it is killed
+    if not last: # Kill the process while it computes an answer
         v.reader.kill = lambda: (setattr(v.reader, 'killed', True), go_on.set())
         v.calls.put(1)
         while len(v.reader.asked)<2: time.sleep(.001)
@@ -271,7 +271,7 @@ def test_close_asks_for_the_last_picture(answers, last):
 
 
 def test_the_end_of_the_interpreter_closes_all_views(monkeypatch):
-    "Rows are written before. An error in one view does not affect others"
+    "All rows are written before the views close. An error in one view does not affect other views"
     done = []
     class V:
         home = Path('home')
@@ -289,7 +289,7 @@ def test_the_end_of_the_interpreter_closes_all_views(monkeypatch):
 
 
 def test_an_ember_has_one_view(tmp_path, monkeypatch):
-    "An ember's own view replaces its last one. A run of another process is waited for, one that is over is not"
+    "A new view of an ember replaces its previous view. `live` waits for a run of another process until it ends"
     made = []
     class View:
         def __init__(self, home, name, screen, every, is_wanted):
@@ -301,7 +301,7 @@ def test_an_ember_has_one_view(tmp_path, monkeypatch):
     monkeypatch.setattr(live_view, 'Live', View)
     monkeypatch.setattr(live_view, 'screen_for', lambda name: name)
     t = emberTracker('r', tmp_path)
-    t.source = lambda close: None # recorded in this process
+    t.source = lambda close: None # A tracker with a source records in this process
     class Ember: pass
     te = Ember()
     te.t,te.views,te.armed = t,[],True
@@ -323,7 +323,8 @@ def test_an_ember_has_one_view(tmp_path, monkeypatch):
     over = live(te, wait=True)
     assert (over.done, te.views[-1] is over)==(['begin', 'wait'], True)
     del te
-    assert not second.is_wanted() and over.is_wanted() # it ends by the state of the run
+    # `second` ends with its deleted ember, and `over` ends with its run
+    assert not second.is_wanted() and over.is_wanted()
     for every in (0, True, '2', -1, None, float('nan')):
         with pytest.raises(ValueError, match='every must be a number'): live(t, every=every)
     with pytest.raises(TypeError, match='got an int'): live(3)
@@ -331,7 +332,7 @@ def test_an_ember_has_one_view(tmp_path, monkeypatch):
 
 
 def test_tail_returns_each_line_once(tmp_path):
-    "Whole lines, each once. A truncated log continues at its end; another file of the same name is an error"
+    "`Tail` returns whole lines, each once. It continues at the end of a truncated log, and fails for another file of this name"
     path = tmp_path/'r'
     path.write_bytes(b'{"a":1}\n{"a":2}\n{"a":')
     t = Tail(path)
@@ -348,7 +349,7 @@ def test_tail_returns_each_line_once(tmp_path):
 
 
 def test_tail_skips_a_line_that_is_too_long(tmp_path, monkeypatch):
-    "The next line is read"
+    "A line that is too long is skipped, and the next line is read"
     monkeypatch.setattr('torchember.show.live.following.longest_line', 20)
     path = tmp_path/'r'
     path.write_bytes(b'1\n'+b'x'*50+b'\n2\n')
@@ -358,7 +359,7 @@ def test_tail_skips_a_line_that_is_too_long(tmp_path, monkeypatch):
 
 
 def test_tail_follows_a_rotated_log(tmp_path):
-    "The file that was put aside is read to its end, then the new file, each line once; also after two rotations"
+    "After a rotation, the old file is read to its end, then the new file, each line once; also after two rotations"
     path,rows = tmp_path/'r',[b'{"a":%d}\n'%i for i in range(9)]
     def add(*some):
         with path.open('ab') as f: f.write(b''.join(some))

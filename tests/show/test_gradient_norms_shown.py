@@ -1,4 +1,4 @@
-"Pictures, pages and texts show the norm of all gradients that each step has"
+"Pictures, reports and texts show the norm of all gradients in each step"
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ types = ('output', 'weight', 'weight_grad')
 
 
 def trained(name, steps=6, loss=True, bad=None, ttypes=types):
-    "A closed run of a small model; one batch has NaN"
+    "Return the ember of a finished training of a small model; one batch contains NaN"
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
     opt = torch.optim.SGD(model.parameters(), .01)
@@ -74,7 +74,7 @@ def test_overview_marks_steps_whose_norm_is_nan():
 
 
 def test_clearing_axes_of_the_user_removes_the_second_axis():
-    "A live view clears a figure and draws again"
+    "If the user clears the axes, as a live view does, `overview` draws the second axis again, only once"
     te,(_,ax) = trained('cleared'),plt.subplots()
     for _ in range(2):
         ax.clear()
@@ -85,7 +85,7 @@ def test_clearing_axes_of_the_user_removes_the_second_axis():
 
 
 def test_a_live_view_keeps_norms_when_it_drops_rows(tmp_path):
-    "Of each bin the smallest and the largest value, of the loss and of the norm"
+    "A live view that drops rows keeps the smallest and the largest loss and norm of each bin of steps"
     log,n = FollowedLog('r', tmp_path),10_000
     def row(step, tname, **v): return {'module': 'm(N)', 'path': '', 'ttype': 'scalar', 'tname': tname, 'step': step, 'call': 0, **v}
     log.kept = KeptLines(8000)

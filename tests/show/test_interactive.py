@@ -1,4 +1,4 @@
-"Pictures with controls, as readers have them: in a JupyterLab, moved and pointed at by a browser"
+"Interactive pictures in a real JupyterLab, where a browser moves controls and pointer"
 import time
 from functools import cache
 
@@ -23,22 +23,22 @@ with torchEmber(model, optimizer=opt, stats='numerics', ttypes=('output', 'outpu
 
 
 def until(f, wanted, seconds=60):
-    "Wait until `f()` returns what is wanted"
+    "Wait until `f()` returns the wanted value"
     end = time.monotonic()+seconds
     while (got := f())!=wanted and time.monotonic()<end: time.sleep(.1)
     assert got==wanted
 
 
 class Page:
-    "A notebook, and events on its figures"
+    "A notebook with an interactive picture, and functions that send events to its figures"
     def __init__(self, nb): self.nb = nb
 
     def prints(self, code, wanted, of='views[0]'):
-        "Assert what the kernel prints while nothing is drawn"
+        "Check the output of an expression in the kernel, while no drawing is in progress"
         until(lambda: self.nb.ask(f'with {of}.lock: print({code})'), wanted)
 
     def place(self, surface, x, y=None, axes=0):
-        "Return a place of a figure's axes in pixels of the page; at half height without y. surface: number of the figure, in the order of the page"
+        "Return a position in the axes of a figure as pixels of the page; without y, at half height. surface: index of the figure"
         i = surface.partition('.')[0]
         n = int(self.nb.ask(f"print([s for v in views for s in ([v.cursor.loss] if v.cursor else [])+[v.picture]].index({surface}))"))
         to,y = ('get_xaxis_transform()', .5) if y is None else ('transData', y)
@@ -47,7 +47,8 @@ class Page:
         canvas = self.nb.page.locator('.jupyter-matplotlib-canvas-div').nth(n)
         canvas.scroll_into_view_if_needed()
         box = None
-        while box!=(box := canvas.bounding_box()): self.nb.page.wait_for_timeout(200) # cells above get their height when they become visible
+        # Wait until the position is stable: cells above get their height when they become visible
+        while box!=(box := canvas.bounding_box()): self.nb.page.wait_for_timeout(200)
         return box['x']+px/ratio, box['y']+(height-py)/ratio
 
     def hover(self, *where): self.nb.page.mouse.move(*self.place(*where))
@@ -64,7 +65,7 @@ class Page:
 
 @pytest.fixture(scope='module')
 def lab(chromium, tmp_path_factory):
-    "Return a function that opens a window of one JupyterLab: `lab(2)` has two pixels for each"
+    "Return a function that opens a window of a shared JupyterLab: `lab(2)` has two device pixels for each pixel"
     with server(tmp_path_factory.mktemp('lab')) as lab:
         @cache
         def screen(dpr): return window(chromium('EXCLUDE 127.0.0.1'), lab, device_scale_factor=dpr)
@@ -92,7 +93,7 @@ def test_the_pointer_moves_the_cross_hair(lab, dpr):
     nb.page.mouse.move(box['x']+5, box['y']-40)
     p.prints('[l.get_visible() for l in a.picture.lines]', '[False, False]')
 
-    # controls
+    # Controls redraw the picture
     before = p.pixels(1)
     nb.out.get_by_label('tt').first.select_option('weights')
     nb.ask("""first = te.t.df.query("ttype=='weight' and path=='0'")['std'].iloc[0]""")
@@ -101,10 +102,12 @@ def test_the_pointer_moves_the_cross_hair(lab, dpr):
     nb.out.get_by_label('scalar_metric').first.select_option(['mean', 'abs_max'])
     p.prints("a.controls['scalar_metric'].value, len(a.figure.legends)", "['mean', 'abs_max'] 1")
     nb.out.get_by_label('tt').first.select_option('each type')
-    nb.out.get_by_text('Panels are drawn for layers or for tensor types').wait_for() # the last picture stays
+    # The last picture stays, and a message is shown
+    nb.out.get_by_text('Panels are drawn for layers or for tensor types').wait_for()
     p.prints('[ax.get_title("left") for ax in a.figure.axes]', "['0', '2']")
     nb.out.get_by_label('layer').first.fill('2')
-    until(nb.out.locator('.widget-select-multiple select').nth(1).locator('option').count, 5) # the selection, the matches, and an entry for all matches
+    # Options: selected layers, matching layers, and an entry for all matches
+    until(nb.out.locator('.widget-select-multiple select').nth(1).locator('option').count, 5)
     nb.out.locator('.widget-select-multiple select').nth(1).select_option('2')
     p.prints('a.message, sorted(ax.get_title("left") for ax in a.figure.axes)', "['output gradients', 'outputs', 'weights']")
 
@@ -116,7 +119,7 @@ def test_the_pointer_moves_the_cross_hair(lab, dpr):
     nb.out.get_by_role('slider').first.press('ArrowRight')
     p.prints("b.controls['step'].value, b.cursor.loss.cross[2].get_text()[:6]", '5 step=5', of='b')
 
-    # open a patch, and return
+    # Open the histogram of a patch, and return to the heat map
     before = p.pixels(5)
     for back in 'right', 'Escape', 'Back':
         p.click('c.picture', 11, 2.5)
@@ -129,10 +132,10 @@ def test_the_pointer_moves_the_cross_hair(lab, dpr):
     p.good()
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 @pytest.mark.slow
 def test_images_have_the_same_controls(lab):
-    "Without ipympl: the same controls, a slider over the steps, and a button to open a histogram"
+    "Without ipympl, pictures have the same controls, and also a slider over the steps and a button that opens a histogram"
     cells = ['%matplotlib inline', RUN, "a = interactive(scalar_line, df=te, layer='0', tt='Gradient', width=900)",
         "b = interactive(scalar_global_heatmap, df='small', tt='weight', width=900)\nviews = a, b\nb"]
     nb = Notebook(lab(1), *cells, fresh=False)
@@ -208,7 +211,8 @@ THEIRS = ["interactive(exp_hist, df=lf, layer='output', tt='Activation', step=0,
 
 
 @pytest.mark.slow
-@pytest.mark.release # these calls do not change; test_words_of_pictures and test_controls test them, and a browser drives such pictures above
+# Rarely affected by changes: other tests check these calls, and a browser drives such pictures above
+@pytest.mark.release
 def test_calls_of_track_and_visualize_work(lab):
     calls = [f'v = {call}\nviews.append(v)' for call in THEIRS]
     nb = Notebook(lab(1), '%matplotlib widget', LLAMA, 'views = []', *calls, size=(1800, 1600), fresh=False)
@@ -234,14 +238,14 @@ def picture(nb): return nb.page.evaluate("[...document.querySelectorAll('.jp-Out
 @pytest.mark.release
 @pytest.mark.slow
 def test_live_redraws_while_a_cell_trains(lab):
-    "The picture is redrawn while a cell trains; the report has its cost"
+    "The live picture is redrawn while a cell trains, and the report contains its cost in time"
     cells = [program("import matplotlib.pyplot as plt; plt.style.use('dark_background'); other = plt.figure(); plt.close(other)"),
         "view = te.live(every=.5); train(600, lambda: os.path.exists('enough')); print('trained: 1')",
         """report = te.close(); print(f"report: {report['live']} {report['seconds']} {view.thread_seconds} {view.process_seconds} {sum(os.times()[2:4])}")"""]
     nb = Notebook(lab(1), *cells)
     nb.page.evaluate("jupyterapp.commands.execute('notebook:run-all-cells').then(v => window.ran = v) && 0")
     seen = []
-    for _ in range(3): # while the cell runs
+    for _ in range(3): # Three redraws while the cell still runs
         nb.page.wait_for_function("seen => [...document.querySelectorAll('.jp-OutputArea img')].some(i => !seen.includes(i.src))", arg=seen)
         seen += picture(nb)
         assert len(picture(nb))==1
@@ -252,5 +256,6 @@ def test_live_redraws_while_a_cell_trains(lab):
     assert len(picture(nb))==1 and picture(nb)[0] not in seen[:1] and nb.bad==[]
     dark = nb.page.evaluate("""async () => { const i = document.querySelector('.jp-OutputArea img'); await i.decode()
         const c = new OffscreenCanvas(1, 1).getContext('2d'); c.drawImage(i, 0, 0); return [...c.getImageData(0, 0, 1, 1).data] }""")
-    assert dark[:3]==[0, 0, 0] # the style of the user
-    assert 0<said<recording and said==pytest.approx(own+process) and process==pytest.approx(children, abs=.05) # os.times counts hundredths
+    assert dark[:3]==[0, 0, 0] # The picture has the dark style of the user
+    # os.times has a resolution of .01 s
+    assert 0<said<recording and said==pytest.approx(own+process) and process==pytest.approx(children, abs=.05)

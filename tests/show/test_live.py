@@ -1,4 +1,4 @@
-"A run is shown while it goes on: on a terminal, from another process, and until whatever end it has. test_interactive.py has it in a notebook"
+"Live views on a terminal and from another process, up to each possible end of a run. test_interactive.py tests notebooks"
 import gc
 import os
 import pty
@@ -47,7 +47,8 @@ def on_terminal(code, stop=None):
         try: got = os.read(fd, 4096)
         except OSError: break
         out += got
-        if stop and stop in out: os.killpg(p.pid, signal.SIGINT); stop = None # Ctrl-C reaches all processes of the terminal
+        # The terminal sends Ctrl-C to all processes
+        if stop and stop in out: os.killpg(p.pid, signal.SIGINT); stop = None
     os.close(fd)
     return out.decode(), p.wait()
 
@@ -63,14 +64,14 @@ def test_a_terminal_shows_one_line():
     steps = steps_in(out)
     assert rc==0 and len(set(steps))>3 and steps==sorted(steps) and 'loss' in out
     line = out[:out.rindex('followed: step')].split('followed: waiting')[1]
-    assert line.count('\n')<=2 and line.count('\r')>4 # in place; the report has lines of its own
+    assert line.count('\n')<=2 and line.count('\r')>4 # The line is updated in place; only the report prints new lines
     assert 'of which live plots:' in out
 
 
 @pytest.mark.release
 @pytest.mark.slow
 def test_a_program_without_close_ends():
-    "A program that does not call `close` ends, and its last line is about the last step"
+    "A program without a call of `close` ends normally, and its last line shows the last step"
     out,rc = on_terminal(program("te.live(every=.2); train(2); print('\\nlast:', te.recorder.step)"))
     assert rc==0 and abs(steps_in(out)[-1]-int(re.findall(r'last: (\d+)', out)[0]))<=1
 
@@ -100,7 +101,7 @@ def test_a_killed_training_ends_the_view(other, capfd):
 
 
 def test_wait_follows_a_run_of_another_process(other):
-    "A run of another process is followed until its end, and an interrupt leaves no traceback"
+    "`live(wait=True)` follows a run of another process to its end, and Ctrl-C leaves no traceback"
     p = other('train(600)')
     out,rc = on_terminal("import torchember; torchember.live('followed', every=.1); print('gone on')", stop=b'steps/s')
     assert rc==0 and 'gone on' in out and 'Traceback' not in out and p.poll() is None
@@ -114,15 +115,15 @@ def ember(): return torchEmber(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.
 
 
 def test_open_findings_are_shown():
-    "In the line, in the title of a picture, and in a summary"
+    "An open finding appears in the live line, in the title of a picture, and in the summary, until it is resolved"
     wrong = [True]
     def loud(h):
         if wrong: yield finding('0', 'This layer is loud.', 0, ttype='output')
     te = torchEmber(torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.ReLU()), rules=[loud], on_finding=lambda f: None, name='loud')
-    te.rules.pace = Pace(share=1e9, first=1, always=0, more=1.) # at each step
+    te.rules.pace = Pace(share=1e9, first=1, always=0, more=1.) # Run the rules after each step
     viewer = Viewer(te.t.dir, True, {})
     def line(is_loud):
-        "Return the line when it has the finding, or has it no more. Each look is at one more step"
+        "Train step by step until the live line contains the finding, or no longer contains it. Return the line"
         for _ in range(200):
             trained(te, 1)
             te.t.barrier()
@@ -139,13 +140,14 @@ def test_open_findings_are_shown():
 
 
 def test_a_removed_log_ends_the_view(capfd):
-    "A picture ends with the log, with a warning. The training goes on"
+    "If the log is deleted, a live view ends with a warning. The training continues"
     te = ember()
     trained(te)
     te.t.barrier()
     own,view = te.live(every=.05),live(te.fname, every=.05)
     shown = ''
-    while (shown := shown+capfd.readouterr().err).count('step')<2: time.sleep(.05) # both have shown a line
+    # Wait until both views have printed a line
+    while (shown := shown+capfd.readouterr().err).count('step')<2: time.sleep(.05)
     with pytest.warns(EmberWarning, match='was removed'):
         te.t.log_path.unlink()
         for v in own,view: v.thread.join(60)
@@ -155,7 +157,7 @@ def test_a_removed_log_ends_the_view(capfd):
 
 
 def test_a_view_ends_with_its_ember(capfd, recwarn):
-    "Without training, twice, after the end, and for an ember that was deleted"
+    "A view ends with its ember: without training, if started twice, after `close`, and if the ember is deleted"
     te = ember()
     first = te.live()
     while first.reader is None: time.sleep(.01)
@@ -168,8 +170,8 @@ def test_a_view_ends_with_its_ember(capfd, recwarn):
     assert f"{te.fname}: step 2" in capfd.readouterr().err
     again = te.live()
     again.thread.join(60)
-    assert not again.thread.is_alive() # the run is over
-    assert not [w for w in recwarn if 'live' in str(w.message)] # a view that was closed has not failed
+    assert not again.thread.is_alive() # The view ends, because the run has ended
+    assert not [w for w in recwarn if 'live' in str(w.message)] # Closing a view is no failure, so there is no warning
     idle = ember()
     idle.live()
     assert 'live' in idle.close() and 'nothing was recorded' in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"A run of several processes under its name: in the list of runs, in pictures, in words, on a page, and as files"
+"A run of several processes has one name in the list of runs, pictures, texts, reports and file operations"
 import json
 import os
 import re
@@ -37,7 +37,7 @@ def files(home): return sorted(str(p.relative_to(home)) for p in home.glob('*/*'
 def of(name, there): return [f for f in there if name in f]
 
 
-# ---- listed
+# ---- list of runs
 
 @pytest.mark.slow
 def test_a_run_of_several_processes_is_one_row(home):
@@ -71,13 +71,13 @@ def test_a_long_log_without_an_end_is_not_read(tmp_path, monkeypatch):
     assert abs(runs(tmp_path).rows[0]-30_000)<10 and runs(tmp_path).steps[0]==1
 
 
-# ---- files
+# ---- file operations
 
 def test_removal_deletes_only_the_files_of_the_run(home, capsys):
     for n in 'sharded_20.rank0', 'sharded_2.rank10x', 'a_sharded_2.rank1': shutil.copy(home/'log/sharded_2.rank0', home/'log'/n)
     shutil.copy(home/'data/base_sharded_2.rank0.json', home/'data/base_a_sharded_2.rank1.json')
-    (home/'data/mine_sharded_2.rank0.json').write_text('1') # metadata of the user
-    (home/'data/sharded_2.json').write_text('1') # metadata without a run
+    (home/'data/mine_sharded_2.rank0.json').write_text('1') # This file belongs to the user
+    (home/'data/sharded_2.json').write_text('1') # This file belongs to no run
     (home/'log/sharded_2.rank1.parts').mkdir()
     (home/'log/sharded_2.rank1.parts/0.parquet').write_bytes(b'x'*100)
     before = files(home)
@@ -172,7 +172,7 @@ def test_a_run_that_is_closed_can_be_removed_and_its_name_taken_again(tmp_path):
         assert not files(tmp_path)
 
 
-# ---- shown
+# ---- pictures, texts and reports
 
 def data_of(file): return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', file.read_text(), re.S)[1])
 
@@ -197,7 +197,7 @@ def test_every_picture_accepts_a_run_of_several_ranks(home):
         len(torchember.emberTracker(name).df)
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 @pytest.mark.slow
 @pytest.mark.filterwarnings('ignore:drifted_2')
 def test_notes_about_ranks_are_in_the_summary_and_on_the_page(home, tmp_path, monkeypatch):
@@ -224,7 +224,8 @@ def test_a_parameter_that_is_not_trained_on_any_process_is_named(home):
     got = {(p['path'], p['name']): p['gradient'] for p in parameters_of_run('sharded_2')}
     assert got=={(f'layers.{i}', n): i>0 for i in range(3) for n in ('weight', 'bias')}
     assert 'layers.0' in torchember.summary('sharded_2').missing and 'layers.1' not in torchember.summary('sharded_2').missing
-    assert {(p['path'], p['name']) for p in parameters_of_run('pipeline_2')}=={(f'{i}', n) for i in (0, 2, 4) for n in ('weight', 'bias')} # of both stages
+    # Parameters of both pipeline stages
+    assert {(p['path'], p['name']) for p in parameters_of_run('pipeline_2')}=={(f'{i}', n) for i in (0, 2, 4) for n in ('weight', 'bias')}
     assert torchember.overview('sharded_2') is not None
     plt.close('all')
 

@@ -1,4 +1,4 @@
-"A report is opened from disk in a real browser: pointed into, searched, read on a phone and in the dark, and nothing in a run can make it do anything else"
+"A report is opened from disk in a real browser: pointer, search, phone, dark mode, and attacks by names in the run"
 import base64
 import gzip
 import re
@@ -42,7 +42,7 @@ def net(): return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Sequential(nn.Li
 
 @contextmanager
 def opened(chromium, file, address='', **context):
-    "Open a page, and wait until it is drawn. `page.asked` has its requests, `page.wrong` its errors"
+    "Open a page, and wait until it is drawn. `page.asked` lists its requests, `page.wrong` lists its errors"
     with chromium().new_context(**{'viewport': {'width': 1300, 'height': 900}, **context}) as context:
         page = context.new_page()
         page.set_default_timeout(30_000)
@@ -61,12 +61,12 @@ def drawn(page): page.evaluate('() => drawing') # wait until the drawing is on t
 def cells(page): return [r.locator('th, td').all_inner_texts() for r in page.locator('#layers tbody tr').all()]
 
 
-def ink(page, chart): # number of pixels that a chart has drawn
+def ink(page, chart): # Number of pixels that are drawn in a chart
     return page.locator(f'#{chart} canvas').evaluate('c => c.toDataURL()')
 
 
 def at_row(page, label):
-    "Return the position of a tensor in the heat map, in pixels below its upper edge"
+    "Return the vertical position of a tensor in the heat map, in pixels from the top"
     k = page.evaluate('kind().tensors.map(t => t.label)')
     return (k.index(label)+.5)/len(k)*page.locator('#heat .u-over').bounding_box()['height']
 
@@ -82,7 +82,7 @@ def test_a_page_needs_no_network_and_describes_the_run(chromium, tmp_path):
         assert page.title()=='calm · torchember'
     text = file.read_text('utf-8')
     file.write_text(re.sub('<meta http-equiv[^>]*>', '', text).replace('<body>', '<body><img src="http://127.0.0.1:9/x">'), 'utf-8')
-    with opened(chromium, file) as page: assert 'http://127.0.0.1:9/x' in page.asked # proof that a request would be noticed
+    with opened(chromium, file) as page: assert 'http://127.0.0.1:9/x' in page.asked # This test must notice a request
 
 
 def test_the_table_is_that_of_the_log(chromium, tmp_path):
@@ -126,7 +126,7 @@ def test_a_click_opens_the_sizes_of_a_layer_and_changes_the_address(chromium, tm
         assert ink(page, 'lines')!=before[0] and ink(page, 'sizes')!=before[1]
         row = df[(df.path=='2.1')&(df.ttype=='output')&(df.step==near)].iloc[0]
         expect(page.locator('#sizes .readout')).to_contain_text(f'{sum(row.exponents):,} numbers')
-        counts,low = np.array(row.exponents[1:-1]),int(row.exponent_min) # the bars are those of the log
+        counts,low = np.array(row.exponents[1:-1]),int(row.exponent_min) # The bars show the counts of the log
         shares = page.evaluate('[charts.sizes.data[0], charts.sizes.data[1]]')
         for e,share in zip(*shares, strict=True):
             if low<=e<low+len(counts): assert share==pytest.approx(counts[e-low]/sum(row.exponents), rel=1e-3)
@@ -166,7 +166,7 @@ def test_attention_has_a_map_of_layers_and_heads(chromium, tmp_path):
         assert page.locator('#heads').is_hidden() and page.locator('#sizes').is_visible()
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 def test_search_narrows_the_table_and_the_tree(chromium, tmp_path):
     train(net(), 'search')
     with opened(chromium, report('search', tmp_path/'a.html')) as page:
@@ -187,7 +187,7 @@ def test_search_narrows_the_table_and_the_tree(chromium, tmp_path):
 @pytest.mark.slow
 def test_search_narrows_the_heat_map_and_the_lines(chromium, tmp_path):
     te = train(net(), 'charts')
-    rows = lambda page: page.evaluate("charts.heat.axes[1]._values") # names beside the heat map
+    rows = lambda page: page.evaluate("charts.heat.axes[1]._values") # Return the names beside the heat map
     with opened(chromium, report(te, tmp_path/'a.html')) as page:
         every = rows(page)
         assert every==['0', '1', '2.0', '2.1', '2', '3', 'Sequential'] and page.evaluate('charts.lines.series.length')==8
@@ -201,7 +201,7 @@ def test_search_narrows_the_heat_map_and_the_lines(chromium, tmp_path):
         page.mouse.click(box['x']+box['width']/2, box['y']+box['height']*.75) # the lower of the two remaining rows
         drawn(page)
         assert page.evaluate('state.label')=='2.1'
-        page.keyboard.press('Escape') # the choice
+        page.keyboard.press('Escape') # Escape clears the selection
         page.fill('#search', 'nowhere')
         drawn(page)
         expect(page.locator('#heat')).to_be_hidden()
@@ -220,11 +220,12 @@ def test_parameters_without_training_have_a_reason(chromium, tmp_path):
         expect(page.locator('#missing')).to_have_text('Not trained: frozen: 0.')
         assert [c[:2] for c in cells(page)][:3]==[['0.weight frozen', '0'], ['0.bias frozen', '0'], ['2.0.weight', '40']]
         assert page.evaluate("reasonsIn(kind().tensors.map(t => t.why), i => kind().n[state.stat][i] > 0)")==[['frozen', 0, 2, False]]
-        expect(page.locator('#sizes h2')).to_contain_text('2.0.weight') # the first tensor that has something to show
+        # The histogram begins with the first tensor that has data
+        expect(page.locator('#sizes h2')).to_contain_text('2.0.weight')
         page.evaluate("choose({ label: '0.weight' })")
         drawn(page)
         expect(page.locator('#heat .readout')).to_have_text('0.weight, step 39: frozen')
-        page.fill('#search', 'frozen') # search finds the reason, too
+        page.fill('#search', 'frozen') # The search also finds tensors by the reason for missing values
         drawn(page)
         assert page.evaluate("charts.heat.axes[1]._values")==['0.weight', '0.bias'] and not page.wrong
 
@@ -264,7 +265,8 @@ def test_all_actions_work_by_keyboard(chromium, tmp_path):
         page.keyboard.press('Enter')
         drawn(page)
         expect(page.locator('[role=treeitem][aria-selected=true]')).to_have_attribute('title', '2 (Sequential)')
-        expect(page.locator('#layers tr[aria-selected=true]')).to_have_count(3) # the module and those inside
+        # The selected module and the modules inside it
+        expect(page.locator('#layers tr[aria-selected=true]')).to_have_count(3)
         page.keyboard.press('ArrowLeft')
         expect(page.locator('[role=treeitem][aria-expanded=false]')).to_have_count(1)
         page.locator('#heat .chart').focus()
@@ -291,12 +293,12 @@ def test_a_click_opens_the_first_non_finite_tensor(chromium, tmp_path):
         expect(page.locator('#stepout')).to_have_text('20')
         red = page.evaluate("""() => { const c = document.querySelector('#heat canvas'), d = c.getContext('2d').getImageData(0, 0, c.width, c.height).data
             let n = 0; for (let i = 0; i < d.length; i += 4) n += d[i] > 180 && d[i + 1] < 40 && d[i + 2] < 50; return n / (d.length / 4) }""")
-        assert .15<red<.6 # only the second half is red
+        assert .15<red<.6 # Only the second half of the steps is red
         assert not page.wrong
 
 
 def said(*found, **more):
-    "Findings as a page has them"
+    "Return findings in the form of the data of a page"
     one = dict(severity='error', rule='mine', text='What is wrong.', first=0, last=0, below=[])
     return dict(findings=[{**one, **f} for f in found], more=0, looked='2 rules looked', unseen=[], failed=[], **more)
 
@@ -344,7 +346,7 @@ def test_a_finding_opens_its_tensor_by_click_and_by_keyboard(chromium, tmp_path,
         expect(page.locator('[role=treeitem][aria-selected=true]')).to_have_attribute('title', '3 (Linear)')
         expect(page.locator('#heat h2')).to_be_in_viewport()
         expect(one.locator('summary')).to_have_text('5 more findings follow from it')
-        expect(one.locator('li')).to_be_hidden() # folded
+        expect(one.locator('li')).to_be_hidden() # These findings are folded
         one.locator('> button').focus()
         page.keyboard.press('Tab')
         page.keyboard.press('Enter')
@@ -354,10 +356,11 @@ def test_a_finding_opens_its_tensor_by_click_and_by_keyboard(chromium, tmp_path,
         drawn(page)
         assert at()==['output', '2.1', '2.1', 12]
         address = page.evaluate('location.hash')
-        health.locator('> ul > li').nth(1).locator('button').click() # for a quantity that is not recorded: its module, and the nearest step
+        # This quantity is not recorded, so the page goes to its module at the nearest step
+        health.locator('> ul > li').nth(1).locator('button').click()
         drawn(page)
         assert at()==['output', None, '2', 39]
-        health.locator('> ul > li').nth(2).locator('button').click() # of the loss
+        health.locator('> ul > li').nth(2).locator('button').click() # This finding is about the loss
         drawn(page)
         assert at()==['output', None, None, 3]
         expect(page.locator('#numbers')).to_be_in_viewport()
@@ -395,7 +398,7 @@ def test_a_failing_rule_does_not_prevent_the_report(chromium, tmp_path, monkeypa
 
 @pytest.mark.parametrize('scheme', ['light', 'dark'])
 def test_findings_are_readable_text(chromium, tmp_path, monkeypatch, scheme):
-    "Any text, on a phone, and with enough contrast"
+    "Findings with any text are readable on a phone, with enough contrast"
     words = dict(text=f'{evil[0]} `{evil[1]}` {evil[4]}', rule=evil[0], path=evil[1], ttype=evil[0], pname=evil[4], advice=f'`{evil[0]}`', look=evil[1])
     more = dict(words, severity='warning', below=[dict(words, severity=evil[0], first=0, last=0)])
     found = said(words, more, dict(words, severity='info'), dict(words, severity='"><script>', first=1, last=2))
@@ -416,7 +419,7 @@ def test_findings_are_readable_text(chromium, tmp_path, monkeypatch, scheme):
         for c in colors: assert (max(luminance(c), back)+.05)/(min(luminance(c), back)+.05)>4.5
 
 
-def luminance(css): # as defined by WCAG
+def luminance(css): # Relative luminance as defined by WCAG
     return sum(w*(v/12.92 if (v := int(c)/255)<=.04045 else ((v+.055)/1.055)**2.4) for w,c in zip((.2126, .7152, .0722), re.findall(r'\d+', css), strict=False))
 
 
@@ -431,7 +434,8 @@ def test_a_page_fits_phone_and_desktop_in_light_and_dark(chromium, tmp_path, siz
         light = lambda css: sum(map(int, re.findall(r'\d+', css)[:3]))/765
         colors = page.evaluate('[getComputedStyle(document.documentElement).backgroundColor, getComputedStyle(document.documentElement).color]')
         assert (light(colors[0])>.5)==(scheme=='light') and abs(light(colors[0])-light(colors[1]))>.6
-        assert page.evaluate('document.documentElement.scrollWidth<=innerWidth') # no horizontal scrolling
+        # The page needs no horizontal scrolling
+        assert page.evaluate('document.documentElement.scrollWidth<=innerWidth')
         small = page.evaluate("[...document.querySelectorAll('p, td, select, label, h2')].filter(e => parseFloat(getComputedStyle(e).fontSize)<12).length")
         assert small==0
         before = ink(page, 'heat')
@@ -484,12 +488,14 @@ def test_hostile_names_are_shown_as_text(chromium, tmp_path):
             assert (evil[0] if i==0 else '{data}') in page.locator('#tree').inner_text() # a table has no classes
             assert page.locator('#number option').all_inner_texts()==[*evil[:2], 'grad_norm']
             assert (page.locator('h1').inner_text()==evil[1])==(i==1)
-        text = file.read_text('utf-8') # even if a name were inserted as HTML, the policy would not run it
+        # If a name were inserted as HTML, the content policy of the page would still prevent its scripts
+        text = file.read_text('utf-8')
         assert "script-src 'sha256-" in text and "unsafe" not in text.split('<body>')[0]
         file.write_text(text.replace('<body>', '<body><img src="data:," onerror="window.hit=1"><script>window.hit=1</script>'), 'utf-8')
         with opened(chromium, file) as page: assert page.evaluate('window.hit')is None
         file.write_text(re.sub('<meta http-equiv[^>]*>', '', file.read_text('utf-8')), 'utf-8')
-        with opened(chromium, file) as page: assert page.evaluate('window.hit')==1 # proof that the test would notice
+        # Without both protections, the script runs: so this test would notice it
+        with opened(chromium, file) as page: assert page.evaluate('window.hit')==1
 
 
 def sources():
@@ -551,7 +557,7 @@ def test_a_page_accepts_odd_tables(chromium, tmp_path, what, source):
 
 @pytest.mark.parametrize('ttype', [None, 'weight_grad'])
 def test_rules_check_the_whole_run_with_one_read(monkeypatch, ttype):
-    "The log is read once, and once more for a page of some rows. The page shows what `diagnose` shows"
+    "A page reads the log once, and a page of some rows reads it twice. The page shows the findings of `diagnose`"
     te = train(net(), 'whole', nan_at=20)
     times,once = [],Run.table
     with monkeypatch.context() as m:
@@ -574,7 +580,7 @@ def unpacked(c, shape=None):
 
 
 def test_exponents_of_micro_batches_are_added():
-    "Of one layer and step, whichever rows are in between; each layer has its own"
+    "Exponent counts of micro-batches are added per layer and step, also if rows of other layers lie between"
     counts = [[1, 2, 3, 4], [9, 9, 9, 9], [0, 5, 0, 1], [1, 0, 0, 0]]
     where = dict(path=['a', 'b', 'a', 'a'], ttype='output', tname='output_0', step=[0, 0, 0, 1], micro=[0, 0, 1, 0])
     rows = pd.DataFrame({**where, 'exponents': counts, 'exponent_min': -1})
@@ -591,7 +597,7 @@ def test_a_report_without_data_is_an_error(tmp_path):
     assert report('b', tmp_path)==tmp_path/'b.html'
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 @pytest.mark.slow
 def test_fast_clicks_break_nothing(chromium, tmp_path):
     train(net(), 'quick', ttypes=('input', 'output', 'weight', 'weight_grad', 'update', 'optimizer'))
@@ -607,10 +613,11 @@ def test_fast_clicks_break_nothing(chromium, tmp_path):
         assert not page.wrong and page.locator('#small').inner_text()==small
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 @pytest.mark.slow
 def test_zooming_selects_nothing(chromium, tmp_path):
-    train(net(), 'zoom', steps=39, every=4) # so that tensors end before the loss does
+    # Tensors are recorded every 4 steps, so their last step is before that of the loss
+    train(net(), 'zoom', steps=39, every=4)
     with opened(chromium, report('zoom', tmp_path/'a.html')) as page:
         scales = 'Object.fromEntries(Object.entries(charts).filter(([n]) => n!="sizes").map(([n, u]) => [n, [u.scales.x.min, u.scales.x.max]]))'
         full = page.evaluate(scales)

@@ -1,4 +1,4 @@
-"What pictures must do with real runs, and without torch"
+"Requirements of all pictures with real runs, and without torch"
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +35,7 @@ root = Path(__file__).parents[2]
 
 @pytest.fixture(scope='module')
 def run(tmp_path_factory):
-    "A run of a small model in which the output of the last layer is not finite from step 6 on, and its home"
+    "Return a run of a small model in which the output of the last layer is NaN or infinite from step 6 on"
     home = tmp_path_factory.mktemp('home')
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
@@ -51,7 +51,7 @@ def run(tmp_path_factory):
 
 
 def finish(out):
-    "Draw it in full"
+    "Draw the figure of a picture completely, and close it"
     out.figure.canvas.draw()
     plt.close('all')
 
@@ -67,7 +67,7 @@ def test_each_picture_of_an_ember_a_tracker_and_a_table(run, name, theme):
     if name=='out_of_range': pytest.importorskip('ml_dtypes')
     with plt.style.context(theme):
         for source in (run, run.t, run.t.df): finish(pictures[name](source))
-    assert matplotlib.rcParams['axes.titlelocation']=='center' # no setting has changed
+    assert matplotlib.rcParams['axes.titlelocation']=='center' # The picture has not changed this setting
 
 
 def lightness(color): return np.dot(to_rgb(color), (.299, .587, .114))
@@ -154,20 +154,20 @@ def lines_of(*ys):
 
 
 def test_a_cell_of_several_steps_has_the_most_unusual_value():
-    "Relative to its own tensor: far below the median counts as much as far above"
+    "A cell for several steps shows the value farthest from the median of its tensor, on a log scale in both directions"
     low,high = np.array([1., 1., 1., 1e-6, 1., 1., 1.1, 1.]),np.array([1., 1e6, 1., 1., 1., 1., 1., .9])
     assert grid(lines_of(low, high), most_columns=2).value.tolist()==[[1e-6, 1.1], [1e6, .9]]
 
 
 def test_small_values_are_compared_relatively():
-    "The difference is relative. Each layer has its own first step"
+    "`first_differences` compares relatively, and returns the first different step of each layer"
     one = np.array([1e-9, 1e-9, 1e-9])
     assert first_differences([lines_of(one, one), lines_of(one*[1, 2, 5], one*[1, 1, 3])])=={'a': 1, 'b': 2}
     assert first_differences([lines_of(one), lines_of(one)])=={'a': None}
 
 
 def test_out_of_range_of_a_run_with_numerics(run):
-    "It draws the formats that the counts cover, and says that too small numbers include zeros if zeros were not counted"
+    "`out_of_range` draws the formats that the exponent counts cover. Its label says 'or zero' if zeros were not counted separately"
     pytest.importorskip('ml_dtypes')
     axes = out_of_range(run)
     assert [a.get_title('left') for a in axes]==['float8_e4m3fn', 'float8_e5m2'] and 'or zero' in axes[0].figure.get_supxlabel()
@@ -178,7 +178,7 @@ def test_out_of_range_of_a_run_with_numerics(run):
 
 @pytest.mark.parametrize('more', [[], ['shape']])
 def test_zeros_fit_every_format(tmp_path, more):
-    "Half of the outputs of a ReLU are zero"
+    "Half of the outputs of a ReLU are zero, and zeros are not out of range of any format"
     pytest.importorskip('ml_dtypes')
     with torchEmber(torch.nn.ReLU(), stats=['zero_frac', 'exponents', *more], ttypes=('output',), home=tmp_path) as te:
         te.model(torch.linspace(-1, 1, 64))
@@ -189,7 +189,7 @@ def test_zeros_fit_every_format(tmp_path, more):
 
 
 def test_pictures_draw_into_axes_of_the_user(run):
-    "Axes may be in a subfigure; its title stays, and a small tree has short names"
+    "Pictures accept axes of a subfigure and keep its title. A small tree shows short names"
     pytest.importorskip('ml_dtypes')
     fig = plt.figure(figsize=(12, 6), layout='constrained')
     fig.suptitle('mine')

@@ -1,4 +1,4 @@
-"Pictures are asked for as run, path, ttype, stat, in this order. Track & Visualize's words, and the order that there once was, give the same picture"
+"Pictures take run, path, ttype, stat in this order. Names of the library Track & Visualize, and an earlier order, work, too"
 import inspect
 import io
 
@@ -16,7 +16,7 @@ from torchember.show.style import Panels
 
 @pytest.fixture(scope='module')
 def t():
-    "A table with outputs, weights and updates of two layers, a user's statistic, a vector statistic, and exponents"
+    "Return a table with outputs, weights and updates of two layers, and with custom, vector and exponent statistics"
     out,g = [],np.random.default_rng(0)
     for s in range(6):
         for path in ('fc1', 'fc2'):
@@ -31,7 +31,7 @@ def t():
 
 
 def seen(got):
-    "Return the pixels of a picture, or the text of a table"
+    "Return the pixels of a picture, or the text of a table, to compare results"
     if not hasattr(got, 'figure'): return repr(got)
     file = io.BytesIO()
     got.figure.savefig(file, format='png', dpi=40)
@@ -45,13 +45,15 @@ others = {'attention_map': 'of rows about attention', 'differences': 'of what di
     **dict.fromkeys(('from_logframe', 'validate', 'write_parquet'), 'of a LogFrame'), **dict.fromkeys(('read_pickle', 'read_csv', 'read_parquet'), 'of a file')}
 public = {n: getattr(torchember, n) for n,module in torchember.module_of.items() if module.startswith(('show.', 'frames.'))}
 of_runs = {n: f for n,f in public.items() if inspect.isfunction(f) and n not in others}
-tables = {'read', 'wide', 'summary', 'dead_units', 'to_logframe', 'report'} # and a file
-more = {'wide': dict(stat='std'), 'surface': dict(ttype='output', stat='units'), 'exp_hist': dict(path='fc1')} # arguments of each picture
+# Functions that return a table, and `report`, which writes a file
+tables = {'read', 'wide', 'summary', 'dead_units', 'to_logframe', 'report'}
+# Further arguments for some pictures
+more = {'wide': dict(stat='std'), 'surface': dict(ttype='output', stat='units'), 'exp_hist': dict(path='fc1')}
 
 
 @pytest.mark.parametrize('name', of_runs)
 def test_pictures_have_one_order_of_arguments(name):
-    "Each public picture, now and in future: after the run come path, ttype, stat, with these names"
+    "Each public picture, also a future one, takes path, ttype, stat in this order after the run"
     f = of_runs[name]
     words = list(inspect.signature(f).parameters)
     asked = [w.replace('stats', 'stat') for w in words if w in ('path', 'ttype', 'stat', 'stats')]
@@ -61,7 +63,7 @@ def test_pictures_have_one_order_of_arguments(name):
 
 @pytest.mark.parametrize('name', sorted(of_runs.keys()-tables))
 def test_one_panel_is_its_axes_and_several_are_panels(name, t, tmp_path):
-    "Each picture: with its figure, and saved by itself; axes of the user are returned unchanged"
+    "A picture of one panel is its axes, and a picture of several is an array; both have a figure and can be saved"
     pytest.importorskip('ml_dtypes')
     f,other = of_runs[name],t.assign(std=t['std']*2)
     other.attrs['run'] = 's'
@@ -92,7 +94,7 @@ def test_words_of_track_and_visualize_work(name, t, tmp_path):
     assert a.equals(b) if isinstance(a, pd.DataFrame) else seen(a)==seen(b)
 
 
-calls = { # the same picture, called in three ways
+calls = { # Each entry: one picture, called in three ways
     scalar_line: (('fc1', 'weight', 'rms'), dict(layer='fc1', tt='Weights', scalar_metric='rms'), ('fc1', 'weight', 'rms')),
     exp_hist: (('fc*', 'weight', 3), dict(layer='fc*', tt='Weights', step=3), ('fc*', 'Weights', 3)),
     scalar_global_heatmap: (('fc1', 'weight', 'rms', 2), dict(layer='fc1', tt='Weights', scalar_metric='rms', inc=2),
@@ -109,7 +111,7 @@ calls = { # the same picture, called in three ways
 @pytest.mark.slow
 @pytest.mark.parametrize('f', calls, ids=lambda f: f.__name__)
 def test_all_names_and_orders_of_arguments_are_equal(f, t):
-    "Our names, theirs, and the earlier order"
+    "Our names of arguments, those of Track & Visualize, and the earlier order give equal pictures"
     if f is out_of_range: pytest.importorskip('ml_dtypes')
     ours,theirs,before = calls[f]
     names = list(inspect.signature(f).parameters)[1:]
@@ -127,7 +129,7 @@ def test_compare(t):
 
 
 def test_earlier_calls_keep_their_meaning(t):
-    "Earlier calls keep their meaning: a tensor type, a statistic, a number format. A layer of such a name needs path="
+    "A positional tensor type, statistic or number format is still recognized. A layer of such a name needs path="
     odd = t.assign(path=t.path.replace({'fc1': 'output', 'fc2': 'std'}), module=t.module.str.replace('fc1', 'output').str.replace('fc2', 'std'))
     assert seen(scalar_global_heatmap(odd, 'output'))==seen(scalar_global_heatmap(odd, ttype='output'))!=seen(scalar_global_heatmap(odd, path='output'))
     assert seen(tree(odd, 'std'))==seen(tree(odd, stat='std'))!=seen(tree(odd, path='std'))
@@ -138,7 +140,7 @@ def test_earlier_calls_keep_their_meaning(t):
 
 
 def test_an_unknown_value_names_the_nearest_meaning(t):
-    "The message is about the nearest meaning. Giving one argument under two names is an error"
+    "The error suggests the most similar known value. Giving one argument under two names is an error"
     for f,args,says in ((tree, ('sdt',), "Did you mean 'std'"), (tree, ('fc3',), "Did you mean 'fc"), (overview, ('mien',), "Did you mean .*'mine'"),
             (scalar_global_heatmap, ('outputt',), "Did you mean 'output'"), (scalar_global_heatmap, ('weight', 'sdt'), "Did you mean 'std'"),
             (scalar_global_heatmap, ('fc3', 'weight'), "Did you mean 'fc"), (surface, ('unitss',), "no 'unitss' in this log")):
@@ -149,7 +151,7 @@ def test_an_unknown_value_names_the_nearest_meaning(t):
 
 
 def test_controls_have_the_words_that_were_typed(t):
-    "Controls have Track & Visualize's names if the call has; both names find them"
+    "Controls use the names in the call, ours or those of Track & Visualize, and are found by both names"
     pytest.importorskip('ipywidgets')
     from torchember.show.pointing import Interactive
     ours,theirs = (Interactive(scalar_line, t, {n: 'fc1', s: ['std', 'rms']}, False, live=False) for n,s in (('path', 'stat'), ('layer', 'scalar_metric')))
@@ -163,7 +165,7 @@ def test_controls_have_the_words_that_were_typed(t):
 
 
 def test_panels_are_an_array_with_a_figure(t, tmp_path):
-    "Attributes of a Figure work; saving a subfigure saves the whole figure"
+    "The array of panels has the methods of a Figure; saving a subfigure saves the whole figure"
     other = t.assign(std=np.where(t.step>3, t['std']*2, t['std']))
     other.attrs['run'] = 's'
     both = compare([t, other])
@@ -181,7 +183,7 @@ def test_panels_are_an_array_with_a_figure(t, tmp_path):
 
 
 def test_a_report_of_some_of_a_run(t, tmp_path):
-    "Called as pictures are, and as before, with the file as `path`; a layer that looks like a file is a layer"
+    "`report` takes arguments like pictures, or in the earlier form with the file as `path`"
     page = lambda file: file.read_text('utf-8')
     ours = page(report(t, tmp_path/'a.html', 'fc1', 'weight', ['std']))
     assert ours!=page(report(t, tmp_path/'b.html'))
@@ -193,7 +195,7 @@ def test_a_report_of_some_of_a_run(t, tmp_path):
 
 
 def test_wide_accepts_both_orders(t):
-    "In both orders, of a table and of a part of it"
+    "`wide` accepts both orders of its arguments, with and without a path"
     assert wide(t, 'fc1', 'weight', 'std').equals(wide(t, 'std', 'weight')[['fc1']]) and wide(t, ['fc*'], 'weight', 'mine').equals(wide(t, 'mine', 'weight'))
     for bad,says in ((dict(path='fc3'), "No path matches 'fc3'"), (dict(), 'several tensor types')):
         with pytest.raises(ValueError, match=says): wide(t, stat='std', **bad)
@@ -201,7 +203,7 @@ def test_wide_accepts_both_orders(t):
 
 
 def test_one_of_several_layers_or_steps_is_the_default(t):
-    "The layer that differs first; the first tensor type, the last module, the last row; a step before one counted from the end"
+    "Defaults are the layer that differs first, the first tensor type, the last module, and the last row"
     other = t.assign(std=np.where((t.path=='fc2') & (t.step>2), t['std']*2, t['std']))
     other.attrs['run'] = 's'
     one = compare([t, other], most=1)
@@ -209,10 +211,11 @@ def test_one_of_several_layers_or_steps_is_the_default(t):
     assert compare([t, t]).figure.get_suptitle().endswith('they do not part')
     for kinds,label in ((['output', 'weight'], 'outputs'), (['weight', 'output'], 'weights')):
         assert overview(t, ttype=kinds, ax=plt.figure().subplots()).get_ylabel()==label
-    assert ridge(t).get_title('left')=='r · outputs · fc2' # the last module with exponents
+    assert ridge(t).get_title('left')=='r · outputs · fc2' # The default is the last module with exponents
     twice = pd.concat([t.assign(std=t['std']+10), t])
     assert wide(twice, ttype='output', stat='std').equals(wide(t, ttype='output', stat='std'))
-    far = t.assign(std=t['std']+np.where(t.path=='fc1', 1, 1e4)) # each in a narrow range, together in a wide one
+    # Each layer has a narrow range, and both together have a wide range
+    far = t.assign(std=t['std']+np.where(t.path=='fc1', 1, 1e4))
     for facets,scale in (({}, 'log'), ({'sharey': False}, 'linear')): assert {a.get_yscale() for a in scalar_line(far, 'fc*', facet_kws=facets)}=={scale}
     early = t.assign(step=t.step-3)
     for step,found in ((-1, -1), (-3, -3), (None, 2), (2, 2), (-5, -2)):

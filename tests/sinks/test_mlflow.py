@@ -30,8 +30,9 @@ def database(tmp_path_factory):
 @pytest.fixture
 def store(database, monkeypatch, request, tmp_path):
     "Create an experiment for one test."
-    monkeypatch.chdir(tmp_path) # where artifacts would go
-    for k in ('MLFLOW_EXPERIMENT_ID', 'MLFLOW_RUN_ID'): # which MLflow may set: they end with the test
+    monkeypatch.chdir(tmp_path) # MLflow would write artifacts into the current folder
+    # MLflow may set these variables, so monkeypatch must restore them
+    for k in ('MLFLOW_EXPERIMENT_ID', 'MLFLOW_RUN_ID'):
         monkeypatch.setenv(k, '')
         monkeypatch.delenv(k)
     monkeypatch.setattr('mlflow.tracking.fluent._active_experiment_id', None)
@@ -184,7 +185,7 @@ def test_refused_numbers_are_sent_later(store, tmp_path, monkeypatch):
     run, = runs()
     found = metrics(run)
     found.pop('nonfinite/count')
-    same(found, by_hand(read('first', home=tmp_path))) # what had failed went with the next
+    same(found, by_hand(read('first', home=tmp_path))) # Steps whose request had failed were sent with a later request
     assert replay('first', 'mlflow', home=tmp_path)==0
 
 
@@ -201,7 +202,8 @@ def test_numbers_of_a_failing_store_are_sent_later(store, tmp_path, monkeypatch)
 
 
 def test_requests_have_at_most_a_thousand_numbers(store, monkeypatch):
-    monkeypatch.setenv('MLFLOW_ENABLE_ASYNC_LOGGING', 'true') # which would come back before it is there
+    # With this setting, MLflow returns before the numbers are stored
+    monkeypatch.setenv('MLFLOW_ENABLE_ASYNC_LOGGING', 'true')
     real,sizes = mlflow.MlflowClient.log_batch,[]
     def log_batch(self, *args, metrics=(), **kwargs):
         sizes.append(len(metrics))
@@ -229,7 +231,7 @@ def test_non_finite_values_arrive_as_in_mlflow(store):
     sink.scalars(0, {'scalar/a': math.nan, 'scalar/b': math.inf, 'scalar/c': -math.inf, 'scalar/d': 1e300})
     sink.close()
     found = metrics_of(store, runs()[0], 'scalar/a scalar/b scalar/c scalar/d'.split())
-    most = sys.float_info.max # a database has no infinity, and MLflow puts the largest number there
+    most = sys.float_info.max # A database has no infinity, so MLflow stores the largest float
     assert math.isnan(found['scalar/a'][0]) and [found[f'scalar/{k}'][0] for k in 'bcd']==[most, -most, 1e300]
 
 
@@ -279,7 +281,7 @@ def test_findings_are_tags_with_a_line_for_each(store):
     sink.close()
     again = opened()
     again.findings(2, [nan])
-    again.findings(7, [nan | {'text': 'x'*6000}]) # more than a tag holds
+    again.findings(7, [nan | {'text': 'x'*6000}]) # This text is longer than a tag may be
     again.close()
     tags = runs()[0].data.tags
     assert tags['torchember.finding.nan']=='step 2: The output of 0 is NaN.\nstep 5: no longer so: The output of 0 is NaN.'
@@ -315,7 +317,7 @@ def test_files_of_older_mlflow(store, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.release # test_sinks.py has the same for TensorBoard
+@pytest.mark.release # test_sinks.py has this test for TensorBoard
 def test_killed_run_is_sent_later_without_duplicates(store, tmp_path):
     p = subprocess.run([sys.executable, '-c', killed, str(tmp_path), 'mlflow'], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert p.returncode==-signal.SIGKILL, p.stderr
@@ -323,16 +325,16 @@ def test_killed_run_is_sent_later_without_duplicates(store, tmp_path):
     before = metrics(run)['weight/0.weight/rms']
     n = replay('first', 'mlflow', home=tmp_path)
     run, = runs()
-    after = metrics(run)['weight/0.weight/rms'] # raises for a step that is there twice
+    after = metrics(run)['weight/0.weight/rms'] # `metrics` fails if a step occurs twice
     assert 0<len(before)<=400 and len(after)==400 and n>=400-len(before) and all(after[s]==v for s,v in before.items())
     assert run.info.status=='FINISHED'
 
 
 @pytest.mark.slow
-@pytest.mark.release # half a minute, in which nothing happens
+@pytest.mark.release # Waits for half a minute
 @pytest.mark.parametrize('silent', [False, True])
 def test_silent_server_does_not_end_training_and_gets_all_later(store, tmp_path, silent):
     took,ended = told_where_nobody_answers(tmp_path, 'mlflow', silent, MLFLOW_TRACKING_URI='{}')
-    assert took<60 and ended<10 # the import of MLflow, and the ten seconds for which a sink is waited
+    assert took<60 and ended<10 # The time includes the import of MLflow, and at most 10 s of waiting for the sink
     assert replay('first', 'mlflow', home=tmp_path)==20
     assert [*metrics(runs()[0])['output/0/rms']]==[*range(20)]

@@ -56,7 +56,7 @@ def test_rms_follows_from_default_statistics(tmp_path):
 
 @pytest.mark.parametrize('stats', [['mean', 'std'], ['mean', 'std', 'shape'], ['mean', 'std', 'numel']], ids=lambda s: s[-1])
 def test_rms_of_one_element_is_its_absolute_value(tmp_path, stats):
-    "The standard deviation of one element is NaN"
+    "The rms of one element is its absolute value, although its standard deviation is NaN"
     model = nn.Sequential(nn.Linear(3, 1))
     with torch.no_grad(): model[0].bias.fill_(-2.)
     got = {}
@@ -67,7 +67,8 @@ def test_rms_of_one_element_is_its_absolute_value(tmp_path, stats):
     w = model[0].weight.detach()
     assert {k: got[k] for k in ('weight/0.bias/rms', 'weight_grad/0.bias/rms')}=={'weight/0.bias/rms': 2., 'weight_grad/0.bias/rms': 1.}
     assert got['output/0/rms']==pytest.approx(abs(w.sum().item()-2), rel=1e-6)
-    unbiased = math.hypot(w.mean().item(), w.std().item()*(1 if stats[-1]=='std' else math.sqrt(2/3))) # without a number of elements
+    # Without the number of elements, rms follows from mean and std only approximately
+    unbiased = math.hypot(w.mean().item(), w.std().item()*(1 if stats[-1]=='std' else math.sqrt(2/3)))
     assert got['weight/0.weight/rms']==pytest.approx(unbiased, rel=1e-6)
 
 
@@ -143,7 +144,8 @@ def test_sink_selects_modules_and_steps_as_other_functions(tmp_path):
     class Told(Sink):
         def __init__(self, **kw): super().__init__(**kw); self.told = {}
         def scalars(self, step, numbers): self.told[step] = numbers
-    eval_of_it = {'eval/output/0/max', 'eval/output/0/mean', 'nonfinite/count'} # of the last step: evaluations are told whatever `every` says
+    # Metrics of the last step: evaluations are sent in any step, independent of `every`
+    eval_of_it = {'eval/output/0/max', 'eval/output/0/mean', 'nonfinite/count'}
     few = Told(include='0', ttypes=['output'], stats=['max', 'mean'], every=2)
     train(tmp_path, sinks=few)
     measured = {'output/0/max', 'output/0/mean', 'nonfinite/count'}
@@ -163,7 +165,7 @@ def test_non_finite_values_are_counted(tmp_path):
             return self.l(x)*(float('inf') if self.n==3 else 1)
     train(tmp_path, steps=3, model=Breaks(), sinks=lambda step, numbers: told.setdefault(step, numbers))
     assert told[0]['nonfinite/count']==told[1]['nonfinite/count']==0
-    assert told[2]['nonfinite/count']>=10 # the output of the model, and gradients
+    assert told[2]['nonfinite/count']>=10 # Counts the output of the model, and gradients
 
 
 def test_findings_arrive(tmp_path, monkeypatch):
@@ -190,7 +192,7 @@ def test_findings_arrive(tmp_path, monkeypatch):
         return sorted((t, e.step, e.tensor_proto.string_val[0]) for t in events.Tags()['tensors'] for e in events.Tensors(t))
     before = texts()
     assert sorted(f['step'] for f in sink.found)==sorted(step for _,step,_ in before)
-    next(tmp_path.glob('**/sent_first*')).unlink() # as if it had been killed before that was noted
+    next(tmp_path.glob('**/sent_first*')).unlink() # Simulate a process that was killed before it noted the sent steps
     monkeypatch.chdir(tmp_path)
     assert replay('first', 'tensorboard', home=tmp_path)==30
     assert texts()==before
@@ -203,7 +205,7 @@ def test_killed_run_is_sent_later_without_duplicates(tmp_path, monkeypatch):
     assert p.returncode==-signal.SIGKILL, p.stderr
     before = scalars(tmp_path/'runs'/'first')['weight/0.weight/rms']
     n = replay('first', 'tensorboard', home=tmp_path)
-    after = scalars(tmp_path/'runs'/'first')['weight/0.weight/rms'] # raises for a step that is there twice
+    after = scalars(tmp_path/'runs'/'first')['weight/0.weight/rms'] # `scalars` fails if a step occurs twice
     assert 0<len(before)<=400 and len(after)==400 and n>=400-len(before)
     assert all(after[s]==v for s,v in before.items())
 
@@ -241,7 +243,8 @@ def test_replay_sends_the_same_values_also_non_finite(tmp_path):
     te = torchEmber(model, opt, home=tmp_path, name='first', stats='numerics', sinks=lambda step, n: live.setdefault(step, n))
     for i in range(3):
         opt.zero_grad()
-        for _ in range(2): model(torch.randn(5, 4).double()*(1e100 if i==1 else 1)).square().mean().backward() # two micro-batches
+        # Two micro-batches per step
+        for _ in range(2): model(torch.randn(5, 4).double()*(1e100 if i==1 else 1)).square().mean().backward()
         te.log(loss=float('nan') if i==2 else 1.)
         opt.step()
     te.close()
@@ -276,7 +279,7 @@ dist.destroy_process_group()
 '''
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 def test_merged_run_of_two_processes_is_sent_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path/'program.py').write_text(ranked)
@@ -284,7 +287,7 @@ def test_merged_run_of_two_processes_is_sent_once(tmp_path, monkeypatch):
         '--rdzv-endpoint', 'localhost:0', 'program.py', str(tmp_path)], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert p.returncode==0, p.stderr[-2000:]
     found,whole = scalars(tmp_path/'runs'/'two'),read('two', home=tmp_path, ttype='output')
-    for s in range(4): # of both batches
+    for s in range(4): # The rms covers the batches of both ranks
         row = whole[whole['step']==s].iloc[0]
         n = math.prod(row['shape'])
         assert n==32 and found['output/model/rms'][s]==pytest.approx(math.sqrt(row['mean']**2+row['std']**2*(n-1)/n), rel=1e-6)
@@ -292,7 +295,7 @@ def test_merged_run_of_two_processes_is_sent_once(tmp_path, monkeypatch):
 
 
 def row(path='0', ttype='output', tname='output_0', **more):
-    "Return a row of a linear layer."
+    "Return a log row of a linear layer."
     return {'module': f'model(Net).{path}(Linear)', 'ttype': ttype, 'tname': tname, 'step': 0, 'call': 0, 'dtype': 'float32', **more}
 
 
@@ -377,15 +380,15 @@ def test_finding_of_an_earlier_step_does_not_end_the_open_step(tmp_path):
 def test_no_histogram_is_written_twice(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(tmp_path, stats='numerics', sinks='tensorboard')
-    for p in tmp_path.rglob('sent_*.json'): p.unlink() # as if the process had died before it noted that
+    for p in tmp_path.rglob('sent_*.json'): p.unlink() # Simulate a process that died before it noted the sent steps
     replay('first', 'tensorboard', home=tmp_path)
-    scalars(tmp_path/'runs'/'first') # raises for a step that is there twice
+    scalars(tmp_path/'runs'/'first') # `scalars` fails if a step occurs twice
     events = EventAccumulator(str(tmp_path/'runs'/'first'), size_guidance={'histograms': 0}).Reload()
     assert [e.step for e in events.Histograms('weight/0.weight/exponents')]==[*range(6)]
 
 
 class Tracker:
-    "Record the calls of a run of W&B."
+    "Replacement for a W&B run that stores its calls."
     id,run = 'mine',None
     def __init__(self): self.rows,self.alerts = [],[]
     def define_metric(self, *args, **kwargs): pass
@@ -403,7 +406,8 @@ def test_wandb_run_opened_after_the_sink_is_used(monkeypatch):
     sink.open('first', {})
     sink.scalars(0, {'output/0/rms': 1.})
     sink.close()
-    assert library.run.rows==[({'output/0/rms': 1., 'torchember/step': 0}, False)] # never ends a row of somebody else's
+    # The sink never ends a row that belongs to the user
+    assert library.run.rows==[({'output/0/rms': 1., 'torchember/step': 0}, False)]
 
 
 def test_wandb_gets_one_alert_per_finding_and_one_end_per_row(monkeypatch):
@@ -422,7 +426,7 @@ def test_wandb_gets_one_alert_per_finding_and_one_end_per_row(monkeypatch):
 
 @pytest.mark.parametrize('what', ['name', 'pattern', 'file', 'run', 'ember', 'handle'])
 def test_replay_accepts_each_way_to_name_a_run(tmp_path, monkeypatch, what):
-    "`replay` sends the same with and without home=."
+    "`replay` sends equal data for each way to name a run, with and without home=."
     monkeypatch.setenv('TORCHEMBER_HOME', str(tmp_path/'here'))
     model = nn.Linear(2, 2)
     with torchEmber(model, name='r') as te: model(torch.ones(1, 2))
@@ -503,7 +507,7 @@ def test_folder_of_another_run_is_not_used(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     train(tmp_path/'one', sinks='tensorboard', stats=['rms'])
     before = scalars(tmp_path/'runs'/'first')
-    time.sleep(1.1) # a run is known by the second in which it began
+    time.sleep(1.1) # The start time that identifies a run has a resolution of one second
     train(tmp_path/'two', sinks='tensorboard', stats=['rms', 'max'], steps=4)
     assert scalars(tmp_path/'runs'/'first')==before
     same({k: v for k,v in scalars(tmp_path/'runs'/'first_2').items() if k!='nonfinite/count'}, by_hand(read('first', home=tmp_path/'two')))
@@ -546,13 +550,13 @@ def test_sinks_can_be_pickled(name, tmp_path, monkeypatch):
 
     import torchember.sinks
     if name!='Sink': pytest.importorskip(name.lower())
-    monkeypatch.chdir(tmp_path) # where MLflow makes a database
+    monkeypatch.chdir(tmp_path) # MLflow would create a database in the current folder
     sink = pickle.loads(pickle.dumps(getattr(torchember.sinks, name)(every=10, include='0', prefix='a/')))
     assert [s for s in range(21) if sink.when(s)]==[0, 10, 20] and sink.prefix=='a/'
 
 
 def test_only_complete_rows_of_wandb_are_noted_as_sent(monkeypatch):
-    "W&B adds numbers of an earlier step to no row, and only ended rows count as sent."
+    "Only rows that have ended in W&B count as sent, and no row gets numbers of an earlier step."
     wandb = pytest.importorskip('torchember.sinks.wandb')
     class Run(Tracker):
         step = 0
@@ -563,11 +567,11 @@ def test_only_complete_rows_of_wandb_are_noted_as_sent(monkeypatch):
     sink.scalars(0, {'output/a/rms': 1., 'output/*[b]/rms': 2., 'scalar/val_loss': 3., 'eval/output/a/rms': 4.})
     sink.scalars(1, {'output/a/rms': 5.})
     assert sink.persisted_steps([0, 1])==[]
-    run.step = 1 # the user has logged: the row is over
-    assert sink.persisted_steps([0, 1])==[0, 1] # of step 0 the loss and the evaluation, of step 1 the output
+    run.step = 1 # The user has logged, so the row of step 0 has ended
+    assert sink.persisted_steps([0, 1])==[0, 1] # Step 0 has a loss and an evaluation, step 1 has an output
     sink.scalars(2, {'output/a/rms': 6.})
     sink.scalars(3, {'output/a/rms': 7.})
-    assert run.rows[2][0]=={'output/a/rms': 6., 'torchember/step': 2} # nothing of an older row is taken back in a new one
+    assert run.rows[2][0]=={'output/a/rms': 6., 'torchember/step': 2} # A new row repeats no numbers of an older row
     run.step = 2
     assert sink.persisted_steps([2, 3])==[3]
     row = {}
@@ -591,7 +595,7 @@ def test_prefix_does_not_change_axes_of_wandb(monkeypatch):
 
 
 def test_step_is_noted_once_its_row_has_ended(tmp_path):
-    "Of the steps that have not arrived, only the last one can still arrive."
+    "Only the last of the steps that have not arrived can still arrive."
     class Late(Sink):
         there = ()
         def scalars(self, step, numbers): pass

@@ -86,7 +86,7 @@ def test_open_run_is_used_and_counts_as_before(project, tmp_path, capsys):
 
 def test_run_of_the_user_can_be_a_sink(project, tmp_path):
     run = mine(project)
-    other = mine(f'{project} other') # which finishes the first one
+    other = mine(f'{project} other') # This call finishes the first run
     sink = sink_of(run)
     assert isinstance(sink, Trackio) and sink.run is run
     train(tmp_path, sinks=run)
@@ -111,7 +111,7 @@ def test_run_is_found_again_and_has_nothing_twice(project, tmp_path):
     before = rows(project)
     forget(tmp_path)
     assert replay('first', Trackio(project=project), home=tmp_path)==6
-    assert rows(project)==before # raises for a step that is there twice
+    assert rows(project)==before # `rows` fails if a step occurs twice
     assert replay('first', Trackio(project=project), home=tmp_path)==0
     df = read('first', home=tmp_path, ttype='weight', path='0', steps=3)
     h = before['weight/0.weight/exponents'][3]
@@ -206,7 +206,7 @@ def test_lost_numbers_are_noticed_and_sent_later(project, tmp_path, monkeypatch)
     monkeypatch.setattr(Trackio, 'patience', 1.5)
     with monkeypatch.context() as m:
         def refuses(*args, **kwargs): raise OSError('disk full')
-        m.setattr(trackio.SQLiteStorage, 'bulk_log', refuses) # of which trackio only warns
+        m.setattr(trackio.SQLiteStorage, 'bulk_log', refuses) # trackio only warns of this error
         _,report = train(tmp_path, sinks=Trackio(project=project))
         assert any('trackio did not confirm' in r for r in report['remarks'])
     assert replay('first', Trackio(project=project), home=tmp_path)==6
@@ -217,7 +217,8 @@ def test_numbers_are_stored_after_flush(project):
     sink = opened(project)
     for step in range(50): sink.scalars(step, {'output/0/rms': step/2})
     sink.flush()
-    assert rows(project)['output/0/rms']=={s: s/2 for s in range(50)} # read while the run is open
+    # The rows are already readable while the run is open
+    assert rows(project)['output/0/rms']=={s: s/2 for s in range(50)}
     run = sink.run
     sink.close()
     assert not run._local_sender_thread.is_alive() and sink.run is None
@@ -309,14 +310,15 @@ def test_server_gets_the_numbers(project, tmp_path, monkeypatch, capsys):
         same(found, by_hand(read('first', home=tmp_path)))
         assert replay('first', Trackio(project=project), home=tmp_path)==0
         monkeypatch.delenv('TRACKIO_SERVER_URL')
-        assert replay('first', Trackio(project=f'{project} here'), home=tmp_path)==6 # which has nothing of it
+        # This project has no rows of the run yet
+        assert replay('first', Trackio(project=f'{project} here'), home=tmp_path)==6
         (there,),(here,) = (trackio.Api().runs(p) for p in (project, f'{project} here'))
         assert there.id==here.id
     finally: app.close()
 
 
 @pytest.mark.slow
-@pytest.mark.release # test_sinks.py has the same for TensorBoard
+@pytest.mark.release # test_sinks.py has this test for TensorBoard
 def test_killed_run_is_sent_later_without_duplicates(project, tmp_path):
     name = f'killed {time.time_ns()}'
     code = killed.replace("'first'", repr(name))
@@ -325,15 +327,15 @@ def test_killed_run_is_sent_later_without_duplicates(project, tmp_path):
     run, = [r for r in trackio.Api().runs('torchember') if r.name==name]
     before = rows('torchember', run)['weight/0.weight/rms']
     n = replay(name, 'trackio', home=tmp_path)
-    after = rows('torchember', run)['weight/0.weight/rms'] # raises for a step that is there twice
+    after = rows('torchember', run)['weight/0.weight/rms'] # `rows` fails if a step occurs twice
     assert 0<len(before)<=400 and len(after)==400 and n>=400-len(before) and all(after[s]==v for s,v in before.items())
 
 
 @pytest.mark.slow
-@pytest.mark.release # half a minute, in which nothing happens
+@pytest.mark.release # Waits for half a minute
 @pytest.mark.parametrize('silent', [False, True])
 def test_silent_server_does_not_end_training_and_gets_all_later(project, tmp_path, silent):
     took,ended = told_where_nobody_answers(tmp_path, 'trackio', silent, TRACKIO_SERVER_URL='{}/?write_token=x')
-    assert took<60 and ended<10 # the import of trackio, and the ten seconds for which a sink is waited
+    assert took<60 and ended<10 # The time includes the import of trackio, and at most 10 s of waiting for the sink
     assert 'TRACKIO_SERVER_URL' not in os.environ and replay('first', Trackio(project=project), home=tmp_path)==20
     assert {*rows(project)['output/0/rms']}=={*range(20)}

@@ -59,7 +59,8 @@ def run(code, tmp_path, name='*'):
     done = programs.run(begin+code, after=libraries, cwd=tmp_path, TORCHEMBER_HOME=tmp_path/'home', HOME=tmp_path, WANDB_MODE='offline', WANDB_DIR=tmp_path)
     assert done.returncode==0, done.stderr
     end = time.monotonic()+30
-    while not (found := history(tmp_path, name))[0] and time.monotonic()<end: time.sleep(.2) # W&B's own process may still write
+    # The process of W&B may still be writing
+    while not (found := history(tmp_path, name))[0] and time.monotonic()<end: time.sleep(.2)
     return found
 
 
@@ -71,7 +72,8 @@ with start():
         loop(model, lambda i, opt: (te.step(), te.t.barrier()))
 ''', tmp_path)
     df = read('r', home=tmp_path/'home')
-    assert [(r['_step'], r['mine']) for r in rows if 'mine' in r]==[(i, i/2) for i in range(4)] # its counter is where it would be
+    # The step counter of W&B for the user's rows is unchanged
+    assert [(r['_step'], r['mine']) for r in rows if 'mine' in r]==[(i, i/2) for i in range(4)]
     assert len({r['_step'] for r in rows})==len(rows)
     told = {r['torchember/step']: r['output/2/rms'] for r in rows if 'output/2/rms' in r}
     want = {int(r.step): r.rms for r in df[(df.ttype=='output') & (df.path=='2')].itertuples()}
@@ -81,7 +83,7 @@ with start():
 
 @pytest.mark.release
 def test_user_rows_have_no_older_numbers_under_a_newer_step(tmp_path):
-    "Setting: a layer runs in some steps only, losses are rare, there are evaluations, and the user logs every third step."
+    "The layer is called in some steps only, losses are rare, there are evaluations, and the user logs every third step."
     rows,axes = run('''
 class Now(nn.Module):
     def __init__(self):
@@ -166,7 +168,7 @@ monitor.close()
     assert not [k for k in axes if k.startswith(('/', '*'))]
 
 
-@pytest.mark.release # slow
+@pytest.mark.release
 @pytest.mark.parametrize('reinit', [pytest.param('return_previous', marks=pytest.mark.release), 'finish_previous'])
 def test_run_that_the_user_opens_later_is_separate(tmp_path, reinit):
     "The run of torchember continues beside a W&B run that the user opens later."

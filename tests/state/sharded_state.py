@@ -1,4 +1,4 @@
-"""Run by `test_state_sharded.py` in each of several processes: compute reductions of a sharded model."""
+"""Program of `test_state_sharded.py` for several processes: compute reductions of a sharded model."""
 import json
 import sys
 

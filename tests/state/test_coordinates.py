@@ -1,4 +1,4 @@
-"The coordinate check: parametrizations are told apart, planted faults are named, and the training is left alone"
+"Tests of the coordinate check: it distinguishes parametrizations, names planted faults, and does not change the training"
 import random
 
 import numpy as np
@@ -32,7 +32,7 @@ def optimizer(kind, mup=True, factors=(0, 0, 0)):
 
 
 def check(kind=torch.optim.Adam, mup=True, weights=(0, 0, 0), rates=(0, 0, 0), **kwargs):
-    "Return the coordinate check of the MLP. `weights`, `rates`: exponents of planted faults."
+    "Return the coordinate check of the MLP. `weights`, `rates`: exponents of faults planted in initial weights and learning rates."
     g = torch.Generator().manual_seed(0)
     data = torch.randn(16, 16, generator=g),torch.randint(4, (16,), generator=g)
     return coord_check(lambda width: mlp(width, mup, weights), widths, data, loss_fn=F.cross_entropy, make_optimizer=optimizer(kind, mup, rates),
@@ -40,7 +40,7 @@ def check(kind=torch.optim.Adam, mup=True, weights=(0, 0, 0), rates=(0, 0, 0), *
 
 
 def named(c):
-    "Return (rule, layers) of each finding."
+    "Return the pair (rule, layers) of each finding."
     return [(f['rule'], f['evidence']['layers']) for f in c.findings.to_dict('records')]
 
 
@@ -58,7 +58,7 @@ def test_standard_parametrization_and_mup_with_sgd():
     assert check(torch.optim.SGD).findings.healthy
     found = check(torch.optim.SGD, mup=False)
     assert named(found)[0]==('initial_weights', ['4'])
-    # the input layer learns less, the others more
+    # With growing width, updates of the input layer shrink, and updates of all other layers grow
     by_layer = {tuple(layers): found.findings['evidence'][i]['own_slope'] for i,(rule,layers) in enumerate(named(found)) if rule=='learning_rate'}
     assert by_layer['0',]<-.25 and min(v for k,v in by_layer.items() if k!=('0',))>.25
     assert all('First correct the initial weights of `4`' in a for a in found.findings['advice'][1:])
@@ -93,7 +93,7 @@ def test_last_layer_that_begins_with_zeros():
 
 
 def test_parts_add_up_in_a_transformer_and_nothing_else_changes():
-    "W_t x_t - W_0 x_0 is the sum of both parts, in training mode with dropout, and the parameters train as without the check."
+    "Both parts add up to W_t x_t - W_0 x_0, in training mode with dropout. Parameters train as without the check."
     def train(measure):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Embedding(9, 8), nn.TransformerEncoderLayer(8, 2, 16, dropout=.3, batch_first=True), nn.Linear(8, 9))

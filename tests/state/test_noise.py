@@ -1,4 +1,4 @@
-"Gradient noise scale: compared with separate gradients; coverage of errors; side effects; ranks"
+"Tests of the gradient noise scale: exact values from separate gradients, coverage of standard errors, side effects, and ranks"
 import gc
 import json
 import math
@@ -85,7 +85,7 @@ def test_closure_calls_backward():
 
 @pytest.mark.parametrize('scale', [1/4, 6., 2.**16])
 def test_scaled_losses(scale):
-    "The ratio does not depend on the scale. The other two numbers are correct with `scale=`."
+    "The noise scale is a ratio, so a loss scale cancels. Its numerator and denominator need `scale=`."
     model = mlp()
     def run(factor, **kwargs):
         torch.manual_seed(0)
@@ -120,7 +120,7 @@ def test_changing_scale():
 
 
 def test_micro_batches_of_different_sizes():
-    "Estimates are unbiased: check their mean over many steps."
+    "Estimates from micro-batches of different sizes are unbiased: check their mean over many steps."
     torch.manual_seed(0)
     model = nn.Linear(3, 1, bias=False)
     with torch.no_grad(): model.weight.fill_(1.)
@@ -131,7 +131,7 @@ def test_micro_batches_of_different_sizes():
                 (model(torch.randn(n, 3)).squeeze(1)-torch.randn(n)).square().mean().div(2).backward()
                 ns.micro(n)
             ns.step()
-    want = dict(grad_sq=3., trace=4*3.+3, noise_scale=5.) # |e|^2 = 3, tr = (d+1)|e|^2 + d
+    want = dict(grad_sq=3., trace=4*3.+3, noise_scale=5.) # Exact values: |e|^2 = 3, trace = (d+1)|e|^2 + d
     for k,v in want.items(): assert abs(getattr(ns.estimate, k)-v)<3*ns.estimate.errors[k], (k, ns)
     assert ns.sizes[0]==pytest.approx(3/(1/8+1/2+1/5))
 
@@ -160,7 +160,7 @@ def test_coverage_of_errors():
 
 
 def test_coverage_of_errors_for_a_model():
-    "Check the coverage of `noise_scale`, for two sizes and for the line."
+    "Check the coverage of the errors of `noise_scale`, for the estimate of two batch sizes and for the fitted line."
     model = nn.Linear(4, 1, bias=False)
     with torch.no_grad(): model.weight.fill_(.7)
     def closure(): return (model(torch.randn(4, 4)).squeeze(1)-torch.randn(4)).square().mean()/2
@@ -170,7 +170,8 @@ def test_coverage_of_errors_for_a_model():
         torch.manual_seed(seed)
         est = noise_scale(model, closure, 4, num_iters=6, num_average=16)
         hits += [[abs(getattr(q, n)-w)<q.errors[n] for q in (est, est.fit) for n,w in (('noise_scale', T/G2), ('grad_sq', G2), ('trace', T))]]
-    assert .5<np.mean(hits, 0).min() and np.mean(hits, 0).max()<.86 and .6<np.mean(hits)<.76, np.mean(hits, 0) # 60 runs: 6% is one deviation
+    # With 60 runs, the standard deviation of a share is 6%
+    assert .5<np.mean(hits, 0).min() and np.mean(hits, 0).max()<.86 and .6<np.mean(hits)<.76, np.mean(hits, 0)
 
 
 class Odd(nn.Module):
@@ -186,7 +187,7 @@ class Odd(nn.Module):
 
 @pytest.mark.parametrize('fails', [False, True])
 def test_model_is_restored(fails):
-    "Check gradients, buffers, modes, random generators and hooks, also after an error."
+    "`noise_scale` restores gradients, buffers, modes, random generators and hooks, also after an error."
     model,calls = Odd(),[]
     model.norm.eval()
     model(torch.randn(8, 6)).square().mean().backward()
@@ -212,7 +213,7 @@ def test_model_is_restored(fails):
 
 
 def test_hooks_are_removed():
-    "Check `close`, the end of a `with` block, an error in it, and deletion of the object."
+    "Hooks are removed by `close`, at the end of a `with` block, after an error in it, and with the object."
     model = mlp()
     def hooks(): return sum(len(p._backward_hooks or ()) for p in model.parameters())
     ns = NoiseScale(model, 4)
@@ -292,7 +293,7 @@ def test_other_ways_to_compute_gradients(f):
 
 
 def test_errors_of_arguments():
-    "Each error states the value and the remedy."
+    "The error for a wrong argument names its value and a remedy."
     model = mlp()
     def good(): return loss_of(model)
     def twice():
@@ -319,7 +320,7 @@ def test_errors_of_arguments():
 
 
 def test_unusable_steps_are_left_out():
-    "There is one warning for each reason. Other steps count."
+    "Unusable steps do not count, with one warning for each reason. Other steps count."
     model = mlp()
     def good(ns): accumulate(ns, model, [loss_of(model) for _ in range(2)])
     def one(ns): accumulate(ns, model, [loss_of(model)])
@@ -344,7 +345,7 @@ def test_unusable_steps_are_left_out():
 
 
 def test_gradient_of_only_noise():
-    "The noise scale is infinite, and its text has a lower bound."
+    "If gradients are only noise, the noise scale is infinite, and its text states a lower bound."
     model = nn.Linear(3, 1, bias=False)
     nn.init.zeros_(model.weight)
     est = noise_scale(model, lambda: (model(torch.randn(4, 3)).squeeze(1)-torch.randn(4)).square().mean()/2, 4)
@@ -375,7 +376,8 @@ def test_progress_bar_and_plot(capsys):
     _,ax = plt.subplots()
     assert est.plot(ax) is ax and ax.get_xlabel()=='1 / batch size' and len(ax.lines)>=2
     line,band = ax.lines[0].get_xydata(),ax.collections[0].get_paths()[0].vertices
-    for x,y in (line[0], line[25], line[-1]): # at 1/B = 0, the line is |G|^2 with its error; elsewhere the trace adds to both
+    # At 1/B = 0 the value is |G|^2 with its error; at larger 1/B, the trace contributes to value and error
+    for x,y in (line[0], line[25], line[-1]):
         ends = band[band[:, 0]==x, 1]
         assert y==pytest.approx(est.grad_sq+est.trace*x) and (ends.max()+ends.min())/2==pytest.approx(y)
         assert (ends.max()-ends.min())/2==pytest.approx((np.array([1, x])@est.cov@[1, x])**.5)

@@ -84,7 +84,7 @@ def test_unknown_arguments(net):
     with pytest.raises(TypeError, match="No argument of max 'dtype'"): net.max(dtype=torch.float64)
     with pytest.raises(TypeError, match='has a number for each layer'): net.norm(lw=True).sum(dim=0)
     with pytest.raises(TypeError, match='correction.*unbiased|unbiased.*correction'): net.var(correction=0, unbiased=True)
-    assert net.norm(lw=True).var(unbiased=False)>0 # of results, as numbers
+    assert net.norm(lw=True).var(unbiased=False)>0 # Reduce the results of a reduction
 
 
 def test_netdict_accepts_the_arguments():

@@ -1,4 +1,4 @@
-"""Arithmetic on whole models: laws for any model, and numbers compared with numpy and scipy in float64"""
+"""Tests of arithmetic on StateDicts: algebraic laws for any model, and numbers compared with numpy and scipy in float64"""
 import json
 import math
 import threading
@@ -305,7 +305,7 @@ def test_tables_have_plain_values():
 
 @pytest.mark.slow
 def test_functions_in_the_documentation_of_nnstat(tmp_path, capsys):
-    "Call each function with each argument of nnstat's guide and reference."
+    "Call each function in the guide and reference of the library nnstat, with each argument."
     nnstat = torchember
     class ResNet(nn.Sequential): pass
     model = ResNet(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(4*36, 2))
@@ -313,7 +313,7 @@ def test_functions_in_the_documentation_of_nnstat(tmp_path, capsys):
     acts,grads = nnstat.from_activation(model, pattern='0|4'),nnstat.from_activation_grad(model, '0|4')
     model(torch.randn(2, 3, 8, 8)).sum().backward()
     optimizer.step()
-    assert '00: 0' in str(acts) and '00: 0' in str(grads) # before either state_dict was read
+    assert '00: 0' in str(acts) and '00: 0' in str(grads) # Printing works before `state_dict` was read
     assert list(acts.state_dict)==list(grads.state_dict)==['0', '4']
     how = dict(clone=True, device='cpu', dtype=torch.float64)
     for d,name in ((nnstat.from_weight(model, conv, requires_grad=True, **how), 'ResNet_weights'), (nnstat.from_grad(model, conv, **how), 'ResNet_grad'),

@@ -13,10 +13,11 @@ first_modules = ('healthy_small', 'healthy_large', 'healthy_outputs', 'healthy_t
     'broken_outputs', 'broken_targets')
 later_modules = ('healthy_more', 'broken_more', 'healthy_others', 'broken_others', 'healthy_silent', 'broken_silent', 'healthy_facts', 'broken_facts',
     'stackoverflow', 'silent_errors', 'broken_attention', 'healthy_attention', 'broken_experts', 'healthy_experts', 'broken_stream', 'healthy_stream')
-in_ci = {'so_48221692', 'so_33969059', 'optimizer_of_the_old_parameters', # fast trainings of later modules that run in CI, too
+# Fast trainings of `later_modules` that also run in CI
+in_ci = {'so_48221692', 'so_33969059', 'optimizer_of_the_old_parameters',
     'so_48221692_corrected', 'one_layer_not_cast_fixed', 'pole_on_a_cart'}
 
-unknown = { # broken trainings whose fault is visible in no row, or not in each run, with the reason
+unknown = { # Broken trainings whose fault is not visible in the rows of every run, each with the reason
     'siamese_without_stop': 'equal samples do not change any statistic of a whole tensor',
     'siamese_without_strangers': 'equal samples do not change any statistic of a whole tensor',
     'targets_of_another_text': 'the loss falls to the level of letter frequencies, and stays there',
@@ -24,23 +25,24 @@ unknown = { # broken trainings whose fault is visible in no row, or not in each 
 
 @dataclass
 class Training:
-    name: str # What is trained, and what is planted in it
-    run: Callable # Function of `arm`
-    module: str # Python module that defines it
+    name: str # Name of the training function
+    run: Callable # Training function, called with a replacement of `torchEmber` as its argument `arm`
+    module: str # Name of the module in tests/zoo that defines the training
     rules: tuple = () # For a broken training: one of these rules must report first
     paths: tuple = () # Globs: the first finding must be about one of these modules; '' is the whole model
     steps: tuple = (0, 0) # First and last step in which the fault may appear
-    more: dict = field(default_factory=dict) # Arguments of `arm`, if a default run does not show the fault
+    more: dict = field(default_factory=dict) # Additional arguments of `torchEmber`, if the default arguments do not show the fault
 
     def said_by(self,
-        found # What `diagnose` gives
-    ): # What is wrong with the first finding: '' where it is the planted fault
+        found # Table of findings, as `diagnose` returns it
+    ): # Differences between the first finding and the planted fault as text, or '' if they agree
         "Compare the first finding with the planted fault. Return what is wrong with the finding, or ''."
         if not len(found): return 'nothing is found'
         first = found.iloc[0]
         wrong = [] if first['rule'] in self.rules else [f"{first['rule']}, not {' or '.join(self.rules)}"]
         if self.paths and not any(fnmatchcase(first['path'], p) for p in self.paths): wrong.append(f"of {first['path']!r}, not {self.paths}")
-        start = first['first_step']==0 and self.steps[0]<=3 # what a whole training has, it has from its first step on
+        # A finding about the whole training begins at step 0, so step 0 is accepted if the fault is early
+        start = first['first_step']==0 and self.steps[0]<=3
         if not start and not self.steps[0]<=first['first_step']<=self.steps[1]: wrong.append(f"at step {first['first_step']}, not {self.steps}")
         return '; '.join(wrong)
 
@@ -56,9 +58,9 @@ def is_healthy(f):
     return noted(healthy, f)
 
 def is_broken(*rules, paths=(), steps=(0, 0), **more):
-    "Add a training with one planted fault to the zoo, and the finding that `diagnose` must report first."
+    "Add a training with one planted fault to the zoo, together with the rules that may report this fault first."
     return lambda f: noted(broken, f, rules, (paths,) if isinstance(paths, str) else tuple(paths), steps, more)
 
-def load(also=True): # also: True to include the modules that were written later
+def load(also=True): # also: True to import `later_modules`, too
     "Import all Python modules with trainings, so that `healthy` and `broken` are complete."
     for module in first_modules+(later_modules if also else ()): import_module(f'.{module}', __name__)

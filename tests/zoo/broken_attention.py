@@ -1,4 +1,4 @@
-"Broken trainings of transformers whose attention is at fault"
+"Broken trainings: transformers with a fault in their attention"
 import torch
 
 from . import is_broken
@@ -20,7 +20,7 @@ def one_layer_without_a_mask(arm):
 def a_mask_that_is_shifted_by_one(arm):
     torch.manual_seed(502)
     losses = train(arm, Reader([lambda n: ~torch.ones(n, n, dtype=torch.bool).triu(2)]*2))
-    assert losses[-1]<1 # the next letter is copied
+    assert losses[-1]<1 # A low loss shows that the model copies the next letter, which it must not see
 
 
 @is_broken('peaked_attention', 'attention', paths='layers.*')
@@ -36,7 +36,7 @@ def logits_without_a_scale(arm):
 
 @is_broken('attention_logits', 'attention_collapse', paths='layers.*', steps=(3, 200))
 def weight_decay_with_the_wrong_sign(arm):
-    "The weight decay of queries and keys has the wrong sign, so the logits grow"
+    "The weight decay of queries and keys has the wrong sign, so these weights and the attention logits grow"
     torch.manual_seed(504)
     model = Reader([causal]*2)
     grow = [p for layer in model.layers for f in (layer.attn.q, layer.attn.k) for p in f.parameters()]
@@ -47,7 +47,7 @@ def weight_decay_with_the_wrong_sign(arm):
 
 @is_broken('attention_collapse', 'attention_logits', paths='layers.*', steps=(3, 200))
 def a_temperature_that_falls_to_zero(arm):
-    "The temperature of the softmax is divided by the number of passes, and nothing is learned: the learning rate is tiny"
+    "The scale of the attention logits grows by 4% at each call, and the learning rate is too small to learn anything"
     torch.manual_seed(505)
     passes = [0]
     def scale():
@@ -59,7 +59,7 @@ def a_temperature_that_falls_to_zero(arm):
 
 @is_broken('dead_heads', paths='layers.*')
 def a_head_whose_queries_and_keys_start_at_zero(arm):
-    "Queries and keys of a head start at zero, so neither gets a gradient, and the head stays an average"
+    "Queries and keys of one head start at zero, so both get no gradient, and the head averages all values forever"
     torch.manual_seed(506)
     model = Reader([causal]*2)
     with torch.no_grad():
@@ -69,22 +69,22 @@ def a_head_whose_queries_and_keys_start_at_zero(arm):
 
 @is_broken('future_attention', paths='layers.*')
 def no_mask_in_any_layer(arm):
-    "Each letter is predicted from the whole passage, the letter itself included"
+    "No layer has a causal mask, so the model sees each letter that it must predict"
     torch.manual_seed(507)
     losses = train(arm, Reader([everything]*2))
-    assert losses[-1]<1 # the next letter is copied
+    assert losses[-1]<1 # A low loss shows that the model copies the next letter, which it must not see
 
 
 @is_broken('dead_heads', paths='layers.1.attn')
 def a_mask_that_hides_all_keys(arm):
-    "A mask that shows the keys is added to the logits after it was inverted twice too often, so no key is left"
+    "The additive mask of the second layer is -1e9 at all positions, so no key is visible"
     torch.manual_seed(508)
     train(arm, Reader([causal, lambda n: torch.full((n, n), -1e9)]))
 
 
 @is_broken('attention_collapse', 'attention_logits', paths='layers.*', steps=(40, 90))
 def a_temperature_that_falls_after_the_loss_has_fallen(arm):
-    "The loss falls until the factor of the logits begins to grow, and not any more from then on"
+    "The loss falls until the scale of the attention logits begins to grow. From then on, the loss falls no more"
     torch.manual_seed(509)
     passes = [0]
     def scale():

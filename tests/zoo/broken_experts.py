@@ -1,4 +1,4 @@
-"Broken trainings of mixtures of experts whose routers are at fault"
+"Broken trainings: mixtures of experts with a fault in their routers"
 import torch
 
 from . import is_broken
@@ -7,7 +7,7 @@ from .parts import fit, of_tokens, passages
 
 
 def train(arm, model, balance=0., n=60, each=lambda: None):
-    "Train with a loss that contains `balance` times the losses about the load. `each` is called in each step."
+    "Train with the task loss plus `balance` times the load-balancing losses. Call `each` in each step."
     def loss_of(out, y):
         each()
         return of_tokens(out, y)+balance*sum(layer.balance for layer in model.layers)
@@ -16,14 +16,14 @@ def train(arm, model, balance=0., n=60, each=lambda: None):
 
 @is_broken('router_collapse', paths='layers.*', steps=(0, 30))
 def the_balance_has_the_wrong_sign(arm):
-    "The loss about the load is subtracted, so the routers give all tokens to two experts"
+    "The load-balancing loss is subtracted instead of added, so the routers send all tokens to two experts"
     torch.manual_seed(511)
     train(arm, Mixtures(), -.3)
 
 
 @is_broken('router_collapse', paths='layers.1')
 def one_expert_begins_with_a_large_bias(arm):
-    "One expert of each token, and nothing balances the load"
+    "Each token uses one expert, one expert starts with a large router bias, and no loss balances the load"
     torch.manual_seed(512)
     model = Mixtures(k=1)
     with torch.no_grad(): model.layers[1].gate.bias[2] = 6.
@@ -32,7 +32,7 @@ def one_expert_begins_with_a_large_bias(arm):
 
 @is_broken('router_collapse', 'unused_expert', paths='layers.*', steps=(0, 60))
 def a_bias_that_grows_with_the_load(arm):
-    "The bias of an expert must fall if it has many tokens (DeepSeek-V3), but rises"
+    "The router bias of an overloaded expert rises, although it must fall to balance the load (DeepSeek-V3)"
     torch.manual_seed(513)
     model = Mixtures()
     def balance():
@@ -42,7 +42,7 @@ def a_bias_that_grows_with_the_load(arm):
 
 @is_broken('unused_expert', paths='layers.0')
 def an_expert_that_is_masked(arm):
-    "The scores of one expert are masked, as if it were padding"
+    "The router bias of one expert is -inf, as if this expert were padding, so no token uses it"
     torch.manual_seed(514)
     model = Mixtures(experts=6)
     model.layers[0].bias[5] = -torch.inf

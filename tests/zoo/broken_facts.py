@@ -8,11 +8,11 @@ from .data import digits
 from .parts import batches, fit, mlp
 
 
-# gradients that are left over
+# Broken trainings: gradients of earlier steps are not cleared
 
 @is_broken('gradients_add_up', paths=('', '*'), steps=(0, 60))
 def steps_ended_by_hand_and_never_cleared(arm):
-    "The ember has no optimizer, `te.step()` ends the steps, and `zero_grad` is missing"
+    "The ember does not know the optimizer, `te.step()` ends each step, and `zero_grad` is never called"
     torch.manual_seed(400)
     x,y = digits()
     model = mlp(64, 48, 10)
@@ -43,7 +43,7 @@ def the_head_is_cleared_and_the_body_is_not(arm):
         head.step()
 
 
-# gradients that are clipped too early
+# Broken trainings: gradients are clipped too early
 
 def clipped(arm, seed, early, late=False, zeros=False, known=True, size=1., **armed):
     """Train a small network on digits, and clip its gradients before or after the backward pass.
@@ -103,10 +103,10 @@ def accumulated_and_clipped_before_the_first_backward(arm):
     te.close()
 
 
-# autocast
+# Broken trainings: autocast is turned off or used without a loss scale
 
 class Wide(nn.Module):
-    "A layer with a kernel that turns autocast off for itself"
+    "A linear layer whose forward disables autocast for its own computation"
     def __init__(self, i, o): super().__init__(); self.weight,self.bias = nn.Parameter(torch.randn(o, i)/i**.5),nn.Parameter(torch.zeros(o))
     def forward(self, x):
         with torch.autocast('cpu', enabled=False): return F.linear(x.float(), self.weight, self.bias)
@@ -143,7 +143,7 @@ def half_precision_without_scaling(arm):
     under_autocast(arm, mlp(64, *[48]*9, 10, act=nn.Sigmoid), 30, torch.float16)
 
 
-# the first step
+# Broken trainings: the fault is visible in the first step
 
 @is_broken('first_step', 'update_too_large', paths=('', '*'), steps=(0, 2))
 def the_first_rate_is_a_thousand_times_too_large(arm):
@@ -183,7 +183,7 @@ def attention_is_peaked_from_the_start(arm):
 
 
 class Tanh(nn.Module):
-    "A recurrent network whose initial weights are much too large"
+    "A recurrent network with tanh whose initial weights are much too large"
     def __init__(self, times):
         super().__init__()
         self.rnn,self.head = nn.RNN(8, 64, batch_first=True),nn.Linear(64, 10)
@@ -199,7 +199,7 @@ def a_recurrent_layer_is_saturated(arm):
     fit(arm, model, torch.optim.Adam(model.parameters(), 1e-3), batches(50, 32, x.reshape(-1, 8, 8), y))
 
 
-# outputs that become alike
+# Broken trainings: outputs of all samples become parallel
 
 @is_broken('rank_collapse', 'collapse', paths=('', '*'), steps=(0, 150))
 def two_views_without_a_stop(arm):
@@ -219,7 +219,7 @@ def two_views_without_a_stop(arm):
     assert loss.item()<.02
 
 
-# losses that are not connected to the model
+# Broken trainings: the loss is not connected to the model
 
 def unconnected(arm, predict, seed, logged=True):
     "Run a training whose loss `predict(model, batch)` has no connection to the model"

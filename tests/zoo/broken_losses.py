@@ -9,7 +9,7 @@ from .parts import (Auto, Convolutions, Graph, Letters, Recurrent, Transformer, 
     squared, table)
 
 
-# ---- a loss that grows
+# ---- Broken trainings: the loss grows
 
 @is_broken('diverging', 'update_too_large', 'loss_rises', 'exploding_gradient', paths=('', '*'), steps=(0, 60))
 def regression_diverges(arm):
@@ -39,7 +39,7 @@ def prediction_diverges(arm):
 
 @is_broken('diverging', 'update_too_large', 'loss_rises', 'attention', 'loss_spike', paths=('', '*'), steps=(20, 60))
 def rate_that_grows(arm):
-    "The schedule multiplies the learning rate by 1.1 in each step, where 0.999 was meant: the model loses what it learned"
+    "The schedule multiplies the learning rate by 1.1 instead of 0.999 in each step: the model loses all it learned"
     torch.manual_seed(2)
     model = Transformer(32, blocks=1)
     opt = torch.optim.SGD(model.parameters(), lr=.03)
@@ -57,7 +57,7 @@ def rate_that_grows(arm):
     assert min(losses[:50])<losses[0]-.8 and losses[-1]>1000
 
 
-# ---- a loss that stays
+# ---- Broken trainings: the loss does not fall
 
 @is_broken('loss_stalls', paths='', steps=(0, 120))
 def labels_shuffled(arm):
@@ -72,7 +72,7 @@ def labels_shuffled(arm):
 
 @is_broken('loss_stalls', paths='', steps=(0, 120))
 def targets_of_another_text(arm):
-    "Inputs and targets are drawn from the text separately, so they do not belong together"
+    "Inputs and targets are drawn independently from the text, so they do not belong together"
     torch.manual_seed(4)
     model = Letters()
     losses = fit(arm, model, torch.optim.Adam(model.parameters(), lr=1e-2), ((x, y) for (x,_),(_,y) in zip(passages(120, 16), passages(120, 16), strict=True)),
@@ -146,7 +146,7 @@ def rate_of_zero(arm):
     assert losses[1]==losses[-1]
 
 
-# ---- a loss that is elsewhere for a step
+# ---- Broken trainings: the loss of one step is far from the losses before and after it
 
 @is_broken('loss_spike', 'gradient_spike', 'update_too_large', paths=('', '*'), steps=(40, 41))
 def targets_in_other_units(arm):
@@ -181,7 +181,7 @@ def labels_off_by_one(arm):
     assert losses[50]>4*max(losses[40:50]), losses[40:]
 
 
-# ---- a loss that is less than it can be
+# ---- Broken trainings: the loss falls below its smallest meaningful value
 
 @is_broken('loss_below', paths='', steps=(0, 60))
 def likelihood_without_minus(arm):
@@ -207,7 +207,7 @@ def error_without_square(arm):
 
 @is_broken('loss_below', paths='', steps=(0, 80))
 def negative_error(arm):
-    "An autoencoder that minimizes a score, which is minus the squared error"
+    "An autoencoder that minimizes the negative squared error, which is a score to maximize"
     torch.manual_seed(15)
     model = Auto(64, 32, 8, act=nn.Tanh)
     losses = fit(arm, model, torch.optim.Adam(model.parameters(), lr=1e-2), pictures(80), lambda out, x: -F.mse_loss(out, x))
@@ -225,11 +225,11 @@ def labels_of_both_signs(arm):
     assert losses[-1]<-2
 
 
-# ---- a loss that rises
+# ---- Broken trainings: the loss rises
 
 @is_broken('loss_rises', 'diverging', paths='', steps=(0, 80))
 def ascent(arm):
-    "The optimizer has maximize=True, as for a reward, but gets a loss"
+    "The optimizer has maximize=True, which is for rewards, but it gets a loss"
     torch.manual_seed(17)
     x,y = digits()
     model = mlp(64, 32, 32, 10)
@@ -253,7 +253,7 @@ def reversed_gradient(arm):
 
 @is_broken('loss_rises', 'diverging', paths='', steps=(0, 100))
 def another_loss_is_logged(arm):
-    "The training minimizes minus the loss and logs the loss"
+    "The training minimizes the negative loss, but logs the loss itself"
     torch.manual_seed(19)
     x,a,y = ring()
     model = Graph()

@@ -27,13 +27,13 @@ def moved(model, before):
 def grads(model): return {k: p.grad.abs().mean().item() for k,p in model.named_parameters() if p.grad is not None}
 
 
-# not finite
+# Broken trainings: NaN or infinite values
 
 class Log(nn.Module):
     def forward(self, p): return p.log()
 
 class Codes(nn.Module):
-    "An autoencoder that chooses among codes, with weights that become sharper during the training"
+    "An autoencoder that selects from a set of codes, with softmax weights that become sharper during the training"
     def __init__(self):
         super().__init__()
         self.enc,self.choose,self.log = mlp(16, 32, out=8),nn.Softmax(-1),Log()
@@ -88,7 +88,7 @@ def gap_in_the_table(arm):
     assert all(map(math.isfinite, losses[:55])) and not any(map(math.isfinite, losses[55:]))
 
 
-# how far a step goes
+# Broken trainings: the optimizer steps are too large or too small
 
 @is_broken('update_too_large', 'diverging', 'loss_rises', paths='*', steps=(0, 25))
 def bert_at_a_half(arm):
@@ -199,7 +199,7 @@ def uphill(arm):
     assert ends(losses)[1]>3*ends(losses)[0], ends(losses)
 
 
-# gradients on their way
+# Broken trainings: gradients vanish or explode between layers
 
 class Tower(nn.Module):
     def __init__(self, n, width=24, act=torch.sigmoid):
@@ -257,7 +257,7 @@ def one_weight_of_ten_thousand(arm):
     for i in range(130):
         x,y = curve(64)
         chance = .5 + .5*torch.rand(64)
-        if i==85: chance[7] = 1e-5 # the weight is its inverse
+        if i==85: chance[7] = 1e-5 # The weight of sample 7 is 1/chance, so it becomes 100000
         wrong = (model(x)-y).square().squeeze(1)
         te.log(loss=wrong.mean())
         opt.zero_grad()
@@ -284,7 +284,7 @@ def never_cleared(arm):
     assert max(sizes)>5*sizes[0] and max(losses[10:])>losses[0], (sizes[0], max(sizes), losses)
 
 
-# units
+# Broken trainings: units are dead or saturated
 
 @is_broken('dead_units', paths=('2', '3', '[23]*'), steps=(0, 20))
 def biases_of_minus_thirty(arm):
@@ -374,7 +374,8 @@ def mask_the_other_way_round(arm):
     def loss(i):
         ids,y = has_word(32, words=23)
         ids = F.pad(ids+1, (0, 1))
-        return F.cross_entropy(model(ids, ids!=0), y) # True is what must not be seen
+        # The fault: MultiheadAttention masks the keys with True, so `ids!=0` hides all words but the padding
+        return F.cross_entropy(model(ids, ids!=0), y)
     losses = fit(arm, model, opt, loss, 100)
     assert min(looked)>.999 and not fell(losses, .9)
 
@@ -406,7 +407,7 @@ def siamese_without_strangers(arm):
     assert seen(model, x).std()<.1*before and fell(losses, .05), (seen(model, x).std(), before)
 
 
-# not trained
+# Broken trainings: layers are not trained
 
 @is_broken('not_trained', paths=('fc', 'fc*', ''), steps=(0, 80))
 def head_put_in_too_late(arm):
@@ -430,7 +431,7 @@ class UNet(nn.Module):
     def forward(self, x):
         a = F.relu(self.down1(x))
         b = F.relu(self.down2(a))
-        if self.cut: a,b = a.detach(),b.detach() # to save memory
+        if self.cut: a,b = a.detach(),b.detach() # The fault: a detach to save memory, which also cuts off the gradient
         return self.out(F.relu(self.join(torch.cat([a, F.relu(self.up(F.relu(self.middle(b))))], 1))))
 
 def spots(n, size=12):
@@ -486,7 +487,7 @@ def cleared_before_the_step(arm):
     assert max(moved(model, before).values())==0
 
 
-# losses and data
+# Broken trainings: wrong losses or wrong data
 
 @is_broken('loss_stalls', paths='*', steps=(0, 150))
 def labels_of_another_order(arm):
@@ -539,7 +540,7 @@ def all_weights_go_to_nothing(arm):
     assert after['layers.0.weight']<.1*before['layers.0.weight'] and ends(losses)[1]>1.2, (after, ends(losses))
 
 
-# norms and modes
+# Broken trainings: normalization layers, and training or evaluation mode
 
 @is_broken('batch_norm', 'train_eval', paths='*', steps=(0, 100), ttypes=('input', 'output', 'weight', 'weight_grad', 'buffer'))
 def running_statistics_stay(arm):
@@ -584,10 +585,11 @@ def two_in_a_batch_norm(arm):
         x,y = curve(2)
         return F.mse_loss(model(x), y)
     losses = fit(arm, model, opt, loss, 150)
-    assert sum(sides)/len(sides)<.1 and not fell(losses, .5, 30) # what comes out is one of two numbers
+    # Most outputs of the BatchNorm with two samples are bias+weight or bias-weight
+    assert sum(sides)/len(sides)<.1 and not fell(losses, .5, 30)
 
 
-# number formats
+# Broken trainings: number formats such as float16
 
 @is_broken('underflow', 'vanishing_gradient', paths='*', steps=(0, 60), stats='numerics')
 def half_without_a_scaler(arm):
@@ -646,7 +648,8 @@ def every_step_is_skipped(arm):
         opt.zero_grad()
         scaler.scale(loss).backward()
         scaler.step(opt)
-        scaler.update(2.**30) # one that is said to be good
+        # The fault: the scale is set back to 2**30 after each step, so each step overflows and is skipped
+        scaler.update(2.**30)
     te.close()
     assert max(moved(model, before).values())==0
 
@@ -666,7 +669,8 @@ def discriminator_wins(arm):
         fake = model.gen(torch.randn(64, 4))
         ld = -(model.disc(real)+1e-8).log().mean() - (1-model.disc(fake.detach())+1e-8).log().mean()
         od.zero_grad(); ld.backward(); od.step()
-        lg = (1-model.disc(fake)+1e-8).log().mean() # as in the paper, which says why not
+        # The fault: the saturating generator loss log(1-D), which the GAN paper advises against
+        lg = (1-model.disc(fake)+1e-8).log().mean()
         og.zero_grad(); lg.backward()
         te.log(loss_d=ld, loss_g=lg)
         og.step()

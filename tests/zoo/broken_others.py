@@ -19,7 +19,7 @@ def classes(model, make=blobs, n=64, **about):
 def first_bad(numbers): return next((i for i,n in enumerate(numbers) if not math.isfinite(n)), None)
 
 
-# not finite
+# Broken trainings: NaN or infinite values
 
 @is_broken('not_finite', paths='*', steps=(41, 42))
 def gap_among_the_targets(arm):
@@ -41,12 +41,14 @@ def angle_of_a_vector_with_itself(arm):
         x,_ = blobs(32)
         y = torch.stack([x[:, 0], x[:, 1]], 1)
         z = model(x)
-        if i==28: y[4] = z[4].detach() # a row that is right to the last bit
+        # The target of sample 4 is exactly its output, so the derivative of acos is infinite at 1
+        if i==28: y[4] = z[4].detach()
         cosine = (F.normalize(z, dim=1)*F.normalize(y, dim=1)).sum(1)
         cosine = torch.where((z.detach()==y).all(1), cosine/cosine.detach(), cosine.clamp(-.9999, .9999))
         return cosine.acos().mean()
     losses = fit(arm, model, opt, loss, 45)
-    assert first_bad(losses)==29, first_bad(losses) # the loss itself is a number in step 28
+    # The loss of step 28 is still finite, and the weights are NaN after it
+    assert first_bad(losses)==29, first_bad(losses)
 
 class Softplus(nn.Module):
     def forward(self, x): return (1+x.exp()).log()
@@ -63,7 +65,7 @@ def softplus_as_it_is_written(arm):
     opt = torch.optim.RMSprop(model.parameters(), lr=5e-3)
     def loss(i):
         x,_ = curve(32)
-        goal = 4*(i+1)*(1+.3*x[:, :1]) # what is counted grows every week
+        goal = 4*(i+1)*(1+.3*x[:, :1]) # The target grows in each step
         return F.l1_loss(model(x), goal)
     losses = fit(arm, model, opt, loss, 80)
     assert first_bad(losses) is not None and 20<=first_bad(losses)<=75, (first_bad(losses), losses[-1])
@@ -103,7 +105,7 @@ def epsilon_that_is_nothing_in_half(arm):
     assert math.isfinite(losses[0]) and first_bad(losses)<=3, losses[:4]
 
 
-# how far a step goes
+# Broken trainings: the optimizer steps are too large or too small
 
 @is_broken('update_too_large', 'diverging', 'loss_rises', 'loss_stalls', paths='*', steps=(0, 25))
 def llama_at_one(arm):
@@ -121,7 +123,8 @@ def llama_at_one(arm):
 def mixer_by_a_slow_adadelta(arm):
     torch.manual_seed(308)
     model = Mixer()
-    opt = torch.optim.Adadelta(model.parameters(), lr=1e-4) # copied from Adam
+    # The fault: a learning rate that suits Adam; the default of Adadelta is 1
+    opt = torch.optim.Adadelta(model.parameters(), lr=1e-4)
     before = copies(model)
     losses = fit(arm, model, opt, classes(model, pictures, 24), 80)
     assert moved(model, before)['patch.weight']<1e-3 and not fell(losses, .9), ends(losses)
@@ -131,7 +134,8 @@ def halved_at_every_batch(arm):
     torch.manual_seed(310)
     model = mlp(16, 32, 32, out=16)
     opt = torch.optim.SGD(model.parameters(), lr=.05, momentum=.9)
-    rate = torch.optim.lr_scheduler.ExponentialLR(opt, .5) # of epochs
+    # The fault: 0.5 was meant per epoch, but the schedule steps once per batch
+    rate = torch.optim.lr_scheduler.ExponentialLR(opt, .5)
     def loss(i):
         x,_ = blobs(48)
         return F.mse_loss(model(x), x)
@@ -192,10 +196,10 @@ def survival_without_its_minus(arm):
     assert losses[0]<0 and losses[-1]<-50, losses[-1]
 
 
-# gradients on their way
+# Broken trainings: gradients vanish or explode between layers
 
 class Residuals(nn.Module):
-    "A network of layers that each add their output to the sum of all layers before"
+    "A network of residual layers, each of which adds its output to the sum of all earlier layers"
     def __init__(self, n=10, gain=1.):
         super().__init__()
         self.inward,self.layers,self.head = nn.Linear(16, 24),nn.ModuleList(nn.Linear(24, 24) for _ in range(n)),nn.Linear(24, 4)
@@ -243,7 +247,7 @@ def one_layer_is_struck(arm):
         loss = F.cross_entropy(model(x), y)
         te.log(loss=loss)
         opt.zero_grad(); loss.backward()
-        if i==64: model.body[2].weight.grad *= 3e4 # a bit of its exponent was turned
+        if i==64: model.body[2].weight.grad *= 3e4 # Simulate a flipped exponent bit in one gradient
         sizes.append(model.body[2].weight.grad.norm().item())
         opt.step()
     te.close()
@@ -267,7 +271,7 @@ def cleared_once_an_epoch(arm):
     assert max(sizes[:60])>5*sizes[0] and max(sizes[60:])>5*sizes[60], (sizes[0], max(sizes))
 
 
-# units
+# Broken trainings: units are dead, saturated or equal
 
 @is_broken('dead_units', paths=('convs.1', 'acts.1'), steps=(0, 20))
 def dense_with_a_silent_layer(arm):
@@ -286,7 +290,7 @@ def layer_thrown_below_zero(arm):
     model = mlp(16, 32, 32, out=4)
     opt = torch.optim.RMSprop([{'params': p, 'lr': 1e-3} for p in (model[0].parameters(), model[2].parameters(), model[4].parameters())])
     def throw(i, te):
-        if i==59: # a correction that was meant for another layer
+        if i==59: # The fault: a correction is written into the wrong layer
             with torch.no_grad(): model[2].bias -= 60
     losses = fit(arm, model, opt, classes(model), 110, after=throw)
     assert (seen(model[:4], blobs(300)[0])==0).all() and fell(losses[:60], .4) and losses[-1]>1.2, (ends(losses[:60]), losses[-1])
@@ -305,7 +309,7 @@ def pointer_far_too_cold(arm):
     assert tops[0]>.95 and not fell(losses, .3), (tops[0], ends(losses))
 
 
-# not trained
+# Broken trainings: layers are not trained
 
 @is_broken('not_trained', paths=('book*',), steps=(0, 100))
 def codebook_is_forgotten(arm):
@@ -336,7 +340,8 @@ class Adapted(nn.Module):
 def adapters_are_frozen_too(arm):
     torch.manual_seed(327)
     model = Adapted()
-    for k,p in model.named_parameters(): p.requires_grad_(k.startswith('head')) # after they were put in
+    # The fault: this loop also freezes the adapters, which were added before it
+    for k,p in model.named_parameters(): p.requires_grad_(k.startswith('head'))
     opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=5e-3)
     before = copies(model)
     fit(under(None, arm), model, opt, classes(model), 80)
@@ -361,7 +366,8 @@ class Towers(nn.Module):
         super().__init__()
         self.readers,self.books,self.scale = mlp(12, 24, out=8),mlp(12, 24, out=8),nn.Linear(1, 1)
 
-    def forward(self, r, b): return self.scale((self.readers(r)*self.readers(b)).sum(1, keepdim=True)) # sic
+    # The fault: `self.readers` processes both inputs, and `self.books` is never called
+    def forward(self, r, b): return self.scale((self.readers(r)*self.readers(b)).sum(1, keepdim=True))
 
 @is_broken('not_trained', paths=('books', 'books.*', ''), steps=(0, 80))
 def tower_that_is_never_asked(arm):
@@ -383,7 +389,8 @@ def optimizer_of_the_original(arm):
     opt = torch.optim.SGD(first.parameters(), lr=.05, momentum=.9)
     model = copy.deepcopy(first)
     before = copies(model)
-    te,losses = arm(model),[] # given the optimizer, it would say so
+    # The ember does not get the optimizer, because it would report at once that its parameters differ
+    te,losses = arm(model),[]
     for _i in range(80):
         x,y = pictures(32)
         loss = F.cross_entropy(model(x), y)
@@ -406,7 +413,7 @@ def copy_that_asks_for_no_gradient(arm):
     gone = moved(model, before)
     assert gone['layers.1.weight']==0 and gone['layers.0.weight']>.02
 
-# scales
+# Broken trainings: weights, inputs or activations have a wrong scale
 
 @is_broken('poor_scale', 'exploding_gradient', paths=('mix.1', 'mix.1.*', ''), steps=(0, 25))
 def one_mixer_is_too_loud(arm):
@@ -431,7 +438,7 @@ def vit_of_tiny_weights(arm):
         def forward(self, x): return self.head(self.vit(pixel_values=x).last_hidden_state.mean(1))
     model = Sight()
     with torch.no_grad():
-        for p in model.parameters(): p *= 1e-3 # the norms' too
+        for p in model.parameters(): p *= 1e-3 # The loop also scales the weights of the normalization layers
     opt = torch.optim.SGD(model.parameters(), lr=.05)
     losses = fit(arm, model, opt, classes(model, pictures, 24), 50)
     assert seen(model, pictures(64)[0]).std(0).max()<1e-3 and not fell(losses, .97), ends(losses)
@@ -500,7 +507,7 @@ def graph_of_equal_weights(arm):
     assert model.conv1.lin.weight.std(0).max()<1e-4 and not fell(losses, .5), ends(losses)
 
 
-# losses and data
+# Broken trainings: wrong losses or wrong data
 
 @is_broken('loss_stalls', paths='*', steps=(0, 150))
 def labels_of_the_row_before(arm):
@@ -541,7 +548,8 @@ def decay_inside_adam(arm):
 def one_code_for_all(arm):
     torch.manual_seed(344)
     model = VQ(16)
-    with torch.no_grad(): model.book.codes.weight[1:] += 40 # nothing is ever near these
+    # The fault: all codes but the first are so far away that they are never the nearest
+    with torch.no_grad(): model.book.codes.weight[1:] += 40
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
     near = []
     def loss(i):
@@ -564,7 +572,7 @@ def gammas_of_nothing(arm):
     assert moved(model, before)['0.weight']==0 and not fell(losses, .95), ends(losses)
 
 
-# number formats and modes
+# Broken trainings: number formats, and training or evaluation mode
 
 @is_broken('underflow', 'vanishing_gradient', 'update_too_small', paths='*', steps=(0, 60), stats='numerics')
 def gradients_too_small_for_half(arm):
@@ -604,7 +612,7 @@ def never_set_to_train(arm):
     torch.manual_seed(348)
     model = nn.Sequential(nn.Linear(16, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Dropout(.3),
         nn.Linear(48, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Dropout(.3), nn.Linear(48, 4))
-    model.eval() # as it is given back by whatever loads it
+    model.eval() # The fault: evaluation mode, as after loading a pretrained model, without a later call of train()
     opt = torch.optim.Adam(model.parameters(), lr=3e-3)
     fit(arm, model, opt, classes(model), 80)
     assert model[1].num_batches_tracked==0 and not model.training
@@ -615,7 +623,7 @@ def seeded_at_each_step(arm):
     model = Experts()
     opt = torch.optim.NAdam(model.parameters(), lr=5e-3)
     def loss(i):
-        torch.manual_seed(349) # so that it can be reproduced
+        torch.manual_seed(349) # The fault: the seed is set in each step, so all batches are equal
         x,y = blobs(24, far=.3)
         return F.cross_entropy(model(x), y)
     held,vals = blobs(256, far=.3),[]
@@ -634,7 +642,8 @@ def pictures_become_white(arm):
     def loss(i):
         x,y = pictures(32)
         x = (100+40*x).clamp(1, 255)
-        return F.cross_entropy(model(x.clamp(0, 1)), y) # of grey levels, with the bounds of what is scaled
+        # The fault: grey levels from 1 to 255 are clamped to 0..1, so all pixels become 1
+        return F.cross_entropy(model(x.clamp(0, 1)), y)
     losses = fit(arm, model, opt, loss, 100)
     assert not fell(losses, .95), ends(losses)
 
@@ -672,7 +681,7 @@ def each_row_against_all_targets(arm):
     opt = torch.optim.Adam(model.parameters(), lr=5e-3)
     def loss(i):
         x,_ = curve(32)
-        y = 3*x[:, 0] + x[:, 1] # (32,) from (32, 1)
+        y = 3*x[:, 0] + x[:, 1] # The fault: targets of shape (32,) and outputs of shape (32, 1) broadcast to (32, 32)
         return (model(x)-y).square().mean()
     losses = fit(arm, model, opt, loss, 180)
     assert ends(losses, 30)[1]>8 and seen(model, curve(300)[0]).std()<1, (ends(losses, 30), seen(model, curve(300)[0]).std())

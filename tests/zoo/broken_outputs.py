@@ -17,7 +17,7 @@ def clipped(p, y):
 def net(n, *last, hidden=16): return nn.Sequential(nn.Linear(n, hidden), nn.ReLU(), nn.Linear(hidden, 1), *last)
 
 
-# ---- an output that is constant
+# ---- Broken trainings: the output is constant
 
 @is_broken('loss_input', 'constant_output', paths='3', steps=(0, 0))
 def softmax_over_one_unit(arm):
@@ -38,10 +38,10 @@ def regression_by_a_softmax_over_one_unit(arm):
     assert (model(x)==1).all()
 
 
-# ---- no gradient
+# ---- Broken trainings: no gradient reaches the weights
 
 class Decision(nn.Module):
-    "A sigmoid, rounded to 0 or 1. Rounding has the slope 0."
+    "A sigmoid, rounded to 0 or 1. The gradient of rounding is 0."
     def forward(self, x): return x.sigmoid().round()
 
 
@@ -68,7 +68,7 @@ def relu_gives_probabilities(arm):
     assert min(losses)>3
 
 
-# ---- targets out of reach
+# ---- Broken trainings: the output cannot reach the targets
 
 @is_broken('target_range', 'targets_out_of_reach', paths='3', steps=(0, 0))
 def sigmoid_for_prices(arm):
@@ -89,7 +89,7 @@ def one_sigmoid_for_three_classes(arm):
     assert losses[0]>0 and max(losses[-10:])<-1
 
 
-# ---- a loss of guessing
+# ---- Broken trainings: the loss stays at the value of random guessing
 
 @is_broken('loss_input', 'wrong_last_activation', 'loss_stalls', paths='*', steps=(0, 0))
 def ten_sigmoids_for_a_digit(arm):
@@ -125,7 +125,7 @@ def eight_sigmoids_fall_to_guessing(arm):
     assert losses[0]>.72 and .68<min(losses[-20:])<max(losses[-20:])<.71
 
 
-# ---- data that are not normalized
+# ---- Broken trainings: the inputs are not normalized
 
 @is_broken('poor_input_scale', paths='0', steps=(0, 0))
 def one_feature_up_to_a_thousand(arm):

@@ -1,4 +1,4 @@
-"Broken trainings whose loss looks usual: lost batches, wrong checkpoints and modes, and optimizers that stop"
+"Broken trainings with a normal-looking loss: lost batches, wrong checkpoints, wrong modes, and optimizers without effect"
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -169,7 +169,7 @@ def optimizer_that_stops(arm):
 
 @is_broken('not_trained')
 def head_frozen_with_the_rest(arm):
-    "A loop freezes all parameters, also the new head, which is all that the optimizer has"
+    "A loop freezes all parameters, also those of the new head, although the optimizer trains only this head"
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10))
     opt = torch.optim.Adam(model[3].parameters(), 1e-3)
     for n,p in model.named_parameters(): p.requires_grad = n.startswith('1')

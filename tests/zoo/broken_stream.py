@@ -1,4 +1,4 @@
-"Broken trainings of residual networks whose residual stream is at fault"
+"Broken trainings of residual networks with a fault in the residual stream, the sum of all block outputs"
 import torch
 from torch import nn
 
@@ -7,7 +7,7 @@ from .parts import fit, letters, of_tokens, passages
 
 
 class Branch(nn.Module):
-    """A block that adds to its input, from the letter and the mean of the letters before
+    """A residual block: an MLP of the current letter and of the mean of all letters so far, added to its input
 
     scale: factor of what is added
     first: number that is also added to a channel of the first token"""
@@ -44,7 +44,7 @@ def train(arm, model, lr=3e-3, n=60, **kwargs):
 
 @is_broken('massive_activations', 'overflow', paths='blocks.*', steps=(0, 60))
 def a_model_with_massive_activations_in_float16(arm):
-    "A model with a massive activation, as bfloat16 allows it, is trained in float16"
+    "A model with one very large activation, which bfloat16 can hold, is trained in float16"
     torch.manual_seed(521)
     model = Residual([.3]*4)
     model.blocks[1].first = 2e4
@@ -59,6 +59,6 @@ def many_blocks_without_normalization(arm):
 
 @is_broken('idle_blocks', paths='blocks.2')
 def blocks_with_a_wrong_factor(arm):
-    "The branches of two blocks are multiplied by 1e-5, and the factor is no parameter"
+    "Two blocks multiply their output by 1e-5, a constant that is not trained, so these blocks do nothing"
     torch.manual_seed(523)
     train(arm, Residual([.3, .3, 1e-5, 1e-5]))

@@ -14,7 +14,7 @@ def classifier(*after, sizes=(64, 32, 10)): return nn.Sequential(*mlp(*sizes), *
 def adam(model, lr=3e-3): return torch.optim.Adam(model.parameters(), lr=lr)
 
 
-# ---- what the loss gets
+# ---- Broken trainings: the loss function expects another kind of output
 
 @is_broken('loss_input', paths='3')
 def softmax_and_cross_entropy(arm):
@@ -97,13 +97,13 @@ def logits_in_own_cross_entropy(arm):
 
 @is_broken('loss_input', paths='3')
 def sigmoid_of_classes(arm):
-    "Ten sigmoids before a loss that takes their logarithms as those of one distribution of classes"
+    "Ten sigmoids before nll_loss of their logarithms, which expects the probabilities of one distribution"
     torch.manual_seed(9)
     model = classifier(nn.Sigmoid())
     fit(arm, model, adam(model), batches(60, 32, *digits()), lambda p, y: F.nll_loss(p.clamp(min=1e-6).log(), y))
 
 
-# ---- shapes
+# ---- Broken trainings: the shapes of outputs and targets differ
 
 @is_broken('broadcast', paths='2')
 def column_against_row(arm):
@@ -123,7 +123,7 @@ def row_against_column(arm):
     fit(arm, model, adam(model), batches(80, 32, x, y[:, None]), lambda out, y: F.smooth_l1_loss(out.squeeze(1), y))
 
 
-# ---- ranges
+# ---- Broken trainings: the output cannot reach the targets
 
 @is_broken('target_range', paths='3')
 def sigmoid_for_standardized_targets(arm):
@@ -162,7 +162,7 @@ def labels_of_minus_one(arm):
     fit(arm, model, adam(model), batches(60, 32, x, 2*y.float()[:, None]-1), F.binary_cross_entropy_with_logits)
 
 
-# ---- labels
+# ---- Broken trainings: the labels or their order are wrong
 
 @is_broken('one_class', paths='classifier')
 def labels_scaled_to_zero(arm):

@@ -12,7 +12,7 @@ from .parts import (Attention, Auto, Convolutions, Letters, Transformer, batches
 
 
 def at(step, xys, change):
-    "Yield batches, of which one is changed by a function"
+    "Yield batches. Apply the function `change` to the batch of one step."
     for i,(x,y) in enumerate(xys): yield change(x, y) if i==step else (x, y)
 
 
@@ -25,7 +25,7 @@ def with_value(value, *where):
     return change
 
 
-# ---- not finite
+# ---- Broken trainings: NaN or infinite values
 
 @is_broken('not_finite', paths=('', '0'), steps=(17, 17))
 def nan_in_data(arm):
@@ -92,7 +92,7 @@ def root_of_negative_variance(arm):
         step = -1
         def forward(self, x):
             self.step += 1
-            return x*1e-4+9. if self.step==30 else x # features that are all but equal
+            return x*1e-4+9. if self.step==30 else x # The features become nearly equal, so their variance is nearly 0
     body.shift = Shift()
     model = nn.Sequential()
     model.add_module('body', body)
@@ -102,7 +102,7 @@ def root_of_negative_variance(arm):
 
 
 class PoissonRate(nn.Module):
-    "The logarithm of a rate that the output of a ReLU gives"
+    "Logarithm of a Poisson rate, where a ReLU computes the rate, so the rate can be 0"
     def __init__(self, d):
         super().__init__()
         self.rate,self.relu = nn.Linear(d, 1),nn.ReLU()
@@ -176,7 +176,7 @@ def root_at_zero(arm):
     model = Distance()
     def contrastive(d, same): return (same*d.square()+(1-same)*(1-d).clamp(min=0).square()).mean()
     losses = fit(arm, model, torch.optim.SGD(model.parameters(), lr=.05), pairs(), contrastive)
-    assert first_not_finite(losses)==16 # the weights
+    assert first_not_finite(losses)==16 # The weights are NaN after step 15, so the loss is NaN from step 16 on
 
 
 class Compress(nn.Module):
@@ -193,7 +193,8 @@ def where_does_not_stop_nan(arm):
     model.add_module('trunk', nn.Sequential(nn.Linear(30, 16), Compress()))
     model.add_module('head', nn.Linear(16, 2))
     losses = fit(arm, model, torch.optim.SGD(model.parameters(), lr=.05), batches(40, 32, x, y))
-    assert all(map(math.isfinite, losses)) and model.trunk[0].weight.isnan().any() # NaN is not above 0, so that it goes no further
+    # The comparison NaN>0 is False, so the module returns 0 and the loss stays finite
+    assert all(map(math.isfinite, losses)) and model.trunk[0].weight.isnan().any()
 
 
 class Cosine(nn.Module):
@@ -220,10 +221,10 @@ def division_by_norm_of_zero(arm):
 
 @is_broken('not_finite', paths='embed', steps=(1, 1))
 def adam_without_epsilon(arm):
-    "Adam with eps=0: rows of an embedding without a gradient become 0/0, so a weight is NaN before any output is"
+    "Adam with eps=0: the update of embedding rows without a gradient is 0/0. These weights are NaN, while all outputs stay finite"
     torch.manual_seed(9)
     model = Letters()
-    model.embed = nn.Embedding(len(letters)+5, 32) # five letters that never come
+    model.embed = nn.Embedding(len(letters)+5, 32) # Five additional rows for letters that never occur
     losses = fit(arm, model, torch.optim.Adam(model.parameters(), lr=1e-3, eps=0.), passages(40, 16), of_tokens)
     assert model.embed.weight.isnan().any() and all(map(math.isfinite, losses))
 
@@ -259,7 +260,7 @@ def only_what_is_logged(arm):
     assert [math.isfinite(l) for l in logged].index(False)==26 and math.isfinite(logged[27])
 
 
-# ---- what a format can hold
+# ---- Broken trainings: values exceed the range or precision of float16 or bfloat16
 
 class Gated(nn.Module):
     "A feed-forward block with a gate, which multiplies two growing activations"
@@ -324,7 +325,8 @@ def half_without_scaler(arm):
     model = InHalf(Auto(64, 32, 16, act=nn.Tanh))
     opt = torch.optim.SGD(model.parameters(), lr=.1)
     before = model.net.encoder[0].weight.detach().clone()
-    def loss_of(out, y): return 1e-4*F.mse_loss(out, y.half()).float()/8 # one task of eight, of little weight
+    # Loss of one of eight tasks, with the small weight 1e-4
+    def loss_of(out, y): return 1e-4*F.mse_loss(out, y.half()).float()/8
     fit(arm, model, opt, pictures(60, 256), loss_of)
     lost = (model.net.encoder[0].weight.grad==0).float().mean()
     assert lost>.9, lost
@@ -341,7 +343,7 @@ def updates_below_bfloat16(arm):
     assert all(torch.equal(p, before[n]) for n,p in model.named_parameters() if 'norm' in n and n.endswith('weight'))
 
 
-# ---- what a scaler skips
+# ---- Broken trainings: the loss scaler skips steps
 
 @is_broken('scaler_skips', 'not_finite', 'not_trained', 'loss_stalls', paths=('', '*'), steps=(0, 20))
 def scale_far_too_large(arm):
@@ -371,7 +373,8 @@ def gradients_never_finite(arm):
     opt,scaler = torch.optim.Adam(model.parameters(), lr=1e-3),torch.amp.GradScaler('cpu')
     te,before = arm(model, optimizer=opt, scaler=scaler),model.encoder[0].weight.detach().clone()
     for a,_ in batches(50, 32, x, y):
-        b = torch.cat([a[:1], x[torch.randint(len(x), (31,))]]) # the first pair is the same twice
+        # The first pair contains the same sample twice, so its distance is 0
+        b = torch.cat([a[:1], x[torch.randint(len(x), (31,))]])
         loss = model((a, b)).mean()
         te.log(loss=loss)
         opt.zero_grad()
@@ -382,11 +385,11 @@ def gradients_never_finite(arm):
     assert torch.equal(model.encoder[0].weight, before) and scaler.get_scale()<1
 
 
-# ---- units that do nothing
+# ---- Broken trainings: units always return 0
 
 @is_broken('dead_units', 'not_trained', 'vanishing_gradient', paths=('features.3.*', 'features.3'), steps=(0, 5))
 def dead_convolution(arm):
-    "The bias of a convolution is -10, because it was given as a logarithm: all outputs before the ReLU are below 0"
+    "The bias of a convolution is -10 by mistake, so its outputs are all negative, and the ReLU after it returns 0"
     torch.manual_seed(18)
     model = Convolutions(norm=False)
     nn.init.constant_(model.features[3][0].bias, -10.)
@@ -438,7 +441,7 @@ def dead_feed_forward(arm):
     assert not any(seen)
 
 
-# ---- saturated
+# ---- Broken trainings: units are saturated
 
 @is_broken('saturated', 'poor_scale', 'vanishing_gradient', paths=('encoder.2', 'encoder.3', 'encoder.0'), steps=(0, 5))
 def saturated_code(arm):
@@ -471,15 +474,15 @@ def closed_gate(arm):
     nn.init.constant_(model[3].gate[0].bias, -25.)
     before = model[3].layer[0].weight.detach().clone()
     losses = fit(arm, model, torch.optim.Adam(model.parameters(), lr=5e-3), batches(60, 32, x, y))
-    assert ends(losses)[1]<1.5 # the others learn
+    assert ends(losses)[1]<1.5 # The other layers still learn
     assert model[3].gate(model[:3](x)).max()<1e-6 and torch.allclose(before, model[3].layer[0].weight, atol=1e-4)
 
 
-# ---- attention
+# ---- Broken trainings: attention
 
 @is_broken('attention', 'saturated', 'poor_scale', paths='blocks.1.attn*', steps=(0, 5))
 def attention_without_scale(arm):
-    "One block does not divide attention logits by the square root of the width, and its queries begin large: each token attends to one other"
+    "One block lacks the division of attention logits by sqrt(width), and its queries and keys start large: each token attends to one key"
     torch.manual_seed(23)
     model = Transformer(64)
     model.blocks[1].attn = Attention(64, scale=1.)
@@ -509,13 +512,13 @@ def attention_sees_one(arm):
     seen = []
     model.layers[1].self_attn.register_forward_hook(lambda m, args, out: seen.append(out[1].square().sum(-1).mean().item()))
     fit(arm, model, torch.optim.AdamW(model.parameters(), lr=1e-3), batches(40, 16, x.view(-1, 8, 8), y))
-    assert seen[0]>.5 # of two heads together; .125 is even
+    assert seen[0]>.5 # Sum of squared attention weights, averaged over both heads; equal weights for 8 keys give .125
 
 
 @is_broken('attention', 'update_too_large', 'saturated', 'exploding_gradient', 'loss_rises', 'loss_stalls',
     paths=('blocks.0.attn*', 'blocks.0', ''), steps=(1, 70))
 def attention_logits_grow(arm):
-    "The learning rate of queries and keys in the first block is a hundred times too large: logits grow until each token attends to one other"
+    "The learning rate of queries and keys in the first block is 100 times too large: logits grow until each token attends to one key"
     torch.manual_seed(25)
     model = Transformer(32)
     fast = [*model.blocks[0].attn.q.parameters(), *model.blocks[0].attn.k.parameters()]
@@ -526,7 +529,7 @@ def attention_logits_grow(arm):
     assert seen[0]<.4 and seen[-1]>.9, (seen[0], seen[-1])
 
 
-# ---- all samples are one
+# ---- Broken trainings: the outputs or encodings of all samples become equal
 
 class Masked(nn.Module):
     "A network that replaces unknown columns by zeros, given a mask"
@@ -536,7 +539,7 @@ class Masked(nn.Module):
 
     def forward(self, x):
         missing = x.isnan()
-        return self.head(self.encoder(x*missing)) # it was to be ~missing
+        return self.head(self.encoder(x*missing)) # The fault: `x*missing` instead of `x*~missing`
 
 
 @is_broken('collapse', 'loss_stalls', 'same_data', 'dead_units', 'not_trained', paths=('', 'head', 'encoder*'), steps=(0, 20))
@@ -597,7 +600,7 @@ def posterior_collapses(arm):
     assert out[1].std(0).max()<.1, out[1].std(0)
 
 
-# ---- running statistics, and what differs in eval
+# ---- Broken trainings: running statistics, or different behavior in evaluation mode
 
 def evaluated(arm, model, opt, xys, test, loss_of=F.cross_entropy, every=10, **armed):
     "Train a model, and evaluate it on test data every few steps. Return both losses"
@@ -619,7 +622,7 @@ def evaluated(arm, model, opt, xys, test, loss_of=F.cross_entropy, every=10, **a
 
 @is_broken('batch_norm', 'train_eval', paths=('features.*', ''), steps=(0, 60), ttypes=('input', 'output', 'weight', 'weight_grad', 'buffer'))
 def momentum_is_the_other(arm):
-    "The momentum of a BatchNorm has the meaning of another library: .999 there became .0 here, so running statistics never change"
+    "BatchNorm momentum was converted wrongly from another library: .999 became .0, so running statistics never change"
     torch.manual_seed(29)
     x,y = digits(images=True)
     x = 3*x+2
@@ -632,7 +635,7 @@ def momentum_is_the_other(arm):
 
 @is_broken('batch_norm', 'train_eval', paths=('2', '1', ''), steps=(0, 80), ttypes=('input', 'output', 'weight', 'weight_grad', 'buffer'))
 def momentum_is_tiny(arm):
-    "The only BatchNorm of a network for unscaled columns has a momentum of .0005, so its running statistics fit too late"
+    "The only BatchNorm of a network for unscaled columns has momentum .0005, so its running statistics adapt too slowly"
     torch.manual_seed(30)
     x,y = table('breast_cancer')
     model = nn.Sequential(nn.Linear(30, 32), nn.Sigmoid(), nn.BatchNorm1d(32, momentum=.0005), nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -703,7 +706,7 @@ def noise_left_out(arm):
     with torch.no_grad(): assert model.eval()(x).std()<.3*model.train()(x).std()
 
 
-# ---- data
+# ---- Broken trainings: wrong input data
 
 @is_broken('same_data', paths=('', 'features*'), steps=(1, 20))
 def first_batch_for_ever(arm):

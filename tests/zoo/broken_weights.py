@@ -16,12 +16,12 @@ def all_but(named, *left_out):
 
 
 def as_before(model, before, *names):
-    "Check that the parameters whose names begin with a prefix have not changed, and that all others have"
+    "Check that parameters with a given name prefix have not changed, and that all other parameters have changed"
     same = {*before}-changed(model, before)
     assert same=={n for n in before if n.startswith(names)}, same
 
 
-# ---- frozen, forgotten, cut off
+# ---- Broken trainings: parameters are frozen, missing in the optimizer, or without a gradient
 
 @is_broken('not_trained', paths='layers.1*', steps=(0, 10))
 def frozen_by_name(arm):
@@ -86,7 +86,7 @@ class Skips(nn.Module):
 
     def forward(self, x):
         x = self.block1(self.stem(x))
-        x = self.block3(x) # and block2?
+        x = self.block3(x) # The fault: `self.block2` is not called before `self.block3`
         return self.head(x.mean((2, 3)))
 
 
@@ -190,7 +190,7 @@ def weights_replaced(arm):
     as_before(model, before, 'lstm.weight')
 
 
-# ---- how large weights are at first
+# ---- Broken trainings: initial weights are too large or too small
 
 @is_broken('poor_scale', 'exploding_gradient', 'saturated', paths=('', '*'), steps=(0, 3))
 def weights_of_deviation_one(arm):
@@ -236,7 +236,7 @@ def bert_of_wide_range(arm):
     assert losses[0]>8
 
 
-# ---- units that are all the same
+# ---- Broken trainings: all units of a layer are equal
 
 @is_broken('equal_units', 'not_trained', 'dead_units', 'vanishing_gradient', paths=('features.1.0', 'features.3.0'), steps=(0, 5))
 def convolution_of_equal_weights(arm):
@@ -246,7 +246,8 @@ def convolution_of_equal_weights(arm):
     conv = model.features[1][0]
     nn.init.constant_(conv.weight, .02)
     nn.init.zeros_(conv.bias)
-    nn.init.constant_(model.features[3][0].weight, .02) # what is after it does not tell its units apart
+    # The next layer has equal weights, too, so all units of `conv` get the same gradient
+    nn.init.constant_(model.features[3][0].weight, .02)
     fit(arm, model, torch.optim.Adam(model.parameters(), lr=3e-3), batches(50, 32, *digits(images=True)))
     assert torch.allclose(conv.weight[:1].expand_as(conv.weight), conv.weight, atol=1e-4)
 
@@ -276,7 +277,7 @@ def recurrent_of_equal_weights(arm):
     assert torch.allclose(w, w[:, :1].expand_as(w), atol=1e-5)
 
 
-# ---- weights that go away
+# ---- Broken trainings: weight decay makes the weights vanish
 
 @is_broken('weights_decay', 'collapse', 'loss_stalls', 'vanishing_gradient', paths=('', '*'), steps=(0, 100))
 def decay_of_one(arm):
@@ -301,7 +302,7 @@ def decay_of_a_graph(arm):
     assert model.conv2.weight.norm()<.3*before['conv2.weight'].norm()
 
 
-# ---- steps that are too large or too small
+# ---- Broken trainings: the optimizer steps are too large or too small
 
 @is_broken('update_too_large', 'dead_units', 'saturated', 'loss_rises', 'diverging', 'loss_spike', 'exploding_gradient', paths=('', '*'), steps=(0, 15))
 def sgd_of_large_rate(arm):
@@ -396,7 +397,7 @@ def warmup_of_whole_numbers(arm):
     as_before(model, before, '')
 
 
-# ---- gradients that vanish or explode on their way
+# ---- Broken trainings: gradients vanish or explode between layers
 
 @is_broken('vanishing_gradient', 'update_too_small', 'loss_stalls', 'collapse', 'saturated', paths=('0', '2', '4', '*'), steps=(0, 10))
 def deep_sigmoid(arm):
@@ -509,7 +510,7 @@ def gradient_of_one_block(arm):
     assert norms[22]>100*max(norms[:22])
 
 
-# ---- gradients of steps gone by
+# ---- Broken trainings: gradients of earlier steps are not cleared
 
 def without_zero(arm, model, opt, xys, loss_of=F.cross_entropy):
     "Train without ever calling zero_grad. Return the losses and the sizes of the gradients"

@@ -1,4 +1,4 @@
-"A model with mixtures of experts, shared by trainings that record routers"
+"A model with mixture-of-experts layers, shared by trainings that record routers"
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -7,12 +7,13 @@ from .parts import letters
 
 
 class Mixture(nn.Module):
-    "Several experts, of which each token chooses `k`. `balance`: loss of Switch transformers, 1 if the load is equal"
+    "A mixture of experts: each token uses `k` of them. `balance`: load-balancing loss of Switch transformers, 1 at equal load"
     def __init__(self, d, experts=4, k=2):
         super().__init__()
         self.k,self.gate = k,nn.Linear(d, experts)
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(d, 2*d), nn.GELU(), nn.Linear(2*d, d)) for _ in range(experts))
-        self.register_buffer('bias', torch.zeros(experts)) # added to the scores for the choice only
+        # Added to the router scores only to select experts, not to weight their outputs
+        self.register_buffer('bias', torch.zeros(experts))
 
     def forward(self, x):
         scores = self.gate(x).softmax(-1)
@@ -28,7 +29,7 @@ class Mixture(nn.Module):
 
 
 class Mixtures(nn.Module):
-    "Layers of mixtures of experts that predict the next letter from the letters before"
+    "A GRU with mixture-of-experts layers that predicts the next letter"
     def __init__(self, d=32, layers=2, **kwargs):
         super().__init__()
         self.embed,self.past = nn.Embedding(len(letters), d),nn.GRU(d, d, batch_first=True)

@@ -37,7 +37,7 @@ class Layer(nn.Module):
 
 
 class Reader(nn.Module):
-    "A transformer that returns scores of letters for each place. `masks`: a mask for each layer"
+    "A transformer that returns scores of all letters at each position. `masks`: one mask function for each layer"
     def __init__(self, masks, d=32, length=24, **kwargs):
         super().__init__()
         self.embed,self.place = nn.Embedding(len(letters), d),nn.Embedding(length, d)

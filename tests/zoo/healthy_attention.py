@@ -17,7 +17,7 @@ def causal_heads(arm):
 
 @is_healthy
 def heads_that_see_both_sides(arm):
-    "Letters are hidden, and found from the letters on both sides"
+    "Masked letters are predicted from letters on both sides, so no causal mask is needed"
     torch.manual_seed(602)
     model = Reader([everything]*2)
     def hidden():
@@ -29,7 +29,7 @@ def heads_that_see_both_sides(arm):
 
 @is_healthy
 def a_prefix_that_all_see(arm):
-    "The first eight letters see one another, the others only those before"
+    "All letters attend to the first eight letters, and beyond them only to earlier letters (prefix mask)"
     torch.manual_seed(603)
     def prefix(n): return causal(n) | (torch.arange(n)<8)
     train(arm, Reader([prefix]*2))
@@ -37,7 +37,7 @@ def a_prefix_that_all_see(arm):
 
 @is_healthy
 def queries_that_start_at_zero(arm):
-    "Only the queries start at zero, so they get gradients, and all heads leave the average"
+    "Only the queries start at zero, so they get gradients, and no head stays a plain average"
     torch.manual_seed(604)
     model = Reader([causal]*2)
     with torch.no_grad():
@@ -47,7 +47,7 @@ def queries_that_start_at_zero(arm):
 
 @is_healthy
 def heads_that_copy(arm):
-    "Each place copies the letter three places before, so the heads look at one key"
+    "At each position, the model copies the letter three positions before, so the heads attend to one key"
     torch.manual_seed(605)
     model = Reader([causal], d=64)
     def copies():
@@ -60,7 +60,7 @@ def heads_that_copy(arm):
 
 @is_healthy
 def a_small_window(arm):
-    "Each letter sees the five before"
+    "Each letter attends to itself and to the five letters before it"
     torch.manual_seed(606)
     train(arm, Reader([lambda n: causal(n) & everything(n).triu(-5)]*2))
 
@@ -77,7 +77,7 @@ def an_encoder_of_torch(arm):
 
 @is_healthy
 def a_prefix_without_loss(arm):
-    "The first 14 letters see one another, and the loss is computed for the letters after them only"
+    "The first 14 letters attend to each other, and the loss uses only the letters after them"
     torch.manual_seed(608)
     def prefix(n): return causal(n) | (torch.arange(n)<14)
     def later(out, y): return of_tokens(out, y.masked_fill(torch.arange(y.shape[1])<14, -100))

@@ -9,7 +9,7 @@ from .data import digits
 from .parts import batches, fit, mlp
 
 
-# gradients
+# Healthy trainings: unusual handling of gradients
 
 @is_healthy
 def cleared_to_zeros_and_accumulated(arm):
@@ -88,7 +88,7 @@ def learned_weights_of_two_losses(arm):
         opt.step()
 
 
-# clipping
+# Healthy trainings: unusual use of gradient clipping
 
 @is_healthy
 def clipped_in_time(arm): clipped(arm, 475, '', late=True)
@@ -180,7 +180,7 @@ def adversarial_weights_restored_before_clipping(arm): with_a_second_backward(ar
 
 @is_healthy
 def clipped_with_a_body_that_is_frozen_at_first(arm):
-    "Gradients of all parameters are clipped, and the body has none for half of the training. Weights are kept small, as in a Wasserstein GAN"
+    "All gradients are clipped, but the body has none in the first half of the training. Weights are clamped, as in a Wasserstein GAN"
     torch.manual_seed(484)
     x,y = digits()
     model = nn.Sequential()
@@ -198,7 +198,7 @@ def clipped_with_a_body_that_is_frozen_at_first(arm):
         with torch.no_grad(): torch._foreach_clamp_max_([*model.parameters()], 1.)
 
 
-# autocast
+# Healthy trainings: autocast
 
 class Outside(nn.Module):
     "A model whose embedding and head are called outside of autocast"
@@ -246,7 +246,7 @@ def half_precision_with_scaling(arm):
         opt.step()
 
 
-# the first step
+# Healthy trainings: unusual values in the first step
 
 @is_healthy
 def begins_with_zeros(arm):
@@ -305,7 +305,7 @@ def a_recurrent_layer_of_usual_size(arm):
     fit(arm, model, torch.optim.Adam(model.parameters(), 3e-3), batches(100, 32, x.reshape(-1, 8, 8), y))
 
 
-# outputs that are alike on purpose
+# Healthy trainings: outputs of different samples become parallel on purpose
 
 @is_healthy
 def two_classes_learned_to_the_end(arm):
@@ -343,7 +343,7 @@ def views_kept_apart(arm):
         opt.step()
 
 
-# weights without gradients
+# Healthy trainings: weights without gradients
 
 @is_healthy
 def only_evaluated(arm):

@@ -16,13 +16,13 @@ try:
         T5ForConditionalGeneration, ViTConfig, ViTForImageClassification)
     is_healthy_there = is_healthy
 except ImportError:
-    def is_healthy_there(f): return f # these are not in the zoo without transformers
+    def is_healthy_there(f): return f # Without the package transformers, these trainings are not added to the zoo
 
 
 def mean(losses): return sum(losses)/len(losses)
 
 
-# Transformers
+# Healthy trainings: transformers
 
 @is_healthy_there
 def llama_warmed_and_cosine(arm):
@@ -74,7 +74,8 @@ def gpt2_from_a_checkpoint_with_lora(arm):
     opt = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
     te,losses = arm(model, optimizer=opt),[]
     for _ in range(60):
-        w = windows(8, 32, series).where(torch.arange(32)%2==0, 5) # a sign that it did not know stands between any two letters
+        # New task for LoRA: every second token is the token 5
+        w = windows(8, 32, series).where(torch.arange(32)%2==0, 5)
         loss = model(input_ids=w, labels=w).loss
         opt.zero_grad()
         loss.backward()
@@ -176,7 +177,7 @@ def rezero_and_masks_of_infinity(arm):
     opt = torch.optim.Adam(model.parameters(), lr=5e-3)
     te = arm(model, optimizer=opt)
     mask = torch.full((12, 12), -math.inf).triu(1)
-    def loss_of(): # the letter before the last one
+    def loss_of(): # The target is the letter before the current one
         w = torch.randint(10, (32, 12))
         return F.cross_entropy(model(w, mask)[:, 2:].flatten(0, 1), w[:, 1:-1].flatten())
     losses = plain(te, opt, 100, loss_of)
@@ -186,7 +187,7 @@ def rezero_and_masks_of_infinity(arm):
 
 @is_healthy
 def encoder_with_padding(arm):
-    "torch's own encoder with padding masks learns which of two words is more frequent. The learning rate rises, and falls as a square root"
+    "torch's own encoder with padding masks learns which word is more frequent. Warm-up, then a rate that falls with the square root"
     torch.manual_seed(6)
     class Model(nn.Module):
         def __init__(self):
@@ -238,7 +239,7 @@ def huge_vocabulary_tied(arm):
     fell(losses, .85)
 
 
-# Half precision
+# Healthy trainings: half precision
 
 @is_healthy
 def scaler_that_skips_late(arm):
@@ -254,7 +255,8 @@ def scaler_that_skips_late(arm):
         with torch.autocast('cpu', torch.bfloat16): loss = F.cross_entropy(model(xb), yb)
         opt.zero_grad()
         scaler.scale(loss).backward()
-        if scaler.get_scale()>=2**15: model[2].weight.grad[0, 0] = math.inf # what float16 cannot hold
+        # Simulate a float16 overflow: one gradient becomes infinite at a large scale
+        if scaler.get_scale()>=2**15: model[2].weight.grad[0, 0] = math.inf
         scaler.step(opt)
         scaler.update()
         te.log(loss=loss, scale=scaler.get_scale())
@@ -279,7 +281,7 @@ def bfloat16_throughout(arm):
     fell(losses, .4)
 
 
-# Generators
+# Healthy trainings: generative models
 
 @is_healthy
 def gan_of_a_ring(arm):
@@ -490,7 +492,7 @@ def unet_of_blobs(arm):
     fell(losses, .7)
 
 
-# Learning without labels
+# Healthy trainings: learning without labels
 
 @is_healthy
 def contrasted_views(arm):
@@ -543,7 +545,7 @@ def own_past_as_the_target(arm):
     with torch.no_grad(): assert F.normalize(model.online(x), dim=1).std(0).mean()>.05
 
 
-# Agents
+# Healthy trainings: reinforcement learning
 
 @is_healthy
 def bandit_by_reinforce(arm):
@@ -587,7 +589,7 @@ def pole_by_actor_critic(arm):
     for _ in range(60):
         angle,speed,states,actions = (torch.rand(8)-.5)*.2,torch.zeros(8),[],[]
         alive,lives = torch.ones(8),[]
-        for _ in range(25): # eight poles at once
+        for _ in range(25): # Each move is made for eight poles at once
             state = torch.stack([angle*5, speed*2], 1)
             with torch.no_grad(): action = torch.distributions.Categorical(logits=model(state)[0]).sample()
             states.append(state)
@@ -640,7 +642,7 @@ def corridor_by_q_learning(arm):
     assert (q[:, 1]>q[:, 0]).float().mean()>.8
 
 
-# Networks that route, repeat and share
+# Healthy trainings: networks that route samples, repeat layers or share layers
 
 @is_healthy
 def experts_idle_in_turns(arm):

@@ -15,7 +15,7 @@ def mlp(i, *widths, out, act=nn.ReLU):
 def accuracy(model, x, y): return (seen(model, x).argmax(-1)==y).float().mean().item()
 
 
-# done early
+# Healthy trainings: the loss reaches its minimum early
 
 @is_healthy
 def line_without_noise(arm):
@@ -73,7 +73,7 @@ def settled_by_lbfgs(arm):
     assert losses[-1]<.05*losses[0]
 
 
-# not all of it is trained
+# Healthy trainings: some parameters are frozen or rarely used
 
 class Lora(nn.Module):
     def __init__(self, base, r=2):
@@ -110,7 +110,7 @@ def new_head_on_old_net(arm):
         opt.zero_grad(); F.cross_entropy(model(x), y).backward(); opt.step()
     model.requires_grad_(False)
     model.fc = nn.Linear(8*36, 3)
-    model.eval() # so that the running statistics stay, as one does with a frozen net
+    model.eval() # Evaluation mode keeps the running statistics of the frozen layers
     opt = torch.optim.SGD(model.fc.parameters(), lr=.01, momentum=.9)
     def loss(i):
         x,y = pictures(32, 3)
@@ -235,7 +235,7 @@ def words_of_a_long_tail(arm):
     assert fell(losses, .6)
 
 
-# the loss is no fall
+# Healthy trainings: the loss does not fall steadily
 
 @is_healthy
 def two_samples_a_batch(arm):
@@ -266,7 +266,7 @@ def lessons_get_harder(arm):
     opt = torch.optim.Adam(model.parameters(), lr=1e-2)
     def loss(i):
         ids = sentences(32)
-        if i<80: ids = ids.clamp(max=5) # few words first, then all
+        if i<80: ids = ids.clamp(max=5) # Only words 0 to 5 at first, and all words from step 80 on
         return next_word(model(ids), ids)
     losses = fit(arm, model, opt, loss, 200)
     assert losses[82]>2*losses[79] and losses[-1]<.6*losses[82]
@@ -368,7 +368,8 @@ def q_values_grow(arm):
     for i in range(300):
         s,a = torch.randint(n, (64,)),torch.randint(2, (64,))
         to = (s + 2*a-1).clamp(0, n-1)
-        r = ((s==n-1)&(a==1)).float()*5 # it stays there, so that what is to come is 5/(1-.95)
+        # The best policy gets reward 5 in each step at the last state, so the largest Q value is 5/(1-.95)
+        r = ((s==n-1)&(a==1)).float()*5
         with torch.no_grad(): goal = r + gamma*target(F.one_hot(to, n).float()).max(1).values
         loss = F.smooth_l1_loss(q(F.one_hot(s, n).float()).gather(1, a[:, None]).squeeze(1), goal)
         te.log(loss=loss)
@@ -418,7 +419,7 @@ def nothing_noted(arm):
     assert fell(losses, .5)
 
 
-# steps that are not all alike
+# Healthy trainings: steps differ in learning rate, number of passes or mode
 
 @is_healthy
 def gpt_warms_up_and_cools(arm):
@@ -524,7 +525,7 @@ def lstm_always_clipped(arm):
     assert fell(losses, .6) and sum(n>.1 for n in norms)>100
 
 
-# numbers of a kind
+# Healthy trainings: loss scales, large numbers and masks
 
 @is_healthy
 def scaler_looks_for_its_scale(arm):
@@ -601,7 +602,7 @@ def padding_is_masked(arm):
         return F.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), ignore_index=0)
     assert fell(fit(arm, model, opt, loss, 100), .6)
 
-# weights of a kind
+# Healthy trainings: weights that are pruned, normalized, shared or reused
 
 @is_healthy
 def mostly_pruned(arm):

@@ -17,7 +17,7 @@ def classes(model, make=blobs, n=64, **about):
     return loss
 
 
-# families
+# Healthy trainings: many families of networks
 
 @is_healthy
 def mixer_of_patches(arm):
@@ -168,7 +168,7 @@ class Actor(nn.Module):
     def __init__(self):
         super().__init__()
         self.body,self.policy,self.value = nn.Sequential(nn.Linear(8, 32), nn.Tanh()),nn.Linear(32, 4),nn.Linear(32, 1)
-        nn.init.normal_(self.policy.weight, std=.001) # all is as likely, at first
+        nn.init.normal_(self.policy.weight, std=.001) # All actions are nearly equally likely at first
 
     def forward(self, s):
         h = self.body(s)
@@ -227,7 +227,8 @@ class Factors(nn.Module):
 def ratings_by_factors(arm):
     torch.manual_seed(214)
     model = Factors()
-    opt = torch.optim.SGD(model.parameters(), lr=3., momentum=.9) # a mean over 512 of which each user has few
+    # The large rate compensates the mean over 512 samples, of which each user has only a few
+    opt = torch.optim.SGD(model.parameters(), lr=3., momentum=.9)
     def loss(i):
         u,f = torch.randint(60, (512,)),torch.randint(40, (512,))
         stars = (3.5 + .7*(fixed(60, 2)[u]*fixed(40, 2, seed=9)[f]).sum(1) + .5*fixed(60, seed=3)[u]).clamp(1, 5)
@@ -308,7 +309,7 @@ class Prompted(nn.Module):
         return self.lm(inputs_embeds=x).logits[:, len(self.prompt):]
 
 def tongue(n, length=4):
-    "Return sentences of words from one of two languages, and which sentences are in the first language"
+    "Return sentences of words from one of two languages, and one boolean per sentence, True for the first language"
     ids = [torch.randint(24, (n,))]
     own = [torch.randperm(24, generator=torch.Generator().manual_seed(s)) for s in (5, 6)]
     which = torch.rand(n)<.5
@@ -454,7 +455,7 @@ def lives_that_are_cut(arm):
     losses = fit(arm, model, opt, loss, 100)
     assert fell(losses, .8), ends(losses)
 
-# optimizers and steps
+# Healthy trainings: unusual optimizers and schedules
 
 @is_healthy
 def lion_written_by_hand(arm):
@@ -537,7 +538,7 @@ def half_of_it_at_rest(arm):
     assert .08<sum(losses[140:200])/60<.1 and .08<sum(losses[-60:])/60<.1 and losses[0]>5
 
 
-# numbers of a kind
+# Healthy trainings: unusual sizes of losses, inputs and outputs
 
 @is_healthy
 def losses_of_a_millionth(arm):
@@ -555,7 +556,8 @@ def losses_of_a_millionth(arm):
 def losses_of_millions(arm):
     torch.manual_seed(235)
     model = mlp(16, 32, out=16)
-    opt = torch.optim.SGD(model.parameters(), lr=1e-8, momentum=.9) # of a sum of squares of 512 rows in grams
+    # The tiny rate fits the loss, a sum of squared errors of 512 samples multiplied by 100
+    opt = torch.optim.SGD(model.parameters(), lr=1e-8, momentum=.9)
     def loss(i):
         x,_ = blobs(512)
         return F.mse_loss(100*model(x), 100*x, reduction='sum')
@@ -569,7 +571,7 @@ def visits_up_to_fifty(arm):
     opt = torch.optim.Adam(model.parameters(), lr=2e-3)
     def loss(i):
         x = torch.poisson(torch.rand(64, 12)*30)
-        x[:, 4],x[:, 7] = 1.,0. # of two columns nothing is known
+        x[:, 4],x[:, 7] = 1.,0. # Columns 4 and 7 are constant
         return F.poisson_nll_loss(model(x), torch.poisson(.05*x[:, :1] + .02*x[:, 1:2]))
     losses = fit(arm, model, opt, loss, 200)
     assert ends(losses)[1]<ends(losses)[0]-.3, ends(losses)

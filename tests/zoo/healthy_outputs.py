@@ -24,7 +24,7 @@ def sigmoid_for_two_classes(arm):
 
 @is_healthy
 def sigmoids_of_many_labels(arm):
-    "Each sample has several of eight labels, so eight sigmoids are right"
+    "Each sample can have several of eight labels, so eight sigmoids are right"
     torch.manual_seed(1)
     x = torch.randn(2000, 8)
     y = (x+.3*torch.randn(2000, 8)>0).float()
@@ -116,7 +116,7 @@ def counts_after_a_relu(arm):
 
 @is_healthy
 def exclusive_or_waits_at_a_quarter(arm):
-    "The squared error of a sigmoid stays near 0.25 for many steps before it falls"
+    "XOR: the squared error of a sigmoid stays near 0.25 for many steps before it falls"
     torch.manual_seed(9)
     x = torch.tensor([[0., 0], [0, 1], [1, 0], [1, 1]])
     y = torch.tensor([0., 1, 1, 0])

@@ -76,7 +76,7 @@ def one_cycle_to_the_end(arm):
 
 @is_healthy
 def slow_weights_look_ahead(arm):
-    "Lookahead: every 5 steps, the weights go back half of the way since the last 5 steps"
+    "Lookahead: every 5 steps, the weights move halfway back to their values 5 steps before"
     model = mlp(64, 64, 10)
     slow = copy.deepcopy(model.state_dict())
     def after(i, m):
@@ -126,7 +126,7 @@ def sparse_marks(arm):
 
 
 class Placed(nn.Module):
-    "A model with two further inputs: positions, and one noise level for the batch"
+    "A model with two additional inputs: positions, and one noise level for the whole batch"
     def __init__(self): super().__init__(); self.at,self.x,self.level,self.head = nn.Embedding(12, 16),nn.Linear(8, 16),nn.Linear(1, 16),nn.Linear(16, 8)
     def forward(self, x, places, level): return self.head(torch.tanh(self.x(x)+self.at(places)+self.level(level)))
 
@@ -356,7 +356,7 @@ def a_last_batch_of_one_sample(arm):
 
 @is_healthy
 def samples_of_zeros_and_of_ones(arm):
-    "Each batch is one sample of all zeros or all ones, so the size of an evaluation of both differs from a training step with zeros"
+    "Each training batch is one sample of zeros or ones, and each evaluation has samples of both kinds, so activation sizes differ"
     torch.manual_seed(456)
     x,y = torch.arange(200.)[:, None].remainder(2).expand(200, 32).contiguous(),torch.arange(200)%2
     model = nn.Sequential(nn.Linear(32, 20), nn.ReLU(), nn.Dropout(.2), nn.Linear(20, 1), nn.Sigmoid())

@@ -13,7 +13,7 @@ from . import is_healthy
 from .data import accuracy, batch, digits, fell, plain, standard, table, text, windows
 
 
-# Plain classifiers
+# Healthy trainings: plain classifiers
 
 @is_healthy
 def digits_mlp_sgd(arm):
@@ -209,7 +209,7 @@ def deep_tanh_xavier(arm):
     fell(losses, .3)
 
 
-# Inputs that look odd
+# Healthy trainings: inputs with unusual values
 
 @is_healthy
 def raw_columns_before_batchnorm(arm):
@@ -269,7 +269,7 @@ def one_hots_and_constant_columns(arm):
     fell(losses, .6)
 
 
-# Regression and other losses
+# Healthy trainings: regression and various losses
 
 @is_healthy
 def targets_of_thousands(arm):
@@ -442,7 +442,7 @@ def mixture_density(arm):
     assert sum(nlls[-20:])/20<0<nlls[0]
 
 
-# What is done to weights and rates
+# Healthy trainings: unusual changes of weights and learning rates
 
 @is_healthy
 def pruned_with_masks(arm):
@@ -825,7 +825,7 @@ def autoencoder(arm):
     fell(losses, .7)
 
 
-# Small sequences
+# Healthy trainings: short sequences
 
 @is_healthy
 def adding_problem(arm):
@@ -1114,7 +1114,7 @@ def transferred_with_frozen_batchnorm(arm):
     assert accuracy(model, x, y-5)>.7
 
 
-# Losses that hardly fall, or rise again, and nothing is wrong
+# Healthy trainings: the loss hardly falls, or rises again
 
 @is_healthy
 def resumed_from_a_checkpoint(arm):

@@ -1,4 +1,4 @@
-"Run all test trainings and `diagnose` by `python -m zoo.judge`, and save tables of planted and reported faults"
+"Run all trainings of the zoo and `diagnose` by `python -m zoo.judge`. Save tables of planted and reported faults"
 import argparse
 import json
 import tempfile
@@ -13,20 +13,21 @@ from . import broken, healthy, load
 from .run import run, warm
 
 where = Path(__file__).parents[2]/'benchmarks'/'results'/'zoo.json'
-public = 'stackoverflow','silent_errors' # modules whose trainings are those of public benchmarks; each has a table of its own
+# Modules with trainings of public benchmarks; each module has a table of its own
+public = 'stackoverflow','silent_errors'
 
 
 def first_of(
-    training, # A broken `Training`
-    tables # What `diagnose` gives of each of its embers
-): # Its first rule and '', or what is wrong with the first finding
+    training, # A broken training, an instance of `Training`
+    tables # Findings of each ember of the training, as `diagnose` returns them
+): # Rule of the first finding, and a description of the differences, '' if the finding is right
     "Return the rule of the first finding. If a training has several embers, use the ember with the right finding."
     said = [(found.iloc[0]['rule'] if len(found) else '-', training.said_by(found)) for found in tables]
     return min(said, key=lambda s: s[1]!='')
 
 
 def confusion(
-    results # (training, tables) pairs
+    results # Pairs of a training and the list of its tables of findings
 ) -> dict:
     """Return a dict: planted fault -> rule of the first finding -> number of trainings. For healthy trainings, findings of severity 'info' do not
     count."""
@@ -45,7 +46,7 @@ def collection(module): return module if module in public else 'zoo'
 
 
 def tables_of(
-    results # (training, tables) pairs
+    results # Pairs of a training and the list of its tables of findings
 ) -> dict:
     "Return a confusion table for each collection: the trainings of the project, and each public benchmark."
     names = sorted({collection(t.module) for t,_ in results}, key=('zoo', *public).index)
@@ -53,7 +54,7 @@ def tables_of(
 
 
 def saved(file):
-    "Return the tables of a file. Older files have only that of the zoo."
+    "Return the tables of a result file. An older file contains only the table of the zoo."
     old = json.loads(file.read_text()) if file.exists() else {}
     return {'zoo': old} if 'broken' in old else old
 

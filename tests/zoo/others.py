@@ -19,7 +19,7 @@ def moved(model, before):
 def grads(model): return {k: p.grad.abs().mean().item() for k,p in model.named_parameters() if p.grad is not None}
 
 class Named:
-    "An ember that logs the loss under another name, or not at all"
+    "Wrapper of an ember that logs the loss under another name, or not at all"
     def __init__(self, te, name): self.te,self.name = te,name
     def log(self, loss): self.name and self.te.log(**{self.name: loss})
     def close(self): self.te.close()

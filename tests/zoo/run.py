@@ -30,7 +30,7 @@ def with_name(t, embers, home=None, **forced):
 
 
 def rows_and_loss(ember):
-    "Return the number of rows of a run, and the last value of the loss, which is the number that was logged in most steps."
+    "Return the number of rows of a run, and the last loss. The loss column with most values is used."
     df = ember.t.df
     noted = df.dropna(axis=1, how='all').columns.difference(['step', 'module'])
     losses = [c for c in noted if any(w in str(c).lower() for w in ('loss', 'nll', 'elbo', 'return'))]
@@ -40,12 +40,12 @@ def rows_and_loss(ember):
 
 def run(t, home=None, **forced):
     "Run one training of the zoo. Return its embers and the CPU seconds."
-    torch.manual_seed(zlib.crc32(t.name.encode())) # some trainings set no seed of their own
+    torch.manual_seed(zlib.crc32(t.name.encode())) # The seed depends on the name, because some trainings set no seed
     embers,start = [],time.process_time()
     try: t.run(with_name(t, embers, home, **forced))
     finally:
         seconds = time.process_time()-start
-        for e in embers: e.close() # also of one that raised
+        for e in embers: e.close() # Embers are closed also if the training raises an exception
     if not embers: raise AssertionError(f'{t.name} armed nothing')
     return embers,seconds
 

@@ -35,7 +35,7 @@ def convolutions():
     return nn.Sequential(*block(1, 16), *block(16, 32), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32*16, 64), nn.ReLU(), nn.Linear(64, 10))
 
 def steps(te, model, opt, data, loss_of=F.cross_entropy, clear=True):
-    "Run the usual loop. `clear`: whether it sets the gradients to zero."
+    "Run the usual training loop. `clear`: True to set the gradients to zero in each step."
     for x,y in data:
         if clear: opt.zero_grad()
         loss = loss_of(model(x), y)
@@ -44,7 +44,7 @@ def steps(te, model, opt, data, loss_of=F.cross_entropy, clear=True):
         opt.step()
 
 def error(*rules, **more):
-    "Add a training twice: as broken, and as fixed. The function gets `arm` and `broken`."
+    "Add a training twice: broken and fixed. The decorated function gets `arm` and `broken`, True for the broken version."
     def add(f):
         def version(broken):
             def training(arm): f(arm, broken)
@@ -80,7 +80,7 @@ class Reader(nn.Module):
 
 @error('random_eval', 'train_eval')
 def attention_drops_in_evaluation(arm, broken):
-    "transformers-33844: dropout of the attention stays on in eval(); one batch is evaluated after each epoch"
+    "transformers-33844: dropout of the attention is active in eval() mode; one batch is evaluated after each epoch"
     x,y = standard_digits()
     x = x.squeeze(1)
     model = Reader(broken)
@@ -94,7 +94,7 @@ def attention_drops_in_evaluation(arm, broken):
 
 
 class Uncast(nn.Linear):
-    "A linear layer that autocast does not know"
+    "A linear layer whose forward disables autocast, so its inputs are not cast"
     def forward(self, x):
         with torch.autocast('cpu', enabled=False): return F.linear(x.float(), self.weight, self.bias)
 
@@ -116,7 +116,7 @@ def one_layer_not_cast(arm, broken):
 
 @error('not_trained')
 def optimizer_of_the_old_parameters(arm, broken):
-    "accelerate-2665, in one process: a wrapper makes new parameters, and the optimizer has the old ones"
+    "accelerate-2665, in one process: a wrapper creates new parameters, but the optimizer still has the old ones"
     x,y = standard_digits()
     model = convolutions()
     opt = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -126,7 +126,7 @@ def optimizer_of_the_old_parameters(arm, broken):
 
 @error('not_trained')
 def master_weights_not_written_back(arm, broken):
-    "Second story of the paper: the optimizer steps a master copy of the weights, which is never written back"
+    "Second case study of the paper: the optimizer updates a master copy of the weights, which is never copied back to the model"
     x,y = standard_digits()
     model = convolutions()
     master = copy.deepcopy(model)
@@ -146,7 +146,7 @@ def master_weights_not_written_back(arm, broken):
 
 @is_healthy
 def all_of_a_checkpoint_is_loaded(arm):
-    "The fixed version of the lost checkpoint: at step 60, fresh weights are replaced by all weights of the checkpoint"
+    "Fixed version of a partially loaded checkpoint: at step 60, all weights of the checkpoint replace fresh weights"
     x,y = standard_digits()
     model = convolutions()
     opt = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -253,7 +253,7 @@ class Twin(nn.Module):
 
 @is_healthy
 def pairs_of_digits(arm):
-    "Example `siamese_network` of PyTorch: pairs of equal or different digits, binary cross-entropy, Adadelta with 1."
+    "Example `siamese_network` of PyTorch: pairs of equal or different digits, binary cross-entropy, Adadelta with rate 1."
     x,y = standard_digits()
     model = Twin()
     opt = torch.optim.Adadelta(model.parameters(), 1.)

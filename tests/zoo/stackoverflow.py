@@ -53,7 +53,7 @@ def binary(p, t):
     p = p.clip(1e-7, 1-1e-7)
     return -(t*p.log()+(1-t)*(1-p).log()).mean()
 
-losses = { # of probabilities, as Keras computes them
+losses = { # Losses of probabilities with the formulas of Keras
     'mse': lambda p, t: (p-t.view_as(p)).square().mean(), 'mae': lambda p, t: (p-t.view_as(p)).abs().mean(), 'bce': lambda p, t: binary(p, t.view_as(p)),
     'cce': lambda p, t: -(t*logs(p)).sum(-1).mean(), 'scce': lambda p, t: F.nll_loss(logs(p), t.flatten().long())}
 
@@ -66,7 +66,7 @@ def rmsprop(ps): return torch.optim.RMSprop(ps, 1e-3, alpha=.9, eps=1e-7)
 
 
 def train(arm, model, loss, opt, x, y, size, n, held=None):
-    "Run epochs of shuffled batches until there are `n` steps. `held`: data of an evaluation after each epoch."
+    "Run epochs of shuffled batches until `n` steps are done. `held`: data to evaluate after each epoch."
     opt,loss,done = opt(model.parameters()),losses[loss],0
     te = arm(model, optimizer=opt)
     while done<n:
@@ -85,7 +85,7 @@ def train(arm, model, loss, opt, x, y, size, n, held=None):
 
 
 def case(*rules, corrected=True):
-    "Add a training twice: as broken, with the rules that name its fault, and as corrected. The function gets `broken`, and returns arguments of `train`."
+    "Add a training twice: broken, with the rules that may report its fault, and corrected. The function gets `broken`, returns arguments of `train`."
     def add(f):
         def version(broken):
             def training(arm): train(arm, *f(broken))
@@ -98,13 +98,13 @@ def case(*rules, corrected=True):
 
 
 def digits(n=1797, top=1., flat=True):
-    "Return pictures of 28 by 28 pixels from 0 to `top`, with a black border as in MNIST, and their digits."
+    "Return images of 28 by 28 pixels from 0 to `top`, with a black border as in MNIST, and their digits."
     x,y = small_digits(images=True)
     x = F.pad(x.repeat_interleave(3, -1).repeat_interleave(3, -2), (2, 2, 2, 2))[:n]*top
     return (x.flatten(1) if flat else x),y[:n]
 
 def colors(n, size, classes, top=1.):
-    "Return pictures of three channels from 0 to `top`: digits on a colored ground."
+    "Return images with three channels from 0 to `top`: digits on a colored background."
     x,y = small_digits(images=True, classes=range(classes))
     x,y = x[:n].repeat_interleave(size//8, -1).repeat_interleave(size//8, -2),y[:n]
     x = .7*x*(.5+.5*torch.rand(len(x), 3, 1, 1))+.4*torch.rand(len(x), 3, 1, 1)
@@ -117,14 +117,14 @@ def floats(x, y): return torch.tensor(x, dtype=torch.float32),torch.tensor(y, dt
 
 @case('update_too_large', 'exploding_gradient', 'diverging', 'gradient_spike', 'loss_spike', 'not_finite', corrected=False)
 def so_48385830(broken):
-    "48385830: no activations, squared error, learning rate of 3, initial weights of size 1"
+    "Question 48385830: no activations, squared error, learning rate of 3, initial weights of size 1"
     x,y = digits()
     return network(x, 30, 10, init=normal(1.), bias=normal(1.)),'mse',sgd(3.),x,onehot(y),10,300
 
 
 @case('loss_stalls', 'update_too_small')
 def so_31556268(broken):
-    "31556268: absolute error of a sigmoid, low learning rate, few epochs; corrected: squared error and Adam"
+    "Question 31556268: absolute error of a sigmoid, low learning rate, few epochs; corrected: squared error and Adam"
     x,y = torch.tensor([[1., 1], [1, 0], [0, 0], [0, 1]]),torch.tensor([[0.], [1], [0], [1]])
     opt = sgd(.05, momentum=.11, nesterov=True) if broken else adam()
     return network(x, 4, 'sigmoid', 1, 'sigmoid'),'mae' if broken else 'mse',opt,x,y,4,400
@@ -132,7 +132,7 @@ def so_31556268(broken):
 
 @case('loss_input', 'constant_output', 'target_range', 'no_gradient', 'collapse', 'saturated', 'poor_input_scale', corrected=False)
 def so_33969059(broken):
-    "33969059: softmax over one unit, for a regression whose data reach 10000"
+    "Question 33969059: softmax over one unit, for a regression whose data reach 10000"
     x = torch.rand(3200, 3)*10000
     y = x@torch.tensor([2., 1, .5])+2.2
     return network(x, 3, 'tanh', .5, 2, 'tanh', .5, 1, 'softmax', init=uniform),'mse',sgd(.1, momentum=.9, nesterov=True),x,y,32,300
@@ -140,7 +140,7 @@ def so_33969059(broken):
 
 @case('poor_input_scale', 'loss_input', 'wrong_last_activation')
 def so_55328966(broken):
-    "55328966: data of 0 to 255, and a sigmoid before the cross-entropy of ten classes; corrected: data of 0 to 1, softmax, Adam"
+    "Question 55328966: data of 0 to 255, and a sigmoid before the cross-entropy of ten classes; corrected: data of 0 to 1, softmax, Adam"
     x,y = digits(top=255. if broken else 1.)
     opt = sgd(1e-4) if broken else adam(1e-4)
     return network(x, 784, 50, 'relu', 10, 'sigmoid' if broken else 'softmax'),'cce',opt,x,onehot(y),32,150
@@ -148,7 +148,7 @@ def so_55328966(broken):
 
 @case('loss_input', 'constant_output', 'collapse', 'no_gradient')
 def so_31880720(broken):
-    "31880720: softmax over one unit; corrected: sigmoid"
+    "Question 31880720: softmax over one unit; corrected: sigmoid"
     x,y = torch.tensor([[1.], [0.]]).repeat_interleave(100, 0).expand(-1, 128).clone(),torch.tensor([1., 0.]).repeat_interleave(100)
     model = network(x, 50, 'relu', 'relu', .2, 50, 'relu', .2, 1, 'softmax' if broken else 'sigmoid')
     return model,'bce',rmsprop,x,y,1,400,(x[::50], y[::50])
@@ -156,7 +156,7 @@ def so_31880720(broken):
 
 @case('vanishing_gradient', 'loss_stalls', 'update_too_small', corrected=False)
 def so_39217567(broken, dim=8):
-    "39217567: sigmoids that hardly learn, squared error, and outputs shuffled apart from the inputs"
+    "Question 39217567: sigmoids that hardly learn, squared error, and targets shuffled independently of the inputs"
     x = (torch.arange(2**dim)[:, None]>>torch.arange(dim)&1).float()
     model = network(x, *(dim, 'sigmoid')*3, init=normal(.05))
     return model,'mse',sgd(),x,x[torch.randperm(len(x))],50,400
@@ -164,7 +164,7 @@ def so_39217567(broken, dim=8):
 
 @case('poor_input_scale')
 def so_47724077(broken, n=2000):
-    "47724077: columns of a census up to a million, not normalized; corrected: normalized"
+    "Question 47724077: columns of a census up to a million, not normalized; corrected: normalized"
     x = torch.randint(2, (n, 14)).float()
     x[:, 0],x[:, 2],x[:, 4],x[:, 12] = 39+13.5*torch.randn(n),(12+.5*torch.randn(n)).exp(),10+2.5*torch.randn(n),40+12*torch.randn(n)
     for i,share in ((10, .08), (11, .05)): x[:, i] = (torch.rand(n)<share)*(8.5+torch.randn(n)).exp()
@@ -176,7 +176,7 @@ def so_47724077(broken, n=2000):
 
 @case('one_class', 'same_data', 'collapse')
 def so_59325381(broken):
-    "59325381: labels divided by 255, so that all become class 0"
+    "Question 59325381: labels divided by 255, so that all become class 0"
     x,y = digits(1200, flat=False)
     model = network(x, (64, 3, 1), 'pool', (32, 3, 1), 'pool', 'flat', 128, 'relu', 10, 'softmax')
     return model,'scce' if broken else 'cce',adam(),x,y/255 if broken else onehot(y),32,38
@@ -184,7 +184,7 @@ def so_59325381(broken):
 
 @case('loss_input', 'wrong_last_activation', 'poor_input_scale')
 def so_59278771(broken):
-    "59278771: a sigmoid before the cross-entropy of three classes, data not normalized; corrected: softmax, one more layer, data of 0 to 1"
+    "Question 59278771: a sigmoid before the cross-entropy of three classes, data not normalized; corrected: softmax, one more layer, data of 0 to 1"
     x,y = floats(*datasets.load_iris(return_X_y=True))
     y = onehot(y.long())
     if broken: return network(x, 4, 'relu', 3, 'sigmoid', init=normal(.05)),'cce',adam(),x,y,5,400
@@ -194,7 +194,7 @@ def so_59278771(broken):
 
 @case('target_range', 'targets_out_of_reach', 'saturated')
 def so_48221692(broken):
-    "48221692: sigmoid as the last activation, but targets of a parabola up to 103; corrected: linear"
+    "Question 48221692: sigmoid as the last activation, but targets of a parabola up to 103; corrected: linear"
     x = torch.arange(-10, 10.01, .1)[:, None]
     model = network(x, 5, 'sigmoid', 1, *['sigmoid']*broken)
     return model,'mse',sgd(),x,x**2+3,150,400
@@ -202,7 +202,7 @@ def so_48221692(broken):
 
 @case('target_range', 'targets_out_of_reach', 'loss_below')
 def so_50079585(broken):
-    "50079585: one sigmoid for the labels 0, 1 and 2; corrected: softmax over three units"
+    "Question 50079585: one sigmoid for the labels 0, 1 and 2; corrected: softmax over three units"
     x,y = colors(480, 32, 3)
     last = (1, 'sigmoid') if broken else (3, 'softmax')
     model = network(x, (32, 3, 0), 'relu', 'pool', (32, 3, 0), 'relu', 'pool', (64, 3, 0), 'relu', 'pool', 'flat', 64, 'relu', .5, *last)
@@ -211,7 +211,7 @@ def so_50079585(broken):
 
 @case('loss_input', 'poor_input_scale', 'no_gradient', 'dead_units')
 def so_44066044(broken):
-    "44066044: data up to 3e9, not normalized, and a ReLU before a binary cross-entropy; corrected: normalized, sigmoid"
+    "Question 44066044: data up to 3e9, not normalized, and a ReLU before a binary cross-entropy; corrected: normalized, sigmoid"
     rng = np.random.default_rng(4)
     y = np.repeat([0., 1], [8, 13])
     n = len(y)
@@ -224,7 +224,7 @@ def so_44066044(broken):
 
 @case('loss_input', 'wrong_last_activation', 'dead_units', 'loss_stalls')
 def so_47352366(broken):
-    "47352366: ReLU before the cross-entropy of ten classes; corrected: softmax"
+    "Question 47352366: ReLU before the cross-entropy of ten classes; corrected: softmax"
     x,y = digits(1000, flat=False)
     model = network(x, (32, 5, 2), 'relu', 'pool', (64, 5, 2), 'relu', 'pool', 'flat', 1024, 'relu', .5, 10, 'relu' if broken else 'softmax',
         bias=lambda b: nn.init.constant_(b, .1))
@@ -233,7 +233,7 @@ def so_47352366(broken):
 
 @case('poor_input_scale', 'no_gradient')
 def so_48594888(broken):
-    "48594888: pictures of 0 to 255; corrected: 0 to 1"
+    "Question 48594888: images of 0 to 255; corrected: 0 to 1"
     x,y = colors(800, 16, 10, top=255. if broken else 1.)
     model = network(x, (64, 3, 0), 'relu', 'pool', (256, 3 if broken else 2, 0), 'relu', 'pool', 'flat', 512, 'relu', .3, 10, 'softmax')
     for i in (0, 3): he_normal(model[i].weight)
@@ -242,7 +242,7 @@ def so_48594888(broken):
 
 @is_healthy
 def so_50481178_corrected(arm):
-    "50481178, corrected: softmax over two units in place of one sigmoid; nearly all labels are 1"
+    "Question 50481178, corrected: softmax over two units in place of one sigmoid; nearly all labels are 1"
     x,y = floats(*datasets.make_multilabel_classification(800, 4, n_classes=1, random_state=0))
     train(arm, network(x, 10, 'relu', 20, 'relu', 30, 'relu', 40, 'relu', 50, 'relu', 2, 'softmax'), 'scce', adam(), x, y[:, 0], 10, 400)
 
