@@ -434,7 +434,7 @@ class Trainings:
             'Call torchEmber(model) in the program instead.')
         self.update_patches()
 
-    # ---- end of the recordings
+    # ---- stop recording
 
     def stop(self, error=None):
         "Stop recording: uninstall the patches and end the runs. If nothing was recorded, show the reason. `error`: exception that ended the program."

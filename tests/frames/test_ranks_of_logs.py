@@ -97,7 +97,7 @@ def test_empty_logs(tmp_path):
     assert len(df)==9 and 'Of 2 ranks, rank 1 left no rows' in said and 'same batch' not in said
     write(tmp_path, (0, '', about(0)))
     df,said = merged(tmp_path)
-    assert len(df)==0 and 'rank 0, rank 1 recorded no rows' in said
+    assert len(df)==0 and 'rank 0, rank 1 left no rows' in said
 
 
 def test_of_different_lengths(tmp_path):

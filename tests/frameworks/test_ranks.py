@@ -255,7 +255,7 @@ def test_shards_that_do_not_add_up(ran):
         for f in (ran/d).glob('*sharded_2.rank0*'): shutil.copy(f, f.with_name(f.name.replace('sharded_2', 'half')))
     _,said = merged(ran, 'half')
     assert re.search(r'do not add up to the whole tensor. The first is .*: its shards together have \d+ elements, but the whole tensor has \d+', said)
-    assert 'rank 1 recorded no rows' in said
+    assert 'rank 1 left no rows' in said
 
 
 def test_the_same_batch(ran):

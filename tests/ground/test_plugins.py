@@ -121,7 +121,7 @@ def test_a_command_of_another_package_runs(site, tmp_path):
     assert 'Print the number of steps of a run.' in run(main, 'count', '--help', site=site).stdout
     assert 'count' in run(main, 'complete', 'zsh', 'co', site=site).stdout.split()
     got = run(main, 'silent', site=site)
-    assert got.returncode==2 and 'defines no silent_command' in got.stderr
+    assert got.returncode==2 and 'defines no function silent_command' in got.stderr
 
 
 def test_rules_of_another_package_run(site, tmp_path):

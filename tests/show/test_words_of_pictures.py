@@ -143,7 +143,7 @@ def test_an_unknown_value_names_the_nearest_meaning(t):
     "The error suggests the most similar known value. Giving one argument under two names is an error"
     for f,args,says in ((tree, ('sdt',), "Did you mean 'std'"), (tree, ('fc3',), "Did you mean 'fc"), (overview, ('mien',), "Did you mean .*'mine'"),
             (scalar_global_heatmap, ('outputt',), "Did you mean 'output'"), (scalar_global_heatmap, ('weight', 'sdt'), "Did you mean 'std'"),
-            (scalar_global_heatmap, ('fc3', 'weight'), "Did you mean 'fc"), (surface, ('unitss',), "no 'unitss' in this log")):
+            (scalar_global_heatmap, ('fc3', 'weight'), "Did you mean 'fc"), (surface, ('unitss',), "no statistic 'unitss' in this log")):
         with pytest.raises(ValueError, match=says): f(t, *args)
     with pytest.raises(TypeError, match='got ttype= twice'): scalar_line(t, ttype='weight', tt='weight')
     with pytest.raises(TypeError, match='surface needs a statistic'): surface(t)

@@ -30,7 +30,7 @@ tap_width = LIKE+head_width
 
 # %% ../../nbs/20_measure/01_head.ipynb #e53bc8d9
 # compiled code keeps the GIL while it measures a tensor of at most this many elements, which takes less than 0.1 ms.
-# Longer tensors are measured without the GIL by Python code, which costs about 0.2 ms during a training step
+# Longer tensors are measured by Python code that releases the GIL. This costs about 0.2 ms in a training step
 short = 1<<18
 
 def address_of(a):

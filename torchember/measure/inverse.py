@@ -23,7 +23,7 @@ def first_number(*values):
     return out
 
 def finite_only(x):
-    "Return only the finite numbers of `x`, with NaN in place of infinite numbers."
+    "Return `x` with only finite numbers: infinite numbers are replaced by NaN."
     return np.where(np.isfinite(x), x, np.nan)
 
 def mean_and_m2(c, n):

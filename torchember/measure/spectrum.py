@@ -87,7 +87,7 @@ def both_halves(gram):
     return gram.triu()+gram.triu(1).T
 
 def feature_gram(x, at):
-    "Return the Gram matrix of centred features (C, C), after the mean of each feature. `at`: dimension of the features."
+    "Return (mean of each feature, Gram matrix (C, C) of the features minus their means). `at`: dimension of the features."
     y = x.movedim(at, -1)
     n,C = x.numel()//x.shape[at],x.shape[at]
     shift = rough_mean(y)

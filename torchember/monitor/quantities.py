@@ -51,7 +51,7 @@ def reduce_to_stats(x, axis, module):
     "Reduce a tensor to mean and standard deviation of each channel."
     return channel_stats(x, axis)
 
-# reduction -> larger reduction with the same value in its result, so that no value is computed twice
+# reduction -> reduction to several values, one of which is the same, so that no value is computed twice
 contained = {reduce_to_means: reduce_to_stats}
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #0032403f

@@ -250,7 +250,7 @@ class Position:
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #50988191
 def line_of_custom(row):
-    "Return a custom row (of a user's statistic) as a JSON line. Return an empty line if a GPU's number is missing, or JSON cannot hold a value."
+    "Return a custom row (of a user's statistic) as a JSON line. Return an empty line if a number is not copied from the GPU yet, or JSON cannot hold a value."
     event,key,call,micro,dtype,stats = row
     try: return line_of({'event': event, 'key': list(key), 'call': call, 'micro': micro, 'dtype': dtype, 'stats': stats})+b'\n'
     except Exception: return b''
@@ -274,7 +274,7 @@ class StepSlots:
 
         Return the number of the copy, 0 if the step was not copied. `parts`: pairs of arrays, headers and summaries, as
         `Arena.take` returns them; `custom`: rows of `CustomRows`; `ts`: time of the first row; `over`: False if more rows of
-        this step will follow; `held`: True if the log does not get the step; `of_parts`: `tensor_key_in_step` a row -> columns about
+        this step will follow; `held`: True if the log does not get the step; `of_parts`: `tensor_key_in_step` of a row -> columns about
         its shard; `metadata`: marks, passes, and the numbers of earlier copies of this step.
         """
         parts = [(np.ascontiguousarray(h), v) for h,v in parts if isinstance(v, np.ndarray)]

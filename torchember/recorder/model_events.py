@@ -88,7 +88,7 @@ class PassEvents:
         # `wanted(phase, grad)`, set by an integration, returns True to record a pass. grad: True with gradients
         self.wanted = None
         self.modes = ModeFacts(self.calls.innermost, self.sources.parameters.known.note_modes)
-        self.extra_frames = 0 # extra frames of Python's recursion limit while the model runs
+        self.extra_frames = 0 # number by which Python's recursion limit is raised while the model runs
         self.numbers = {} # tensor type -> `PassNumbers` for this type, such as 'router' -> `Routers`
 
     def prepare(self, root, depth):

@@ -44,7 +44,7 @@ class Measured:
     ts:str # Local time of the step's first row
     marks:dict # name of a user's mark -> value of this column in each row
     many_passes:dict # Phase -> True if the step had several passes of this phase
-    parts:dict # `tensor_key_in_step` a row -> columns about the shard of this row
+    parts:dict # `tensor_key_in_step` of a row -> columns about the shard of this row
     norms:list|None = None # Result of `StepScalars.ask`, to compute the gradient norms of a finished step, or None
 
     def __len__(self): return len(self.snapshot)+len(self.custom)

@@ -132,7 +132,7 @@ class LocalShards:
     def __init__(self, ranks, notices):
         # ranks: `capture.ranks.Ranks`; None for a single process, and after an error
         self.ranks,self.notices = ranks,notices
-        self.columns = {} # `tensor_key_in_step` a row -> columns about the shard of this row
+        self.columns = {} # `tensor_key_in_step` of a row -> columns about the shard of this row
 
     def local(self, state, key, call:int, x) -> torch.Tensor:
         "Return the local part of a tensor, this rank's shard, and store the columns that describe it. `key`: argument of `one_row`."

@@ -340,7 +340,7 @@ class HeatmapCells:
         return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, self.by)
 
     def row_of(self, label, step):
-        "Return the row of a tensor at a step, or None if there is none. Replace an unknown label by the first tensor."
+        "Return the row of a tensor at a step, or None. If no tensor has the chosen label, use the first tensor."
         rows,labels = self.cells()[0],self.labels()
         found = rows[(rows['label']==(label if label in labels else labels[0])) & (rows['step']==step)]
         return found.iloc[0] if len(found) else None

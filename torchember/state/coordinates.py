@@ -64,7 +64,7 @@ class Slopes:
         return min((s for l,s,q in self.known if l==layer and q==quantity and s), default=None)
 
     def slope(self, layer, step, quantity) -> float:
-        "Return the slope for a layer, step and quantity, or NaN if the slope is unknown."
+        "Return the slope of log size over log width for a layer, step and quantity. NaN if the slope is unknown."
         return self.known.get((layer, step, quantity), (math.nan,))[0]
 
     def own(self, layer, step, quantity, against, may_shrink=1.) -> float:

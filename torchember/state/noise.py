@@ -51,7 +51,7 @@ class PairMean:
 
     @property
     def cov(self):
-        "Covariance matrix of the average, estimated from the spread of the pairs. NaN if there are fewer than two pairs."
+        "Covariance matrix of the mean over all pairs, estimated from the differences between pairs. NaN for fewer than two pairs."
         if self.count<2: return np.full((2, 2), np.nan)
         return self.spread/(self.weight-self.weight2/self.weight)*self.weight2/self.weight**2
 

@@ -289,7 +289,7 @@ class JaxRecorder:
         found,(first,last),noted = self.watching.pop_measurements(),self.states.pop_measurements(),self.current.noted
         new = [s.key.where for f in found if f.notes is not self.notes for s in f.notes]
         self.places.find_paths([w.model for w in new])
-        # learn module names from notes, because JAX does not run the Python code of a function that was already traced
+        # get module names from `TagNote`s, because JAX does not run the Python code of a function that was already traced
         for w in new: self.display.learn(self.places(w))
         if found: self.notes = found[-1].notes
         if not self.reporter.begun: self.reporter.begin(first+last)

@@ -264,7 +264,8 @@ class MeasuringTrace(Trace):
             with take_current_trace() as t: form[:] = [t.process_shard_map(primitive, fun, xs, **params)]
             return [*form[0]]
         out = self.compiled(None, bind_shard_map, args, True)
-        return form[0].update(out) if hasattr(form[0], 'update') else out # some versions of JAX return a tree object in `form[0]`
+        # in some versions of JAX, `form[0]` is a tree object, whose method `update` rebuilds the outputs
+        return form[0].update(out) if hasattr(form[0], 'update') else out
 
     def tapped(self, x, tag):
         "Measure a tapped (tagged) value outside of compiled functions. Return the value."

@@ -564,7 +564,7 @@ def write_all(run, plan, side, out, n, start, call, to):
     store(run+8*CHANGED, 0)
     hold(out, n)
     done = write_rows(run, load(plan+8*first), out, n, start, call, to)
-    # set 0, because Python code will store the shapes of these tensors
+    # set the flag to 0, because Python code will store the shapes of these tensors
     if done!=DONE or start>0: store(known, 0)
     elif load(known)==0 or load(run+8*CHANGED)==1:
         note_shapes(run, load(plan+8*TRACK), load(run+8*attribute), load(plan+8*(first+1)), out, n)

@@ -726,7 +726,7 @@ function fillHealth() {
   if (wrong.length > fewFindings) section.append(fold(`and ${whole(wrong.length - fewFindings)} more`, listOf(wrong.slice(fewFindings))))
   if (notes.length) section.append(fold(count(notes.length, 'note'), listOf(notes)))
   if (h.more) section.append(make('p', { textContent: `${whole(h.more)} more: diagnose(run) has all.` }))
-  const unseen = h.unseen?.length ? ` Not checked: ${h.unseen.map(([what, how]) => `${what} (${how})`).join('; ')}.` : ''
+  const unseen = h.unseen?.length ? ` Not checked: ${h.unseen.map(([what, how]) => `${what} (to record: ${how})`).join('; ')}.` : ''
   if (h.looked) section.append(make('p', { textContent: `${wrong.length ? '' : 'No problem found. '}${h.looked}.${wrong.length ? '' : unseen}` }))
   section.append(...h.failed.map(s => make('p', { textContent: s })))
 }
