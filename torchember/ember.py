@@ -122,7 +122,7 @@ class RecordedRun:
         self.t.unmark(*names)
 
     def log_model(self): # This `torchEmber`
-        """Log the model: record all weights and their gradients now, in the current step.
+        """Log the model: record all weights and gradients now, in the current step. Updates, optimizer states and buffers only if in `ttypes`.
 
         Returns:
             This `torchEmber`
@@ -294,7 +294,7 @@ class ArmedModel(RecordedRun):
         return self
 
     def disarm(self): # The model
-        """Disarm the model: stop recording, and restore every module. Does nothing if the model is not being recorded.
+        """Disarm the model: stop recording, restore every module, and write all rows to the log. Does nothing if the model is not being recorded.
 
         Returns:
             The model

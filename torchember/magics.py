@@ -17,7 +17,7 @@ def names_used(code):
     return list(dict.fromkeys(o.id for o in ast.walk(code) if isinstance(o, ast.Name)))
 
 def names_in_function(f):
-    "Return the global names in a code object, and in the functions defined inside of this code object."
+    "Return the global names and attribute names in a code object, and in the functions defined inside of this code object."
     inner = [c for c in f.co_consts if isinstance(c, types.CodeType)]
     return [*f.co_names, *(n for c in inner for n in names_in_function(c))]
 

@@ -143,7 +143,7 @@ def report_method(input, dim=None, *args, **more):
 
 # %% ../../nbs/10_capture/50_attention.ipynb #70de1df0
 def find_global_references(functions) -> list:
-    "Find the global variables of all imported Python modules that refer to the given functions. Return (Python module, name, function)."
+    "Find global variables that refer to the functions, in all modules except compilers and torchember. Return (module, name, function)."
     wanted,found = {id(f) for f in functions},[]
     for name,m in list(sys.modules.items()):
         if not isinstance(m, types.ModuleType) or name.startswith((*modules_of_compilers, 'torchember', '__mp_main__')): continue
@@ -155,7 +155,7 @@ class Replacements:
     def __init__(self): self.functions,self.methods = {},{}
 
     def make(self, functions, methods):
-        """Make replacements of torch functions, in all Python modules that imported them, and of tensor methods.
+        """Make replacements of torch functions, in the modules of `find_global_references`, and of tensor methods.
 
         `functions`: function of torch -> its replacement; `methods`: name of a method -> its replacement.
         """
@@ -166,7 +166,7 @@ class Replacements:
         for n,ours in methods.items(): setattr(torch.Tensor, n, ours)
 
     def undo(self):
-        "Undo the replacements: restore torch's functions and methods, but not methods that other code has replaced since."
+        "Undo the replacements: restore torch's functions and methods, except those that other code has replaced since."
         of_torch = {id(ours): f for f,ours in self.functions.items()}
         for m,n,ours in find_global_references(self.functions.values()): setattr(m, n, of_torch[id(ours)])
         for ours in of_torch: script_table().pop(ours, None)

@@ -13,9 +13,9 @@ from .private_torch import is_wrapped, never_compile
 
 # %% ../../nbs/10_capture/30_backward.ipynb #fbe91981
 def hook_gradients(named, report, place=None, again=False, key=None, ttype='output_grad'):
-    """Hook the gradients of tensors: register hooks that call `report(tname, gradient)` in the backward pass. Return removable handles.
+    """Hook the gradients of tensors: `report(tname, gradient)` is called in the backward pass. Return the handles of hooks on leaf tensors.
 
-    Call `remove` of these handles after the pass, because leaf tensors are used in later passes, too.
+    Call `remove` of these handles after the pass, because leaf tensors are used in later passes, too. Without gradients, nothing is hooked.
     `named`: (tname, tensor) pairs; tensors that require no gradient are skipped. `again`: True if a checkpoint recomputes the forward. Then a
     tensor is skipped if it has a hook for this tname and `place` (a module). `key`, `ttype`: for compiled code, which cannot call `report`. There
     the hooks call the method `grads_arrived` of the object that belongs to `key`, with the tensor type `ttype`."""

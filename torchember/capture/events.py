@@ -46,7 +46,7 @@ class WantedTypesUnion:
         self.update()
 
     def update(self):
-        "Recompute the union of the tensor types that the listeners want, after a `WantedTypes` has changed."
+        "Recompute the union of the tensor types that compiled code must report to listeners, after a `WantedTypes` has changed."
         for f in ('inputs', 'outputs', 'input_grad', 'output_grad', 'attention'): setattr(self, f, any(w.compiled and getattr(w, f) for w in self.parts))
 
 # set of `WantedTypes` -> the `WantedTypesUnion` of this set, shared by modules with equal listeners

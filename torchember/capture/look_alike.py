@@ -31,7 +31,7 @@ def copy_code(forward, code):
 
 # %% ../../nbs/10_capture/14_look_alike.ipynb #84aa0a14
 def imitate_function(f, forward, is_bound, is_own):
-    """Make `f` imitate the replaced function: give it the same name, docstring, signature and code. Return `f`.
+    """Make `f` imitate the replaced function: give it the same name, docstring and signature, and a code object of its own. Return `f`.
 
     `forward`: the replaced function. `is_bound`: True if it is bound to the module. `is_own`: True if it is an attribute of the instance."""
     functools.update_wrapper(f, forward)

@@ -123,7 +123,7 @@ def shape_of_tensor(x):
     except RuntimeError: return None
 
 def remove_expanded_dims(x):
-    "Remove the dimensions along which a tensor was expanded: return a view of the elements that the user passed."
+    "Remove expanded dimensions of a tensor, or cut them to size 1 if they are not leading. Return a view of the elements that the user passed."
     repeated = [stride==0 and n>1 for stride,n in zip(x.stride(), x.shape, strict=True)]
     # number of leading dimensions that the broadcast has added; the next line removes these dimensions
     first = next((i for i,r in enumerate(repeated) if not r), len(repeated))
@@ -195,7 +195,7 @@ def is_distribution(x) -> bool:
     return bool((x>=0).all()) and bool(((x.sum(-1)-1).abs()<1e-3).all())
 
 def product_term(node, divergence=False):
-    """Return the `LossTerm` of a product, a target times a logarithm: a cross-entropy with soft or one-hot labels. None for another product.
+    """Return the `LossTerm` of a target times a logarithm: a cross-entropy with soft or one-hot labels, or a `kl_div`. None for another product.
 
     `divergence`: True if the product is subtracted from a constant, as in `kl_div`."""
     target,below = constant_of(node)
@@ -224,7 +224,7 @@ def label_selection_term(node, word):
 def read_indices(node):
     """Read the labels from an indexing node: return its last saved index tensor, such as `y` in `log_p[rows, y]`.
 
-    Return None for fewer than two index tensors."""
+    Return None for fewer than two index tensors, or if the last one is a boolean mask."""
     some = [i for i in saved(node, 'indices') or () if isinstance(i, torch.Tensor)]
     return some[-1].detach() if len(some)>1 and not some[-1].is_floating_point() and some[-1].dtype!=torch.bool else None
 

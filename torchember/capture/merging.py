@@ -98,7 +98,7 @@ def copy_node_metadata(node):
     return {k: v for k,v in node.meta.items() if k!='eager_input_vals'}
 
 def merge_group(graph, group, merged):
-    "Merge a group of calls into two calls: `merged.first` in place of the first call, and `merged.last` in place of the last call."
+    "Merge a group of calls: put `merged.last` in place of the last call and, if a call reports a module, `merged.first` in place of the first."
     calls,xs,keys,events = [operator_call(node) for node in group],{},{},[]
     first,last,token = group[0],group[-1],group[0].args[0] if group[0].target is with_effects else None
     for called,(tensors,key,*rest) in calls:

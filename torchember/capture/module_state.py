@@ -67,7 +67,7 @@ class PendingGradients:
 KEY = '_torchember' # key of a `Patch` in the `__dict__` of its module
 
 def parameters_and_children(module):
-    "Return the names of a module's own parameters, and the ids of its children, to detect when one of them is added, removed or replaced."
+    "Return the names of a module's own parameters and the ids of its children, to detect changes. None for a `ScriptModule`, which cannot change."
     # a `ScriptModule` is excluded: it cannot change, and each access to its children creates objects with new ids
     if isinstance(module, torch.jit.ScriptModule): return None
     return *module._parameters, *map(id, module._modules.values())

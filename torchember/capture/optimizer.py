@@ -209,7 +209,7 @@ class OptimizerWatch:
         self.scaler_step = replace_step(scaler, self.run_scaler_step) if self.attached and scaler is not None else None
 
     def detach(self):
-        "Detach this watch: remove all hooks, and restore the original `step` of wrappers and scaler."
+        "Detach this watch: remove all hooks, and restore each original `step`, unless other code has replaced torchember's `step`."
         self.attached = False
         self.use_scaler(self.scaler)
         while self.handles: self.handles.pop().remove()
@@ -218,7 +218,7 @@ class OptimizerWatch:
     busy = property(lambda self: bool(self.wrappers) or self.open.any(), doc="True if a step of an optimizer is running.")
 
     def begin(self, o, args, kwargs):
-        "Report that a step of `o` begins. Return new arguments for `step`, with a wrapped closure, or None to keep the arguments."
+        "Report that a step of `o` begins; without a closure, that its gradients are ready. Return new arguments with a wrapped closure, or None."
         if not self.open.begin(o): return None
         new = wrap_closure(args, kwargs, lambda: self.gradients_ready(o, False))
         if new is None: self.gradients_ready(o)
@@ -246,7 +246,7 @@ class OptimizerWatch:
         if self.attached: self.listener.step_begins(o)
 
     def note_step(self, o):
-        "Note a step of a trainer that does not call `o.step`: report its end. Call this method after the weights have changed."
+        "Note a step of a trainer that does not call `o.step`: report its gradients, then its end. Call this after the weights have changed."
         if not self.attached: return
         self.gradients_ready(o, False)
         self.note_end(o)

@@ -128,7 +128,7 @@ def function_call_in(frame):
     return None if function is None or recomputes(function) else (weakref.ref(ctx),)
 
 def function_context_in(frame):
-    "Return the context `ctx` of the autograd Function in a frame: the first argument of a running `forward`. Else return None."
+    "Return the first argument of a `forward` that a frame runs: the context `ctx`, if it is the forward of an autograd Function. Else return None."
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_name=='forward' and code.co_argcount else None
 
@@ -146,7 +146,7 @@ def enclosing_call():
     return next((found for frame in running_frames() if (found := function_call_in(frame)) is not None), None)
 
 def in_training_function():
-    """Return True inside the forward of a training Function: an autograd Function that needs gradients.
+    """Return True inside the forward of a training Function (an autograd Function that needs gradients), or in a backward pass.
 
     `torch.is_grad_enabled` is False in its forward."""
     if running_backward()!=-1: return True
@@ -215,7 +215,7 @@ def leaves_below(node, most=16):
         else: todo += [below for below,_ in n.next_functions]
 
 def writes_gradients() -> bool:
-    "Return True if the running backward pass writes gradients to `.grad`. Return False in `torch.autograd.grad`. Call this in a hook."
+    "Return True if the running backward pass writes gradients to `.grad`, or if this is unknown. False in `torch.autograd.grad`. Call in a hook."
     any_leaf = False
     for n in leaves_below(running_node()) if will_execute is not None else ():
         any_leaf = True
@@ -418,7 +418,7 @@ def is_operation(node):
     return isinstance(node.target, torch._ops.OpOverload)
 
 def is_barrier(node):
-    "Return True if an FX node is a barrier, because it may write in place or call a graph: torchember's calls must stay before it."
+    "Return True if an FX node is a barrier: it may write in place, call a graph, or is torchember's own. Earlier calls must stay before it."
     if isinstance(node.target, torch._ops.HigherOrderOperator): return True
     return is_operation(node) and (node.target.namespace=='torchember' or bool(operation_arguments(node.target).written))
 
@@ -464,7 +464,7 @@ norm_clipper = getattr(private('torch.nn.utils.clip_grad._clip_grads_with_norm_'
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch38
 def shared_store():
-    "Return the shared key-value store of the default process group, or None. Works in all versions of torch."
+    "Return the shared key-value store of the default process group, which must be initialized. None if this version of torch hides the store."
     get = private('torch.distributed.distributed_c10d._get_default_store', None, 'each process names its run by its own clock: give a name')
     return None if get is None else get()
 

@@ -125,7 +125,7 @@ class RunLog:
 
 # %% ../../nbs/95_cli/40_steps.ipynb #69a40d17
 def find_logs(name, home):
-    "Find the logs of a run: return a `RunLog` for each process. Raise FileNotFoundError if the run does not exist."
+    "Find the logs of a run: return a `RunLog` for each process. Raise FileNotFoundError for an unknown run, ValueError if it is not local."
     from torchember.frames.handle import open_run
     run = open_run(name, home)
     found = [RunLog(s.name, s.path, s.path.parent.parent/'data') for s in run.logs.values()]

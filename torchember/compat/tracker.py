@@ -66,7 +66,7 @@ def stash_hist(
     tensor, # Any tensor
     min_exp:int=-16, max_exp:int=16 # First and last exponent that have a count of their own
 ) -> dict: # Dict {'exp_hist': {'hist': list of counts, 'bins': list of exponents}}
-    """Stash a histogram: count the elements by binary exponent. The first count includes all smaller exponents, the last all larger.
+    """Stash a histogram: count elements by binary exponent. The first count has zeros and smaller exponents, the last infinities and larger ones.
 
     Args:
         tensor: Any tensor
@@ -191,7 +191,7 @@ def check_arguments(offload_type, offload_inc, init_step, stash_value, name, hom
         raise FileExistsError(f"The run {name!r} already exists in {folder('torchember', home)}. Choose another name=.")
 
 def compile_pattern(pattern, what): # what: name of the argument, for messages
-    "Compile one or several regular expressions for module names. Return a class or `Selection` unchanged. Raise ValueError otherwise."
+    "Compile regular expressions for module names. Return None, a class, function or `Selection` unchanged. Raise ValueError for an invalid pattern."
     if pattern is None or isinstance(pattern, Selection|type) or callable(pattern): return pattern
     if isinstance(pattern, list|tuple|set):
         parts = [compile_pattern(p, what) for p in pattern]

@@ -21,7 +21,7 @@ def to_list(value):
     return list(value) if isinstance(value, list|tuple|set|frozenset|range) else [value]
 
 def to_python(value):
-    "Convert arrays and scalars of numpy, pandas or torch to Python numbers and lists. Return other values unchanged."
+    "Convert arrays and scalars of numpy, pandas or torch to Python numbers and lists, also inside collections (which become lists) and slices."
     if isinstance(value, slice): return slice(*map(to_python, (value.start, value.stop, value.step)))
     if isinstance(value, list|tuple|set|frozenset): return [to_python(v) for v in value]
     return value.tolist() if hasattr(value, 'tolist') else value

@@ -124,7 +124,7 @@ class LogContents:
         return self
 
 def step_bounds(ranges):
-    "Return (smallest, largest) step of several ranges (first, last). Return (None, None) if a range is unknown."
+    "Return (smallest, largest) step of several ranges (first, last). Return (None, None) if a range is unknown, or if there are none."
     known = list(chain.from_iterable(ranges))
     return (None, None) if None in known or not known else (min(known), max(known))
 
@@ -217,8 +217,7 @@ def kinds_of_part(part):
     return {k: {kind if has_values[k] else None} for k,kind in part.kinds.items()}
 
 def inspect_unwritten(data, path):
-    """Inspect JSON lines that are still in memory. Return their segment, column kinds and layouts. `data`: the lines; `path`: file of the log.
-    `path`: file of the log."""
+    "Inspect JSON lines that are in memory. Return their segment in a list, column kinds and layouts. `data`: the lines; `path`: file of the log."
     [segment],kinds,layouts = inspect_lines(data, path, 0, Expected())
     return [replace(segment, more=data)], kinds, layouts
 

@@ -71,7 +71,7 @@ class ChunkReader:
         return self.steps_of(chunk)!=()
 
     def steps_of(self, chunk):
-        "Return the range (first, last) of a chunk's steps selected by the conditions; () for no step, None if the steps are unknown."
+        "Return the range (first, last) of a chunk's steps selected by the conditions; () if no row can match, None to read all steps."
         # no row matches if a column of a condition is missing or contains lists
         if any(self.every.get(c, 'list').startswith('list') for c in self.tested): return ()
         first,last = chunk.known

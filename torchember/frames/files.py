@@ -122,7 +122,7 @@ def read_parts(file, name): # file: binary file; name: name of the file for mess
     file = check_bounds(file, name)
     made = {} # make new placeholder classes for each file, because a pickle may set attributes of classes
     class Reader(pickle.Unpickler):
-        "Pickle reader (Unpickler) that replaces every class by a placeholder class."
+        "Pickle reader (Unpickler) that replaces each class of a pandas table by a placeholder class, and refuses all other classes."
         def find_class(self, module, what):
             "Return a placeholder class for a class named in the pickle."
             if (module, what) not in allowed: raise pickle.UnpicklingError(

@@ -118,7 +118,7 @@ class LogReader:
         return older_blocks(self.path) if is_older(self.path) else self.store.rows(after)
 
     def complete_file(self):
-        "Return (path, size in bytes) of the log if its file is complete. Return None if some rows are only in memory so far."
+        "Return (path, size in bytes) of the log if its file is complete. Return None if rows are only in memory, and for runs of torchember 0.2."
         if self.t is not None: return self.t.whole_file()
         return None if is_older(self.path) else self.store.complete_file()
 
@@ -244,14 +244,15 @@ class Run:
         return whole_model_paths(self.metadata('ranks'), self.metadata('structure'))
 
     def complete_file(self):
-        "Return (path, total size of all logs in bytes) if the files are complete. Return None if some rows are only in memory so far."
+        "Return (path, total size of all logs in bytes) if the files are complete. None if rows are only in memory, and for runs of torchember 0.2."
         files = [log.complete_file() for log in self.logs.values()]
         return None if None in files else (self.path, sum(size for _,size in files))
 
     def table(self, choice=None, columns=None, per_rank=False, label=False):
         """Read the rows of the run as a table. Merge rows of several ranks into rows of the whole model and batch, unless `per_rank`.
 
-        `choice`: `Choice` of rows. `columns`: columns that the caller needs; the table may have more. `label`: add a column with the name of the run."""
+        `choice`: `Choice` of rows. `columns`: columns that the caller needs; the table may have more. `label`: add a column with the name of the run.
+        A run that was given as a table is returned unchanged, without selecting rows."""
         if self.given is not None: return self.given
         choice = choice or Choice()
         df = self.log.table(choice, columns) if not self.is_ranked else self.table_per_rank(choice, columns) if per_rank else self.merged_table(choice)

@@ -139,7 +139,7 @@ def try_describe_log(name, place):
             problem=printable(explain(path, e)))
 
 def explain(path, error):
-    "Explain an error in the file `path`: return the text for the column `problem`."
+    "Explain an error in the file `path`, for the column `problem`: return a text, or a ValueError or OSError unchanged."
     if not is_url(path) and os.path.islink(path) and not os.path.exists(path):
         return f"{path} is a link to a file that does not exist."
     return error if isinstance(error, ValueError|OSError) else f'{type(error).__name__}: {error}'

@@ -139,7 +139,7 @@ def wide(
     return pivot(rows_of_type(select_paths(df, path), ttype, stat), stat)
 
 def rows_of_type(df, ttype, stat):
-    "Return the rows of the tensor type `ttype` with a measured statistic `stat`."
+    "Return the rows of the tensor type `ttype` (None: the only type) with a measured statistic `stat`. Raise ValueError without such rows."
     types = list(df['ttype'].astype(object)[df[stat].notna().to_numpy()].unique())
     if ttype is None and len(types)>1:
         raise ValueError(f"several tensor types have the statistic {stat!r}: {printable(', '.join(types))}. "

@@ -106,7 +106,7 @@ class Target:
         return self.known[rel]
 
     def send(self, rel, piece):
-        "Write a file to the destination, and verify the copy. If the copy differs, try again once."
+        "Write a file to the destination, and verify the copy. If the copy differs, try again once, then raise StoreError."
         for _ in range(2):
             self.retry(lambda: self.write(self.path(rel), piece))
             if self.has(rel, piece.fingerprint): return
@@ -168,7 +168,7 @@ class LogLines:
         return self.end-len(data)+data.rfind(b'\n')+1
 
     def id(self, name):
-        "Return an id computed from the first line of the log. With this id, `sync` recognizes Parquet files from an interrupted `sync`."
+        "Return an id computed from the name and first line of the log, by which `sync` recognizes Parquet files from an interrupted `sync`."
         return hashlib.sha256(name.encode()+b'\n'+self.between(0, min(self.end, 1<<16)).partition(b'\n')[0]).hexdigest()[:32]
 
     def sha(self, start, end):
@@ -256,7 +256,7 @@ class Manifest:
         return {rel: since for rel,since in gone.items() if rel not in self.files and rel.startswith(self.folder)}
 
     def write(self, over, sent):
-        "Write the manifest if it has changed. Delete files that have not been in the manifest for a minute, as readers no longer need them."
+        "Write the manifest if it has changed. Delete files that left it a minute ago, or at any time if `over`: no reader needs them."
         gone = self.unlisted_files(over, sent)
         away = [rel for rel,since in gone.items() if over or time.time()-since>60]
         for rel in away: self.to.remove(rel)
@@ -305,7 +305,7 @@ class LogCopy:
         self.files[rel] = piece.fingerprint
 
     def send_parts(self, listing, theirs, lines, end, last):
-        "Send the local Parquet parts of the log, convert new lines to further parts, and send the list of parts."
+        "Send the local Parquet parts, then the other lines (as further parts if `parquet` is set, else as lines), and the list of parts."
         id = (listing or {}).get('id') or lines.id(self.name) if lines.first==0 else listing['id']
         parts = list((listing or {}).get('parts', ()))
         for p in parts: self.send_own_part(p)
@@ -431,7 +431,7 @@ def sync_runs(run, moving):
     return out
 
 def remove_moved(name, home, target):
-    "Read and verify all files of a run at the destination, then remove the local run."
+    "Verify all files of a run at the destination, then remove the local run. Raise OSError for a wrong file, ValueError for an active run."
     h = Home(home)
     for m in h.members(name):
         refuse_active_logs(h, m)
@@ -447,7 +447,7 @@ def remove_moved(name, home, target):
 
 @contextmanager
 def sync_lock(h, name, target):
-    "Lock a log for the `with` block. If another process on this machine is copying the log, wait for this process first."
+    "Lock a log for the `with` block. Wait for another process that copies it. Raise BlockingIOError after `patience` seconds."
     try: f = open(h.log/f'.{name}.sync', 'ab')
     # continue without a lock, because the disk is not writable
     except OSError: yield; return

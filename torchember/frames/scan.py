@@ -59,7 +59,7 @@ def merge_columns(each, marks, several):
     return {k: kinds[k] for k in column_order(kinds, marks)}
 
 def select_fields(fields, columns):
-    "Return the requested columns in order, as a dict: column -> kind. Raise ValueError for an unknown column. `fields`: all columns."
+    "Return the requested columns and `run`, if it exists, as a dict: column -> kind. Raise ValueError for an unknown column. `fields`: all columns."
     if columns is None: return fields
     if callable(columns): return {k: kind for k,kind in fields.items() if k=='run' or columns(k)}
     asked = to_list(columns)
@@ -104,7 +104,7 @@ def polars_frame(rows):
     plugins = needs('polars.io.plugins', for_="scan(engine='polars')", package='polars')
     schema = polars_table(pl, rows.schema.empty_table()).schema
     def batches(columns, condition, most, size):
-        "Yield a batch of rows, an Arrow table, for each chunk that may have matching rows."
+        "Yield the matching rows as a Polars DataFrame, for each chunk that may have some."
         names = list(schema) if columns is None else columns
         used = names if condition is None else list(dict.fromkeys([*names, *condition.meta.root_names()]))
         known = [] if condition is None else [c for c in conjuncts(condition)

@@ -110,7 +110,7 @@ def how_to_record(stat):
     return ''
 
 def known_quantities(name):
-    "Return a dict of all quantities that a `Monitor` can compute: name -> class. Return {} without torch, or if `name` is no quantity."
+    "Return a dict of all quantities that a `Monitor` can compute: name -> class. Return {} without torch, or if `name` has no capital at the start."
     if not name[:1].isupper() or find_spec('torch') is None: return {}
     from torchember.monitor import multi_step # noqa: F401
     from torchember.monitor.quantities import classes
@@ -124,7 +124,7 @@ def not_recorded(stat, known, what='statistic'):
         else '')
 
 def select_columns(df, columns):
-    "Return the requested column names as a list, beginning with 'run' if `df` has this column. Raise ValueError for an unknown column."
+    "Return the requested column names as a list. Add 'run' at the start if `df` has it and it is not requested. Raise ValueError if one is unknown."
     columns = as_names(columns)
     for c in columns:
         if c not in df: raise ValueError(not_recorded(c, list(df.columns), 'column'))
@@ -139,7 +139,7 @@ text_columns = ('run', 'path', 'module', 'ttype', 'tname', 'pname', 'dtype', 'ph
 count_columns = ('call', 'micro', 'backward', 'rank', 'exponent_min', 'gscale')
 
 def clean_types(df):
-    "Drop rows without a step or tensor type. Replace each value that is not a text (in name columns) or not a number (in statistics)."
+    "Drop rows without a step or tensor type, and tensor rows without a path or tensor name. Replace values of the wrong type in other columns."
     changed = {c: keep_only_types(df[c], str) for c in text_columns
         if c in df and (df[c].dtype==object or c in ('pname', 'phase') and df[c].dtype.kind in 'iufb')}
     changed |= {c: to_numbers(df[c], c) for c in {*derived, 'ratio', *bad, *count_columns}
@@ -155,7 +155,7 @@ def clean_types(df):
     return df if df['step'].dtype.kind=='i' else df.assign(step=df['step'].astype('int64'))
 
 def is_whole_step(s):
-    "Return True if `s` is a valid step number: an int, or a float or numpy number with a whole value."
+    "Return True if `s` is a valid step number: a whole number from 0 to 2**53 (an int, float or numpy number, but no bool)."
     if isinstance(s, bool) or not isinstance(s, int|float|np.number): return False
     return s==s and abs(s)<2**53 and s==int(s) and is_step(int(s))
 
@@ -178,7 +178,7 @@ def to_numbers(column, name):
     return numbers.fillna(0).astype('int64') if name in bad else numbers
 
 def has_vectors(column):
-    "Return True if a column contains vectors: lists, tuples or arrays. Only the first value is checked."
+    "Return True if a column contains vectors: lists, tuples or arrays. Only the first value that is not missing is checked."
     if column.dtype.kind!='O': return False
     at = column.first_valid_index()
     return at is not None and isinstance(column.dropna().iloc[0], list|tuple|np.ndarray)

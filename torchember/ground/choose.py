@@ -56,7 +56,7 @@ def kinds_of(module) -> tuple:
 
 # %% ../../nbs/05_ground/30_choose.ipynb #71d7ef7b
 def select_by_string(s):
-    "Return a function that selects modules by a path that matches the glob `s`. If no path matches, the function selects the class named `s`."
+    "Return a function that selects modules by a path that matches the glob `s`, else modules of the class `s`. It raises ValueError if none match."
     def find_ids(pairs):
         "Return the `id` of each selected module. `pairs`: (path, module) of all modules."
         found = {id(m) for p,m in pairs if p==s or fnmatchcase(p, s)} or {id(m) for _,m in pairs if s in kinds_of(m)}
@@ -188,7 +188,7 @@ def schedule_of_text(when):
 
 # %% ../../nbs/05_ground/30_choose.ipynb #3ee9a2db
 def schedule(when) -> Schedule:
-    """Convert `when`, such as 10 or '60s', to a `Schedule` that selects the steps to record. Raise TypeError if `when` cannot be converted.
+    """Convert `when`, such as 10 or '60s', to a `Schedule` of steps to record. Raise TypeError for a wrong type, ValueError for a wrong value.
 
     when: whole number n (every n steps), function of the step, string 'linear(5, 2)', time '60s' (units ms, s, min, h), or a `Schedule`"""
     if isinstance(when, Schedule): return when
@@ -258,7 +258,7 @@ def log_spaced(
     """
     check_whole('log_spaced', 'n', n, 1)
     def keep(s):
-        "Return True to keep (record) the step `s`: it is one of the evenly spaced points on the logarithmic axis, as a whole number."
+        "Return True to keep (record) the step `s`: it is 0, or a rounded point of the evenly spaced points on the logarithmic axis."
         if s<1: return s==0
         k = math.floor(math.log10(s)*n + 1e-9)
         return any(round(10**(j/n))==s for j in (k-1, k, k+1))

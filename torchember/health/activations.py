@@ -30,7 +30,7 @@ def feeding_layer(h, s, far=6):
     return None
 
 def is_fed_below_zero(h, s, at):
-    """Return True if a module is fed by outputs that were never above zero since the step with index `at`.
+    """Return True if a module is fed by outputs without a value above zero, in at least half of the steps since the step with index `at`.
 
     If so, a ReLU made the zeros of the input `s`. Otherwise the input may be a recurrent state that begins with
     zeros.
@@ -69,7 +69,7 @@ def find_zeros(h, ss):
 zero_range_activations = 'ReLU', 'ReLU6', 'Threshold', 'Hardtanh', 'Softshrink', 'Hardshrink', 'Hardswish', 'Hardsigmoid', 'SquaredReLU'
 
 def find_nearly_dead(h, share):
-    "Yield a finding for each nearly dead layer: nearly all its units always return zero. `share`: required fraction of zeros in the output."
+    "Yield a finding about the first nearly dead layer: nearly all its outputs stay zero until the end. `share`: required fraction of zeros."
     for s in h.series('output'):
         if 'zero_frac' not in s or not any(r in h.activation(s) for r in zero_range_activations): continue
         at = find_lasting_start(s['zero_frac']>=share)
@@ -92,7 +92,7 @@ def flag_nonpositive(s):
     return abs(s['abs_mean']+s['mean'])<=1e-6*s['abs_mean'] if 'abs_mean' in s and 'mean' in s else np.zeros(len(s), bool)
 
 def find_dead_by_gradient(h):
-    """Find a dead layer by its gradients: all are zero, and all outputs are below zero. Return a list with one finding, or an empty list.
+    """Find a dead layer by its gradients: all are zero, and no output is above zero. Return a list with one finding, or an empty list.
 
     A ReLU after such a layer is dead. If the ReLU is a function in the model's code, its outputs are not recorded.
     """

@@ -93,7 +93,7 @@ def list_findings(found, most):
     return out or ['No problem found.']
 
 def escape_text(text, most=500):
-    "Escape the characters of a text that have a meaning in Markdown. Return one line of at most `most` characters."
+    "Replace characters of a text that have a meaning in Markdown. Return one line, cut to `most` characters before the replacement."
     return printable(' '.join(str(text).split()), most).replace('|', '/').replace('<', '(').replace('#', 'no. ')
 
 def layer_table(h):

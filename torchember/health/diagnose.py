@@ -25,7 +25,7 @@ from .rules import Rule, known_rules, statistics_from
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #4954dc66
 def find_rule(rule):
-    "Find a rule by its name, or turn a function into a `Rule`. For an unknown name, raise an error that lists all rules."
+    "Find a rule by its name, or turn a function into a `Rule`. Raise ValueError for an unknown name, TypeError for another type."
     if isinstance(rule, Rule): return rule
     if callable(rule): return Rule(rule)
     rules = known_rules()
@@ -108,7 +108,7 @@ wanted_types = {
     'buffer': ('running statistics of BatchNorm', lambda h: any('BatchNorm' in (k or '') for k in h.kinds.values()))}
 
 def find_missing_statistics(h, rules) -> list:
-    "Find missing statistics that rules need to check the run. Return a list of (names of these rules, code that records the statistic)."
+    "Find missing statistics that rules need. Return a list of (phrase that names the rules and the statistic, code that records the statistic)."
     columns,out,seen = {c for s in h.all[:1] for c in s.rows.columns},{},{s.ttype for s in h.all}
     has = lambda stat: any(columns.issuperset(group) for group in statistics_from.get(stat, ((stat,),)))
     for r in rules:

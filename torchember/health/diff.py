@@ -171,7 +171,7 @@ def find_missing(pairs):
     return [f"{t} {printable(n, 60)} of {f'`{printable(p, 60)}`' if p else 'the model'}" for p,t,n,_ in pairs.alone[0]]
 
 class Difference:
-    """The result of `diff`. `bool(result)` is True if the runs differ, and `repr(result)` describes the first difference.
+    """The result of `diff`. `bool(result)` is True if a value differs by more than rounding, and `repr(result)` describes the first difference.
 
     names: names of the two runs
     table: table of all compared rows, see `difference_table`

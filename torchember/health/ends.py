@@ -37,7 +37,7 @@ def recording(h):
         if str(r.get('over')).lower() not in ('true', '1', '1.0'): yield finding_from_row(r)
 
 def finding_from_row(row):
-    "Return the finding stored in a row of the tensor type 'finding'. Any value may be missing, because another program may have written the row."
+    "Return the finding stored in a row of the tensor type 'finding'. The row must have a rule, a text and a step; other values may be missing."
     text = lambda k: v if isinstance(v := row.get(k), str) else None
     number = lambda k: int(v) if isinstance(v := row.get(k), int|float) and v==v and abs(v)<1e15 else int(row['step'])
     evidence = row['evidence'] if isinstance(row.get('evidence'), dict) else {}

@@ -102,7 +102,7 @@ def vanishing_gradient(h, depth=1e-5, over_time=1e-6, least=4):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #b4561a24
 def total_norms(gs):
-    "Return the total norm of all gradients in each step, as (step numbers, norms). Return None without gradients, or if all are zero."
+    "Return the total norm of the gradients `gs` (not empty), as (step numbers, norms). Leave out steps with norm 0. None if none are left."
     steps = np.unique(np.concatenate([s.steps for s in gs.values()]))
     square = np.zeros(len(steps))
     for s in gs.values():
@@ -192,7 +192,7 @@ def find_steep_loss(h, gs, steps, norm, steep):
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(by[k], steep, against=h.progress.is_good))
 
 def find_huge_start(h, gs, steps, norm, huge):
-    "Find a huge start: the norm of all gradients is huge at the start, and the loss does not fall. Return a finding, or None."
+    "Find a huge start: the norm of all gradients is huge at the start, and the run is harmed (see `is_harmed`). Return a finding, or None."
     start = plain_median(norm[:5])
     if start<=huge or not is_harmed(h): return None
     s = max(gs.values(), key=lambda s: typical_size(s, 0, .1))
@@ -203,7 +203,7 @@ def find_huge_start(h, gs, steps, norm, huge):
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
 def find_endless_growth(h, gs, steps, norm, jump):
-    "Find endless growth: gradients grow until the end, and the loss does not fall. Return a finding, or None."
+    "Find endless growth: the norm of all gradients stays far above its start until the end, and the run is harmed. Return a finding, or None."
     start = plain_median(norm[:5])
     i = max(find_true_tail(norm>jump*start), 3)
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
@@ -216,7 +216,9 @@ def find_endless_growth(h, gs, steps, norm, jump):
 @rule(severity='error', needs='weight_grad', stats='rms',
     after=('poor_scale', 'poor_input_scale', 'update_too_large', 'gradients_add_up', 'loss_spike', 'gradient_spike'))
 def exploding_gradient(h, jump=1000., depth=1e4, huge=1e3, steep=100.):
-    """Find gradients that grow from layer to layer or from step to step, and harm the loss
+    """Find gradients that grow from layer to layer or step to step, or are too large from the start
+
+    The finding is a 'warning' if the loss is not harmed
 
     jump: ratio of the gradient norm to the usual norm, above which a lasting jump is reported
     depth: ratio of the gradients (rms) in the first layers to those in the last layers, above which gradients explode

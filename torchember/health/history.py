@@ -114,7 +114,7 @@ class ModuleGraph:
         return [p for p in self.calls if p not in inner or p=='' and len(self.calls)==1]
 
     def position(self, path):
-        "Return the position (index) of a module in the order of calls. If it was not called, use the closest called parent module."
+        "Return the position (index) of a module in the order of calls, or of its closest called parent. Without one, return the number of calls."
         while path not in self.calls:
             if not path: return len(self.calls)
             path = path.rpartition('.')[0]

@@ -410,7 +410,7 @@ class OriginTracker(DispatchMode):
         return out
 
     def read(self, name, tensor, about, i):
-        """Read argument number `i` of the operation `name` before it runs. Return its values as a `Read`.
+        """Read a tensor argument of the operation `name` before it runs. Return a `Read`. `i`: number of the tensor among all tensors read.
 
         `about`: result of `operation_arguments`.
         """

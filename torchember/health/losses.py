@@ -30,11 +30,12 @@ def model_output(h):
 
 # %% ../../nbs/55_health/45_losses.ipynb #16c8c2e3
 def find_rise(p):
-    "Find the rise of a loss: return the index from which it is clearly above its lowest value."
+    "Find the rise of a loss: return the index from which it is clearly above its lowest value, or the index of this value without a rise."
     s = running_median(p.values)
     best = int(np.argmin(s[:max(1, len(s)*3//4)]))
     over = np.flatnonzero(s[best:]>s[best]+max(3*p.noise, .1*abs(s[best])))
-    return best+int(over[0]) if len(over) else best
+    # a value of the running median belongs to the middle of its window
+    return best+(int(over[0]) if len(over) else 0)+(len(p.values)-len(s))//2
 
 def rises_steadily(p):
     "Return True if a loss has risen steadily since the first step."
@@ -192,7 +193,7 @@ def is_still_falling(p, guess, part=.01, trend=-3.):
     return p.fell>=part and p.end<guess*(1-part) and rank_trend(late)*math.sqrt(len(late))<trend
 
 def has_changed_enough(h, least=.01):
-    "Return True if a weight has changed by at least the fraction `least` of its rms. If not, the training is too short to judge the loss."
+    "Return True if a weight changed by the fraction `least` of its rms, or if no weight can be compared. False: the training is too short."
     trained = [w for k,w in h.weights.items() if k in h.grads and len(w)>1 and h.is_matrix(k, w) and w.rms[0]>0]
     moves = [finite_max([abs(w[c][-1]-w[c][0])/w.rms[0] for c in ('max', 'min', 'mean', 'std') if c in w]) for w in trained]
     return not trained or bool(finite_max(moves)>=least)
@@ -373,7 +374,7 @@ def count_different(ins):
     return max(map(len, first.values()))
 
 def held_out_losses(h):
-    "Return the logged losses with val, test or eval in their names: losses on data that are not training data."
+    "Return the logged losses on other data than training data: at least four values, and 'loss' and val, test or eval in the name."
     return [n for n in h.logged if any(w in n.name.lower() for w in ('val', 'test', 'eval')) and 'loss' in n.name.lower() and len(n)>=4]
 
 # %% ../../nbs/55_health/45_losses.ipynb #97e4d3bf

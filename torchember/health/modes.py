@@ -177,7 +177,7 @@ def find_missing_train_call(h, least=5):
 
 # %% ../../nbs/55_health/42_modes.ipynb #f7ff8a81
 def begins_with_zeros(h, s):
-    """Return True if a tensor begins with zeros in each evaluation, as a recurrent state such as the states of an RNN does.
+    """Return True if a tensor begins with zeros in most evaluations, as a recurrent state such as the states of an RNN does.
 
     Such a tensor is an input of only zeros, while another input is not zero, or it is a further output of this
     module.

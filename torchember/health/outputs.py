@@ -62,7 +62,7 @@ def weights_hardly_change(h, steps, still=2e-5):
     return True
 
 def find_no_gradient(h, share, least):
-    "Find steps with no gradient: all are zero. Return (numbers of these steps, number of steps with gradients), or None if they are too few."
+    "Find steps with only zero gradients. Return (their numbers, number of recorded steps), or None for too few, or if the weights change in them."
     steps,zero = all_zero_steps(h)
     if len(steps)<least or zero.mean()<=share or not weights_hardly_change(h, steps[zero]): return None
     return steps[zero], len(steps)

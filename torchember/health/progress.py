@@ -25,7 +25,7 @@ def estimate_noise(values):
 
 # %% ../../nbs/55_health/05_progress.ipynb #2e03d264
 def running_median(v, n=5):
-    "Return the running median of a curve, with a window of `n` values."
+    "Return the running median of a curve, shorter by `n-1` values. Return a curve with fewer than `n` values unchanged."
     if len(v)<n: return v
     return np.median(np.lib.stride_tricks.sliding_window_view(v, n), axis=1)
 

@@ -17,7 +17,7 @@ def list_drift_steps(steps, most=5):
     return f"step{'s'*(len(steps)>1)} {', '.join(map(str, steps[:most]))}{', ...' if len(steps)>most else ''}"
 
 def find_period(at):
-    "Find the period of step numbers: the distance between neighbours in `at`, if it is constant and at least 2. Return None otherwise."
+    "Find the period of three or more step numbers: the distance between neighbours in `at`, if it is constant and at least 2. Else return None."
     gaps = set(np.diff(at).tolist())
     return gaps.pop() if len(at)>2 and len(gaps)==1 and min(gaps)>1 else None
 

@@ -57,7 +57,7 @@ class Jumps:
 def lost_progress(h, step, stays=3):
     """Return the progress lost if weights were replaced before the step `step`: (loss before, loss after, lost fraction of the progress).
 
-    Return None if the loss does not show that progress is lost for at least `stays` steps.
+    The fraction is about 0 or negative if nothing is lost. Return None for too few values, an unclear loss, or a loss that hardly fell before.
     """
     p = h.progress
     before,after = p.values[p.steps<step][-15:],p.values[p.steps>=step][:stays]
@@ -76,7 +76,7 @@ def find_replaced(h, times, largest, least):
     return found
 
 def find_first_values(h):
-    "Find the steps at which all trained weights have their first values again (values of the first step). Return the step numbers."
+    "Find the steps at which all trained weight matrices have their first values again (values of the first step). Return the step numbers."
     ws = [w for k,w in h.weights.items() if k in h.grads and len(w)>6]
     masks = [np.all([w[c]==w[c][0] for c in ('mean', 'std', 'max', 'min') if c in w] or [np.zeros(len(w), bool)], axis=0) for w in ws]
     back = [set(w.steps[1:][m[1:] & ~m[:-1]].tolist()) for w,m in zip(ws, masks, strict=True) if h.is_matrix((w.path, w.pname), w)]

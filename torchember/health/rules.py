@@ -63,7 +63,7 @@ class Rule:
         return Rule(self.f, self.severity, self.needs, self.after, self.thresholds|thresholds, self.stats)
 
     def __call__(self, history) -> list:
-        "Return the findings of this rule about a run. Add the name and the severity of the rule to each finding. `history`: a `History`."
+        "Return the findings of this rule about a run. Add the rule's name and severity to findings that have none. `history`: a `History`."
         found = list(self.f(history, **self.thresholds) or ())
         for f in found:
             f |= dict(rule=f['rule'] or self.name, severity=f['severity'] or self.severity)

@@ -140,7 +140,7 @@ def report_small_steps(h, moves, k, n, ratio, limit):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #2f8c8086
 def gradients_continue(grad, steps, start):
-    """Return True if gradients continue about as large as before after the step with index `start`.
+    """Return True if the median rms of gradients after the step with index `start` is at least 3% of the rms before.
 
     If so, the weight was neither frozen nor converged.
     """
@@ -180,7 +180,7 @@ def find_end(h, k, m, drop, left=.35):
     return int(m.steps[start]), k, peak, plain_median(moved[start:])
 
 def was_falling(p, step):
-    "Return True if the loss was still falling before the step `step`, and is not near zero at the end."
+    "Return True if the loss was still falling before `step`, or stalls, and does not end near zero. Also True with too few values to decide."
     before,after = p.values[p.steps<step],p.values[p.steps>=step]
     if len(before)<3 or len(after)<5: return True
     # False, because the loss is near zero and cannot fall further
@@ -309,7 +309,7 @@ def is_only_path(h, path, out):
     return False
 
 def layer_starts(h):
-    "Yield a `LayerStart` for each layer with a known weight, input and output in the first step."
+    "Yield a `LayerStart` for each layer with a known weight and output in the first step. An input that was not recorded counts as rms 1."
     for w,fan in initial_weights(h):
         out,ins = h.outputs.get(w.path),h.inputs.get(w.path)
         if out is None or out.steps[0]!=h.steps[0] or ins and ins[0].steps[0]!=h.steps[0]: continue
@@ -396,7 +396,7 @@ def poor_scale(h, away=5., least=.012, growth=200., embedded=8.):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #1ecb7127
 def data_of_layer(h, path, first):
-    "Return the `Series` of the input of a layer if this input is the data of the model, else None. `first`: path of the first layer."
+    "Return the input `Series` of a linear or recurrent layer if this input is the model's data, else None. `first`: path of the first layer."
     ins = [s for s in h.inputs.get(path, ()) if s.tname!='output' and 'float' in str(s.dtype)]
     kind = h.kinds.get(path, '')
     if not ins or not is_linear(kind) and not any(r in kind for r in ('LSTM', 'GRU', 'RNN')): return None

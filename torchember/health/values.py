@@ -53,7 +53,7 @@ def find_nonfinite_loss(h):
     return (h.loss.steps[bad[0]], h.loss) if len(bad) else None
 
 def find_minus_infinity(h, step):
-    """Find -inf in the output of the model in a step. Return (series of the first output with -inf, index of the step), or None.
+    """Find -inf that reaches the output of the model in a step. Return (series of the first module output with it, [index of the step]), or None.
 
     Return None otherwise, because an -inf that does not reach the output of the model is a mask.
     """
@@ -243,7 +243,7 @@ def scaler_skips(h, share=.5, most=20):
 
 # %% ../../nbs/55_health/20_values.ipynb #04b82dd7
 def find_lost_gradients(h, share, many):
-    "Find lost gradients, which float16 rounds to zero. Return a finding, or None if fewer than the fraction `many` are lost."
+    "Find lost gradients: zero, or below float16's smallest normal number. Return a finding, or None if fewer than the fraction `many` are lost."
     grads = [s for s in h.grads.values() if len(s)>2]
     if not grads or h.ends_at_zero_loss or not any(s.dtype in smallest_numbers for s in h.series('output')): return None
     zero = [s for s in grads if s.zero.mean()>share]

@@ -62,7 +62,7 @@ class StepsForRules:
         self.first_bad = {} # Kind of NaN or infinities (see `kinds_of_nonfinite`) -> first step with this kind
 
     def add(self, step, lines:bytes):
-        "Add a block of log lines of a step. Ignore lines without a step number."
+        "Add a block of log lines of a step. Ignore a block without a step number. Of a block with findings, keep only the recorder's warnings."
         if step is None: return
         if b'"ttype":"finding"' in lines: return self.reports.extend(l+b'\n' for l in lines.split(b'\n') if b'"rule":"recording"' in l)
         for kind in kinds_of_nonfinite(lines): self.first_bad.setdefault(kind, step)
@@ -201,7 +201,7 @@ class Reporter:
         if self.on_finding=='stop' and f['severity']=='error': self.stop(TrainingStopped(f))
 
     def report_finding_end(self, f, step):
-        "Report the end of a finding: show a message that a reported fault is over."
+        "Report the end of a finding: show a message that a reported fault is over. Show nothing for the severity 'info'."
         if f['severity']!='info': show_message_soon(self.file, f"This problem no longer occurs at step {step}: {f['text']}")
 
     def report_failure(self, rule, e):
@@ -301,12 +301,12 @@ class RuleWatch:
             self.reporter.report_finding_end(f, h.steps[-1])
 
     def close(self):
-        "Close the watch at the end of the run: run the rules a last time, and ignore later rows."
+        "Close the watch at the end of the run: ignore later rows, and run the rules a last time if rows came since they last ran."
         if self.listening.is_closed: return
         self.listening.close()
         self.run_if_new(None, b'')
         self.t.file.flush()
 
     def remarks(self): # List of sentences
-        "Return remarks for the report at the end of a run: at most three findings as sentences."
+        "Return remarks for the report at the end of a run: at most three findings as sentences, none of them 'info'."
         return [f"{f['severity'].capitalize()}: {f['text']}" for f in self.found if f['severity']!='info'][:3]

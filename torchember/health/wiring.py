@@ -61,7 +61,7 @@ def report_part(h, part, own, explanation, first, reason):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #b6d4c25e
 def enclosing_modules(path):
-    "Return the paths of all modules that enclose a module (contain it), the innermost first."
+    "Return the paths of all modules that enclose a module, the innermost first, without '' (the whole model)."
     names = path.split('.')
     return ['.'.join(names[:i]) for i in range(len(names)-1, 0, -1)]
 
@@ -262,7 +262,7 @@ def longest_pause(s):
     return int(np.diff(np.flatnonzero(find_changes(s))).max(initial=0))
 
 def last_change(h, least):
-    "Return the step number of the last change of any trained weight. Return None if fewer than `least` recorded steps follow."
+    "Return the step number of the last change of any trained weight. Return None if a weight never changes, or too few steps follow."
     ws = [w for k,w in h.weights.items() if k in h.grads and len(w)>=2*least and w.dtype not in half_digit and not w.skipped.any()]
     at = [int(w.steps[i[-1]+1]) for w in ws if len(i := np.flatnonzero(find_changes(w)))]
     if not at or len(at)<len(ws): return None
@@ -350,7 +350,7 @@ def find_stop(h, k, s, p, least, share):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #ebc8766f
 def find_stops(h, entries, least, share):
-    "Find the stops of weights: return a `StoppedWeight` for each. Leave out weights that are not frozen if all weights stopped."
+    "Find the stops of weights: return `StoppedWeight`s. Leave out unfrozen weights if all weights stopped, or if another rule reports them."
     ps = {(p['path'], p['name']): p for p in entries}
     found = [s for k,w in h.weights.items() if k in ps and (s := find_stop(h, k, w, ps[k], least, share)) is not None]
     if not found: return []
@@ -405,7 +405,7 @@ def is_late_freeze(h, known, groups, most=.5, longer=1.5):
     return bool((h.steps>=frozen_weights[0].step).mean()>=longer/(1+longer))
 
 def find_stopped_parts(h, known, reported, least, share=.1):
-    "Find parts of the model that stopped: their weights change at first, but not in the last steps. Yield findings."
+    "Find parts of the model that stopped: trained at first, but frozen or unchanged in the last steps. Yield findings."
     # if the metadata of the parameters is missing, create entries with unknown `requires_grad`
     entries = known.ps or [parameter_entry(path, name, s.shape, s.dtype, None) for (path,name),s in h.weights.items() if name]
     groups = {}

@@ -118,7 +118,7 @@ class EmberCallback(RecordingCallback, Tracker):
         return loader
 
     def mark_epoch(self, loader):
-        "Mark all following rows of the log with the epoch number, in a column."
+        "Mark all following rows of the log with the epoch number, in a column. Do nothing in evaluation mode, or if the run has not begun."
         if self.te is not None and self.te.model.training and hasattr(loader, 'iteration'):
             self.recording.mark(epoch=loader.iteration)
 

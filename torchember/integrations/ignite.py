@@ -15,7 +15,7 @@ Events = engine.Events
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #b2cd9134
 def output_as_dict(output) -> dict: # output: `engine.state.output`
-    "Return the output of an Engine as a dict of numbers. A dict is returned unchanged; a single number gets the name `loss`."
+    "Return the output of an Engine as a dict, to record its numbers. A dict is returned unchanged; any other output gets the name `loss`."
     return output if isinstance(output, dict) else {'loss': output}
 
 # %% ../../nbs/90_integrations/50_ignite.ipynb #34978eeb

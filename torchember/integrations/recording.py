@@ -83,7 +83,7 @@ class MethodPatch:
 # %% ../../nbs/90_integrations/00_recording.ipynb #d9c190e4
 # Returns (chosen name, True to continue the run of this name, last step of the run `name`)
 def choose_run_name(name, first_step, home=None) -> tuple:
-    "Choose the name of a run: `name`, or `name_2`, `name_3`, ... if `name` is taken. All processes use the choice of the first process."
+    "Choose the run's name, the same in all processes: a run that ends before `first_step` is continued; else the first free `name`, `name_2`, ..."
     rank,world = rank_and_size()
     def log_of(n):
         "Return the name of the log in which this process records the run `n`."
@@ -145,7 +145,7 @@ class TrainingRecorder:
         if self.te is not None: self.te.recorder.losses.note({'loss': loss})
 
     def claim(self, *names):
-        "Claim names of scalars, such as the gradient norm, for the trainer: torchember does not record its own scalars with these names."
+        "Claim names of scalars, such as `grad_norm`, for the trainer: torchember records its own scalars of these names as `recorded_<name>`."
         if self.te is not None: self.te.recorder.writer.lines.scalars.claim(names)
 
     def has_new_step(self): # False during gradient accumulation, and after a cancelled step

@@ -160,7 +160,7 @@ class JaxTracker(Tracker):
     def log(self,
         **numbers # A number, or an array with one element, for each name
     ):
-        """Record scalars of the current step, such as the loss. The scalars become a row of the log, and curves in plots.
+        """Record scalars of the current step, such as the loss, if the step is recorded (`every=`). They become a log row, and curves in plots.
 
         Args:
             **numbers: A number, or an array with one element, for each name

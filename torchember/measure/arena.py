@@ -100,7 +100,7 @@ class DeviceReadPlan:
         self.block,self.stream = block,stream
 
     def fits(self, x):
-        "Return True if the plan fits the tensor `x`: dtype, shape, device and strides are equal."
+        "Return True if the plan fits the tensor `x`: dtype, shape and device are equal, and `x` has equal strides or is contiguous."
         return x.dtype is self.dtype and x.shape==self.shape and x.device==self.device and (x.is_contiguous() or x.stride()==self.stride)
 
     def read(self, x, rows, row, stream):
@@ -172,7 +172,7 @@ class Tap:
         self.turn += 1
 
     def plan_cpu_read(self, x):
-        "Plan how to read CPU tensors like `x`: make and return a `CpuReadPlan`. Return None while the compiled loops are being loaded."
+        "Plan how to read CPU tensors like `x`: make and return a `CpuReadPlan`. Return None if it needs compiled loops that are not loaded."
         dims,put = layout(x) if x.numel() and not x.is_contiguous() else None,None
         one_run = x.layout is torch.strided and not x.is_nested and (dims is None or dims[1:]==((1,), 1))
         fmt = formats.get(x.dtype) or converted_formats.get(x.dtype)
@@ -209,7 +209,7 @@ def copy_rows(rows, which):
     return rows[:len(which)].copy() if which[-1]+1==len(which) else rows[which]
 
 def rows_to_host(block, used):
-    """Copy rows of a block to the host: return the summary vectors of the rows `used`. On a device, return a `Pending` without waiting.
+    """Copy rows of a block to the host: return the summary vectors of the rows `used`. If a device copies in the background, return a `Pending`.
 
     `used`: ascending numbers of rows."""
     if block.out is not None: return copy_rows(block.out, used)
@@ -274,7 +274,7 @@ class Arena:
             finally: self.cursors.busy[0] -= 1
 
     def use_black_box(self, box):
-        "Allocate new rows in the memory-mapped file of the black box `box`, so that they survive a crash. If `box` is None, use ordinary memory."
+        "Allocate new CPU rows in the memory-mapped file of the black box `box`, so that they survive a crash. If it is None, use ordinary memory."
         with self.lock:
             self.box = box
             for t in self.taps if box is not None else (): box.tap(t)

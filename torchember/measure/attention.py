@@ -16,7 +16,7 @@ most_sequences,most_queries = 8,32
 most_logits = 1<<23 # largest number of logits that are computed for one call of attention: 32 MB of float32
 
 def spaced_queries(sequences, length, n, device=None):
-    "Return the positions of `n` equally spaced queries in each sequence, shape (sequences, n). The start differs between sequences."
+    "Return the positions of at most `n` equally spaced queries in each sequence: shape (sequences, min(n, length)). Starts differ between sequences."
     if n>=length: return torch.arange(length, device=device).expand(sequences, length)
     offset = (torch.arange(sequences, device=device)*.618034+.5)%1
     return ((torch.arange(n, device=device)+offset[:, None])*(length/n)).long().clamp_max_(length-1)

@@ -40,7 +40,7 @@ def layout(x) -> tuple:
 
 # %% ../../nbs/20_measure/05_elements.ipynb #932e2d64
 def dense(x):
-    "Return the stored elements of `x` as a dense (strided) tensor, and the number of zeros that a sparse tensor does not store."
+    "Return the stored elements of `x` as a dense tensor, and the number of zeros that are not stored. Raise Unmeasurable without readable values."
     if is_wrapped(x): raise Unmeasurable('the tensor is inside vmap, grad or another function transform of torch')
     if type(x) in ordinary and x.layout is torch.strided and without_memory(x):
         raise Unmeasurable('the tensor has no memory: its storage was freed, or torch represents its zeros without memory')
@@ -96,5 +96,5 @@ formats = {getattr(torch, f): f for f in ('float32', 'float64', 'bfloat16', 'flo
 converted_formats = {getattr(torch, f): f for f in ('int64', 'int32', 'int16', 'int8', 'uint8', 'bool')}
 
 def format_for(dtype):
-    "Return the float format for measuring tensors of `dtype`: the name of a float dtype itself, 'float32' or 'float64' for other dtypes."
+    "Return the format for measuring tensors of `dtype`: a float dtype of 16 to 64 bits itself, else 'float32' if it is exact, else 'float64'."
     return formats.get(dtype) or ('float32' if dtype in narrow else 'float64')

@@ -51,7 +51,7 @@ def load_quickly():
     if is_wanted() and objects() is None and loops() is not None and (os.environ.get('TORCHEMBER_PLAN')=='1' or objects_are_cached()): load_objects()
 
 def objects_are_cached() -> bool:
-    "Return True if the compiled functions of `measure.readers.objects` are in numba's cache on disk."
+    "Return True if the compiled functions of `measure.readers.objects` are in numba's cache on disk, or if an exception prevents the check."
     try:
         from torchember.measure.readers import objects
         return not objects.why_unavailable() and objects.are_cached()

@@ -89,7 +89,7 @@ def find_row(known, x, version, at, tap, scale):
     return row
 
 def cache_row(x, version, at, tap, row, scale):
-    "Cache in `Arena.seen` the row that has the summary of `x`. Rows of weights are not cached: a later measurement may replace them."
+    "Cache in `Arena.seen` the row that has the summary of `x`. Do nothing for a tap with `once`, as of a weight: a later row may replace it."
     if not tap.once: tap.arena.seen[id(x)] = weakref.ref(x),version,at,tap.format.groups,row,tap,tap.turn,(tap.rows.block, scale)
 
 def write_device_row(x, tap, call, later):

@@ -16,7 +16,9 @@ from .devices import widest
 
 # %% ../../nbs/20_measure/40_units.ipynb #ae156f00
 def by_unit(x, axis=None):
-    """Reshape a tensor by units (channels or features): to (all dimensions before, units, all dimensions after).
+    """Reshape a tensor by units (channels or features): to (dimensions before, units, dimensions after), or to (all others, units, 1).
+
+    The second shape is used if it needs no copy, as for channels_last.
 
     `axis`: dimension of the units. None: 1 for 4 dimensions or more, else the last."""
     if not isinstance(x, torch.Tensor): raise TypeError(f"units need a tensor, got {type(x).__name__}. torch.as_tensor converts an array.")
@@ -42,7 +44,7 @@ def cache_pieces(x):
 # %% ../../nbs/20_measure/40_units.ipynb #88542511
 @torch.no_grad()
 def channel_stats(x, axis=None) -> tuple:
-    """Return statistics of each unit (channel or feature): mean and unbiased standard deviation, as float64 vectors.
+    """Return statistics of each unit (channel or feature): mean and unbiased standard deviation, in the device's widest float type.
 
     `axis`: as in `by_unit`. Both are NaN for a tensor without values. The deviation is NaN for one value, too."""
     x = by_unit(x, axis)
@@ -51,7 +53,7 @@ def channel_stats(x, axis=None) -> tuple:
 
 @torch.no_grad()
 def channel_means(x, axis=None):
-    "Return the mean of each channel (unit), as a float64 vector. NaN for a tensor without values. `axis`: as in `by_unit`."
+    "Return the mean of each channel (unit), as a vector of the device's widest float type. NaN for a tensor without values. `axis`: as in `by_unit`."
     x = by_unit(x, axis)
     if x.dtype not in summable: return unit_moments(x, False)[0]
     total = torch.zeros(x.shape[1], dtype=widest(x.device), device=x.device)
@@ -102,7 +104,7 @@ def is_too_narrow(base, first, second, squared):
 # %% ../../nbs/20_measure/40_units.ipynb #3b75d028
 @torch.no_grad()
 def activity(x, axis=None):
-    """Return the activity of each unit: the fraction of its values above zero, as a float64 vector. `axis`: as in `by_unit`.
+    """Return the activity of each unit: the fraction of its values above zero, in the device's widest float type. `axis`: as in `by_unit`.
 
     The result is NaN without values, and for a unit that has a NaN but no value above zero."""
     x = by_unit(x, axis)

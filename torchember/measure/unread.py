@@ -60,7 +60,7 @@ def read_in_one_launch(block, wanted, scale, xs, rows):
 
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0017
 class UnreadTensors:
-    "Unread tensors: measured later, in one kernel launch. Their values must not change until then. Callers must hold the lock of the arena."
+    "Unread tensors: measured later, many in one kernel launch. Their values must not change until then. Callers must hold the lock of the arena."
     def __init__(self):
         # tap -> its queued tensor: (tensor, event number, True if the tensor replaces the last tensor of the tap)
         self.queued = {}

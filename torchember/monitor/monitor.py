@@ -163,7 +163,7 @@ class QuantityValues:
         return {p: {n: dict(sorted(steps.items())) for n,steps in names.items()} for p,names in out.items()}
 
     def clear(self):
-        "Clear the memory: delete all values from it."
+        "Clear the memory: delete all values from it. `all_values` then also returns no earlier values from the log."
         self.values,self.numbers,self.in_log = {},0,{}
 
 def size_in_memory(value):
@@ -226,7 +226,7 @@ class QuantityRows:
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #d3fa402b
 class OwnRun:
-    "Run that a `Monitor` creates for its rows, if no `torchEmber` records the model."
+    "Run that a `Monitor` creates for its rows, if no `torchEmber` records the model, or if `name`, `home` or `resume` is given."
     def __init__(self, root, name=None, resume=False, home=None, store='jsonl'): # root: `moduleTrack` of the model
         kind,(rank,ranks) = type(root.module).__name__,rank_and_size()
         self.rank = {'rank': rank} if ranks>1 else {}
@@ -355,7 +355,7 @@ class Monitor:
         return out
 
     def clean_mem(self):
-        "Clean the memory: delete the values from it. The log still contains them."
+        "Clean the memory: delete the values from it, so that `get_output` no longer returns them. The log still contains them."
         self.outputs.clear()
         for w in self.watches:
             for q in w.quantities: q.clean_mem()

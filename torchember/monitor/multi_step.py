@@ -69,7 +69,7 @@ class WeightParamJump(MultiStepQuantity):
     needs,unfit = (Need('weight', lambda x, axis, module: Signs(x)),),classmethod(missing_parameter)
     last = None # signs of the weights at the last tracked step
     def _compute_ones(self, global_step):
-        "Return the sign changes of the weight in this step, packed as bits. Return None at the first tracked step."
+        "Return the sign changes of the weight in this step, packed as bits. Return None at the first tracked step, or if the weight's size changed."
         signs = self.reduced()
         last,self.last = self.last,signs
         return signs.flipped(last) if last is not None and last.numel==signs.numel else None
@@ -118,7 +118,7 @@ class GradSNR(MultiStepQuantity):
 
     ‖ḡ‖ / sqrt(Σᵢ sᵢ²) over the k tracked steps since the last due step: the norm of the mean gradient, divided by the root of the sum of the unbiased
     variances of its elements. A number, at least 0; NaN with fewer than two steps. For a weight with more than 4096 elements, a random projection to
-    4096 numbers replaces the gradient. Its squared norms are unbiased, with a relative standard deviation of 2.2 %.
+    4095 numbers replaces the gradient. Its squared norms are unbiased, with a relative standard deviation of 2.2 %.
 
     Source: Roberts and Tedrake 2009. Its inverse square is the simple noise scale of McCandlish et al. 2018 (arXiv 1812.06162), see `noise_scale`.
 

@@ -283,7 +283,7 @@ argument_names = (*captured_ttypes, *parameter_ttypes, *eigenvalue_arguments, 'm
 def read_arguments(f):
     """Read the arguments of a user's function: return the names of the required arguments.
 
-    Raise ValueError if one is not a tensor type, 'module' or 'step'."""
+    Raise ValueError if one is not a tensor type, 'module' or 'step', or if there are none."""
     names = [n for n,p in inspect.signature(f).parameters.items()
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
     for n in names:
@@ -325,7 +325,7 @@ def all_eigenvalues(spectrum, f):
     raise ValueError(f"{f.__name__} needs all eigenvalues, but only some are computed for {spectrum.features:,} features. Choose a smaller module.")
 
 def missing_parameter(cls, module):
-    "Return the message about a missing parameter that the quantity `cls` needs in a module. Return None if no parameter is missing."
+    "Return the message about a parameter of a module that `cls` needs, but that is missing or has no gradient of its own. None without one."
     for n in cls.needs:
         name = n.ttype.removesuffix('_grad')
         if n.ttype not in parameter_ttypes: continue

@@ -126,7 +126,7 @@ class Extension:
 
 # %% ../../nbs/47_monitor/00_views.ipynb #174d6745
 def first_tensor(x):
-    "Return the first tensor in nested tuples, lists and dicts, or None if there is no tensor."
+    "Return the first object that is not None in nested tuples, lists and dicts: usually a tensor. Return None if there is no object."
     if isinstance(x, dict): x = list(x.values())
     return next((y for o in x if (y := first_tensor(o)) is not None), None) if isinstance(x, tuple|list) else x
 

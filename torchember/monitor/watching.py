@@ -73,7 +73,7 @@ class StepPredictor:
             or self.passes>self.usual_passes+self.patience)
 
     def begin_pass(self, rank=3):
-        "Begin a pass: store that it has begun. `rank`: `pass_rank` of this pass."
+        "Begin a pass: count it, or skip it if it is less like training than the best pass. `rank`: `pass_rank` of this pass."
         replaces = rank>self.ranks.best
         self.skipped = not self.ranks.accepts(rank)
         if self.skipped: return

@@ -84,7 +84,7 @@ def parse_part(part):
 class Roles:
     """Roles of the tensor of each row: how it is distributed along each mesh axis, such as replicated. Read from the column `part`.
 
-    Roles: 'R' replicated, 'S0' sharded along dimension 0, 'B' batch, 'P' partial sum, 'U' unrelated, '?' unknown"""
+    Roles: 'R' replicated, 'S0' sharded along dimension 0, 'B' batch, 'P' partial sum, 'P*' other partial result, 'U' unrelated, '?' unknown"""
     def __init__(self, part): # part: the column `part` of a table, with texts such as 'dp:S0 tp:R'
         pd = needs('pandas', for_='A table of rows')
         if not isinstance(part.dtype, pd.CategoricalDtype):

@@ -70,7 +70,7 @@ class Term(NamedTuple):
     rank: int
 
 def mean_of_sum(terms, axes):
-    "Return the mean of a tensor that is a sum of `Term`s. Of equal replicas, add only one. Average terms of different samples or shards."
+    "Return the mean of a tensor that is a sum of `Term`s. Add only one of equal replicas. Average samples or shards. NaN if a role is 'P*'."
     sums = defaultdict(dict)
     for t in terms:
         if 'P*' in t.roles.values(): return np.nan

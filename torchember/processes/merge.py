@@ -24,7 +24,7 @@ from ..measure.summary import derive, derived, finite, index
 
 # %% ../../nbs/42_processes/08_merge.ipynb #415b3080
 class MergePlan:
-    "Plan that assigns each row of a rank to a row of the merged table. Steps with rows of the same tensors can use one plan."
+    "Plan that assigns rows of the ranks to rows of the merged table, one of equal replicas. Steps with rows of the same tensors can use one plan."
     def __init__(self, rows): # rows: a `RankRows`, the rows of all ranks
         pd = needs('pandas', for_='A table of rows')
         shards = rows.shards

@@ -54,7 +54,7 @@ class Inbox(Outbox):
 
 # %% ../../nbs/42_processes/30_whole_steps.ipynb #1b43cf09
 class CompleteStep(NamedTuple):
-    "Complete step: packets of one step from all ranks, except ranks whose packet was late."
+    "Complete step: packets of one step from all ranks, except ranks that were late, have ended, or have no packet of this step."
     step: object
     packets: dict # Rank -> packet of this rank
     without: list # Ranks without a packet of this step
@@ -142,7 +142,7 @@ class Receiver:
         self.left_out,self.partial = 0,0
 
     def add(self, packet, rank=0):
-        "Add a packet of a rank. Return True: unlike `Sender.add`, this method never drops a packet."
+        "Add a packet of a rank, and return True. A packet of a step that was returned already is dropped and counted by `StepCollector.add`."
         self.merger.note_head(rank, packet)
         if packet.head.get('end'): self.assembly.end(rank)
         if packet.step is not None: self.assembly.add(rank, (packet.step, packet.head['nth']), packet)
@@ -278,7 +278,7 @@ class WholeSteps:
     # ---- methods that the log calls
 
     def put(self, rows, lines, by=()):
-        "Put the log lines of some rows aside until the end of the step."
+        "Put the log lines of some rows aside until the end of the step. If sharing has stopped, rank 0 passes them to its listeners at once."
         if not self.ours: return
         if not self.sharing.stopped: self.pending.append(lines)
         elif self.rank==0: notify(self.listeners, parse(lines)[0], lines)
@@ -311,7 +311,7 @@ class WholeSteps:
         return done
 
     def wait(self, done, until):
-        "Wait for an event returned by `mark`, at most until the time `until` of `time.monotonic`. Return True if the event was set."
+        "Wait for an event returned by `mark`, at most until the time `until` of `time.monotonic`. Return True if it was set; else call `give_up`."
         if done is None: return False
         if not done.wait(max(min(until-time.monotonic(), 2*StepCollector.patience), 0)): self.give_up(); return False
         self.listeners.wait()
@@ -330,7 +330,7 @@ class WholeSteps:
         thread.join(1)
 
     def remark(self):
-        "Return a remark about steps that were not reported to listeners, or None if all steps were reported."
+        "Return a remark about steps not reported to listeners, or reported without some ranks. None without such steps, and on further ranks."
         channel,stopped = self.sharing.channel,self.sharing.stopped
         if self.rank: return None
         if stopped: return f"Merged rows of all ranks were not reported to the end: {stopped}."
@@ -342,7 +342,7 @@ class WholeSteps:
     # ---- methods of the thread that sends rows to the first rank
 
     def run(self):
-        "Run the jobs in the queue, one after another, until the run ends."
+        "Run the jobs in the queue, one after another, until the run ends, or until `rest` or `end` stops this thread."
         thread = threading.current_thread()
         while True:
             try: job = self.queue.get(timeout=.05 if self.rank==0 and not self.sharing.stopped else None)

@@ -24,7 +24,7 @@ from .pass_numbers import PassNumbers, local_part
 MeasuredCall = namedtuple('MeasuredCall', 'name call dtype first sizes numbers')
 
 def statistics_of_head(numbers, i) -> dict:
-    "Return the statistics of attention head `i` as columns of a row. Leave out NaN values, unless `logit_max` is NaN. `numbers`: statistic -> list."
+    "Return the statistics of attention head `i` as columns of a row. Leave out NaN and -inf, unless `logit_max` is NaN. `numbers`: name -> list."
     row = {k: v[i] for k,v in numbers.items()}
     if not math.isnan(row['logit_max']): row = {k: v for k,v in row.items() if not math.isnan(v) and v!=-math.inf}
     return {k: int(v) if k=='reach' and math.isfinite(v) else float(f'{v:.7g}') for k,v in row.items()}
@@ -104,7 +104,7 @@ class Attention(PassNumbers):
     # ---- methods that the `AttentionWatch` calls at each attention call
 
     def records_attention(self) -> bool:
-        "Return True in a recorded pass of this thread. Return False inside a user's statistics function, and while a checkpoint is recomputed."
+        "Return True in a pass of this thread with measured attention. False in a user's statistics function, and while a checkpoint is recomputed."
         here = self.buffer.calls.here
         return self.path is not None and here.depth>0 and not here.measuring and not here.skipped
 

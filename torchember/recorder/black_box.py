@@ -118,7 +118,7 @@ class BlackBoxFiles:
         os.rename(f'{self.path}.new', f'{self.path}.box')
 
     def allocate(self, size:int) -> tuple:
-        """Allocate `size` bytes of the file. Return their offset and their mapped memory.
+        """Allocate at least `size` bytes of the file, in whole pages. Return their offset and their mapped memory.
 
         Raise OSError if the disk is full.
         """
@@ -256,7 +256,7 @@ def line_of_custom(row):
     except Exception: return b''
 
 class StepSlots:
-    "Slots of a black box for copies of steps. A copy stays until the log file has the rows of its step."
+    "Slots of a black box for copies of steps. A copy stays until the log file has its rows. Of unrecorded steps, the last `n_held` copies stay."
     def __init__(self, header, n_held:int=1): # n_held: number of unrecorded steps to keep
         self.header,self.words,self.n_held = header,header.words,n_held
         self.memories = {} # index of a slot -> memory of the slot in the file
@@ -266,7 +266,7 @@ class StepSlots:
         self.shards,self.metadata = ({}, 0),(None, b'')
 
     def free(self):
-        "Free all slots and the text of late rows for new copies, because the log file contains these rows."
+        "Free the slots of recorded steps and the text of late rows, because the log file has these rows. Copies of unrecorded steps stay."
         self.next = self.words[LATE] = 0
 
     def keep(self, parts, custom, step:int, ts:str, over:bool=True, held:bool=False, of_parts=None, **metadata) -> int:

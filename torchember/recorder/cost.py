@@ -47,7 +47,7 @@ class Cost:
 
     @property
     def elapsed(self):
-        "Elapsed seconds from the start of the first pass to the end of the last step."
+        "Elapsed seconds from the start of the first pass to the end of the last pass or step. 0 before the first end."
         return 0. if self.first is None or self.last is None else max(self.last-self.first, 0.)
 
     @property

@@ -50,7 +50,7 @@ class Gradients:
             self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.grads_arrived(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
 
     def handle_step_end(self):
-        "Remove the gradient hooks of the ended step, unless this step may become a micro-batch of the next step."
+        "Remove the gradient hooks on leaf tensors at the end of a step, unless this step may become a micro-batch of the next step."
         if self.keeps_hooks: return
         for h in self.handles: h.remove()
         self.handles.clear(); self.given.clear()

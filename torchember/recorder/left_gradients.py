@@ -98,6 +98,6 @@ class LeftoverGradients:
         self.stepped.clear()
 
     def facts(self, found) -> dict: # found: result of `every_parameter`
-        "Return the facts for the run's metadata: number of leftover gradients of each checked parameter, with its path and name."
+        "Return the facts for the metadata: for each checked parameter its path, name, numbers of checks and leftovers, first step with leftovers."
         names = {id(p): next(iter(names)) for p,_,names in found}
         return {'left_gradients': [[*names[i], c.checked, c.left, c.first] for i,c in self.counts.items() if i in names and c.checked]} if self.counts else {}

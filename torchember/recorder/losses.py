@@ -26,7 +26,7 @@ class ArrivingCopies:
         self.function,self.pending = function,[] # pending: (copy to the host, further arguments)
 
     def add(self, x, *more):
-        "Add a tensor, and pass its values to the function: at once for the CPU, for a GPU after their copy has arrived."
+        "Add a tensor: pass its values to the function, for a GPU after their copy has arrived. Drop it if `most_pending` copies are on their way."
         # a clone is read, because `numpy()` on the user's tensor would forbid resizing its storage
         if x.is_cpu: self.function(x.clone().numpy(), *more)
         elif copies_async(x.device) and not is_being_captured(x.device.type) and len(self.pending)<most_pending: self.pending.append((to_host(x), more))
@@ -119,7 +119,7 @@ class NextTokens:
         self.least,self.length = min(equal/labels, 1 if self.least is None else self.least),length
 
     def facts(self) -> dict:
-        "Return the facts for the metadata of the run. Empty if no input fits the labels."
+        "Return the facts for the metadata of the run. Empty if no batch has proved anything: see `add_counts`."
         return {} if self.least is None else dict(next_tokens=round(self.least, 6), positions=self.length)
 
 
@@ -156,7 +156,7 @@ class TermFacts:
         return self.fixed | self.known | {'seen': self.seen} | more | self.labels.facts() | self.next_tokens.facts()
 
 def labels_of(term):
-    "Return the class labels of a loss term: integer targets, or the class indices of one-hot targets. Return None for other targets."
+    "Return the class labels of a loss term: integer targets, or class indices of small one-hot targets on the CPU. None for other targets or losses."
     x = term.target
     if x is None or term.kind not in ('cross_entropy', 'nll', 'margin') or x.is_complex(): return None
     if not x.is_floating_point(): return x if x.dtype!=torch.bool else None
@@ -170,7 +170,7 @@ def target_facts(term) -> dict:
     return {'target_dtype': str(term.target.dtype).removeprefix('torch.'), 'target_shape': None if term.target_shape is None else list(term.target_shape)}
 
 def softmax_facts(links) -> dict:
-    "Return facts about the softmax (or normalizing division) nearest to the model: a dict with dimension and size, empty without one."
+    "Return facts about a softmax (or normalizing division): dimension and size. One of size 1 if any, else the nearest to the model; {} without one."
     soft = [(l.dim if l.name!='normalize' else len(l.shape)-1, l.shape) for l in links if l.name in ('softmax', 'log_softmax', 'normalize') and l.shape]
     found = [(d, s[d]) for d,s in soft if d is not None]
     dim,size = min(reversed(found), key=lambda f: f[1]!=1, default=(None, None))
@@ -188,7 +188,7 @@ def describe_term(term) -> dict:
 
 # %% ../../nbs/40_recorder/36_losses.ipynb #b26e8eaa
 def row_names(name, terms) -> list:
-    "Return the row name (`tname`) of each loss term: the kind of the term if the loss is named 'loss', else the name of the loss."
+    "Return a row name (`tname`) for each loss term: its kind for the loss 'loss', else the loss name, plus the kind for several. All differ."
     is_plain,seen,out = name=='loss',Counter(),[]
     for t in terms:
         n = t.kind if is_plain else name if len(terms)==1 else f'{name}_{t.kind}'
@@ -224,7 +224,7 @@ class LossReader:
         self.selected = SparseSteps()
 
     def note(self, numbers:dict):
-        """Note the losses among the logged numbers: read their autograd graphs, if the current step is recorded.
+        """Note the losses among the logged numbers: read their autograd graphs, in measured steps that `SparseSteps` selects.
 
         An error is reported, and the training continues.
         """

@@ -118,7 +118,7 @@ class ModeFacts:
             if states and not all(map(torch.equal, before, generator_states(states[0].track.module))): self.searches = max(self.searches, 1)
 
     def note_modes(self, states):
-        "Note the modes of all modules in a pass with gradients: training mode or evaluation mode."
+        "Note the modes (training or evaluation) of the root, and of the modules that depend on the mode, in a pass with gradients."
         before = self.facts()
         for st in states:
             m = st.track.module
@@ -126,7 +126,7 @@ class ModeFacts:
         if self.facts()!=before: self.notify(self.facts())
 
     def facts(self):
-        "Return facts for the run's metadata: modules in an unusual mode, such as a model trained in evaluation mode."
+        "Return facts for the run's metadata: modes of modules if the root was trained in eval mode, and calls of Dropout found in an evaluation."
         # list at most 1000 paths, to limit the size of the metadata of a large model
         modes = {'eval': sorted(self.in_eval)[:1000], 'train': sorted(self.trained)[:1000]} if '' in self.in_eval else {}
         return modes | ({'dropout': self.random} if self.random else {})

@@ -41,7 +41,7 @@ class Notices:
         return True
 
     def failed(self, module:str, tname:str, error:Exception, how=None):
-        """Note that a measurement failed: count it. Warn once for each tensor, or once for each user's function.
+        """Note that a measurement failed: raise the error if `on_error` is 'raise', else count it and warn once for each kind of error.
 
         `tname`: name of the tensor or the task. `how`: names of the requested statistics, or the user's function.
         """

@@ -19,7 +19,9 @@ from ..measure.devices import disturbs, without_torch_modes
 most_rows,most_columns = 32,4096 # maximum numbers of rows and columns of the matrix that is read from each output
 
 def sample_rows(x, rows=most_rows, columns=most_columns):
-    """Return at most `rows` evenly spaced rows of an output as a float32 matrix, without waiting for the device. Return None without rows.
+    """Return at most `rows` evenly spaced rows of an output as a float32 matrix, without waiting for the device. None if it is unsuitable.
+
+    Unsuitable: fewer than 8 rows or columns, one dimension, or not an ordinary dense float tensor.
 
     Of outputs with two or three dimensions, a row is the last dimension. Of images, a row is a whole sample. Of long
     rows, some columns are taken.

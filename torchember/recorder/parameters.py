@@ -37,7 +37,7 @@ def grad_of(p):
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #3e1a0f12
 class OldGradients:
-    "Detects old gradients, for which no rows are written: gradients from before the run, and unchanged gradients of frozen parameters."
+    "Detects old gradients: unchanged ones of frozen parameters, which get no rows, and ones from before the run, which prove no training."
     def __init__(self):
         self.frozen = {} # (id of a `moduleTrack`, name) of a frozen parameter -> weak reference to its old gradient, or None
         # (id of a `moduleTrack`, name) of a trained parameter -> (weak reference, version) of an older gradient
@@ -246,7 +246,7 @@ class Parameters:
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #f19bc368
 class ZeroGradHint:
-    "Gives a hint (a warning) once if the weights of a model change, but none of their gradients are recorded."
+    "Gives a hint (a warning) once if the weights of a model change, but their gradients are all zero, or none are recorded."
     def __init__(self, notices=None):
         self.notices = notices or Notices()
         self.found = False # True after a gradient was recorded, or after the warning of missing gradients
@@ -265,7 +265,7 @@ class ZeroGradHint:
         self.trains,self.versions = True,{id(p): p._version for p in trained_in(states)}
 
     def handle_step_end(self, trained:bool, states, manual:bool, ttypes, boundary:bool=False):
-        """Check the gradients at the end of a recorded step. Warn if the weights change although no gradient was found.
+        """Check the gradients at the end of a recorded step. Warn if the weights change although no gradient was found, or all are zero.
 
         `trained`: True if the step had a training pass. `manual`: True if an optimizer or `te.step()` ends the steps.
         `boundary`: True if `te.step()` ended this step.

@@ -78,7 +78,7 @@ class PassNumbers:
         "Ignore the inputs or outputs of a module call. A derived class may override this method. Arguments as in `Flows.flow`."
 
     def begin(self, state, phase, writes:bool, eager:bool=True):
-        """Begin to measure a new pass, if the schedule selects the pass.
+        """Begin to measure a new training pass, if the schedule selects the pass. For a pass of compiled code, only warn.
 
         `state`: `ModuleState` of the outermost module; `writes`: True if the step is recorded; `eager`: False for a pass of compiled code.
         """

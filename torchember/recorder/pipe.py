@@ -37,7 +37,7 @@ class MeasuringSwitch:
     writes = property(lambda self: self.on and not self.box_only, doc="True if the open step is recorded.")
 
     def decide_step(self):
-        "Decide if tensors are measured in the current step, by the schedule and the time budget."
+        "Decide if tensors are measured in the current step: by the schedule and the time budget, or always with `measure_all`."
         recorded = self.is_recorded()
         self.box_only = self.measure_all and not recorded
         self.turn(self.measure_all or recorded)
@@ -188,7 +188,7 @@ class StepController:
     # ---- methods that end the step
 
     def close_step(self, boundary=False, by_pass=False, wait=False):
-        """Close the current step, and begin the next step. Do nothing if the current step is still empty.
+        """Close the current step, and begin the next step. Do nothing if it is still empty. If it has only an evaluation, begin no next step.
 
         `boundary`: True if the user ends the step. `by_pass`: True if the begin of the next pass ends the step. `wait`:
         argument of `flush`.
@@ -204,7 +204,7 @@ class StepController:
         finally: self.next_step() # even Ctrl-C during `finish_step` must not prevent the next step
 
     def finish_step(self, boundary, wait=False):
-        "Finish the current step: measure buffers and followed tensors, compute the norm of all gradients, and queue the rows for the log."
+        "Finish the current step: measure what is still missing, such as buffers, count the gradients for their norm, and queue the rows for the log."
         if boundary: self.cost.note_end()
         sources,hint = self.sources,self.sources.parameters.hint
         if self.gate.on:
@@ -221,7 +221,7 @@ class StepController:
         if self.gate.has_content or self.buffer.rows.size or self.writer.log.file_is_open: self.flush(True, wait)
 
     def measure_at_end(self):
-        "Measure each buffer and each followed tensor (a tensor outside of modules) once, at the end of the step."
+        "Measure each buffer and each followed tensor (outside of modules) at the end of the step. Skip the buffers if the step had only evaluations."
         self.sources.measure_at_end(not (self.steps.manual and self.steps.passes and not self.steps.own_passes))
 
     def next_step(self):

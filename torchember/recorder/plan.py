@@ -128,7 +128,7 @@ def disable_compile():
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4bc4b785
 def run_example_pass(model, recorder, args, kwargs) -> tuple: # returns a list of `PlannedTensor`, and the states in the order in which their calls ended
-    "Run a model once on an example input. Return the rows that recording would write, without writing any."
+    "Run a model once on an example input. Return the expected rows of this pass, and the states whose calls ended. Write no rows."
     states = recorder.sources.states
     listener,by_id,ts = ExamplePass(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
     arm(ts, listener, {st.track.id for st in states if st.watched})
@@ -173,7 +173,7 @@ def expected_states(optimizer, p) -> dict|None:
 timed_sizes = (16, 1<<13, 1<<17, 1<<20, 1<<22) # numbers of elements of the tensors with measured reading times
 
 def example(n, dtype, device):
-    "Return an example tensor of `n` different numbers, to measure the time of reading."
+    "Return an example tensor of `n` random numbers, to measure the time of reading."
     x = torch.from_numpy(np.random.default_rng(0).standard_normal(n, dtype=np.float32)).to(device)
     return x>0 if dtype is torch.bool else x.to(dtype) if dtype.is_floating_point or dtype.is_complex else (x*100).to(dtype)
 

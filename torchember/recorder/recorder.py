@@ -272,7 +272,7 @@ class Recorder:
 
     @timed
     def log_model(self):
-        "Log the state of the model: measure the current values of weights, their gradients, updates and optimizer states."
+        "Log the state of the model: measure current weights, their gradients, updates, optimizer states and buffers, if their types are recorded."
         with self.lock: measure_now(self.pipe)
 
     def log(self, numbers):
@@ -340,7 +340,7 @@ class Recorder:
         if self.box is not None: self.box.end()
 
     def record_exception(self, error):
-        "Write a finding about the exception that ends the process into the run."
+        "Write the unrecorded steps of the black box, and a finding about the exception that ends the process. Without a black box, write nothing."
         self.write_black_box_steps('exception')
         if self.box is not None and (row := self.box.exit_finding(error)): self.t.file.put(partial(list, [line_of(row)]), joins=None)
 

@@ -30,7 +30,7 @@ def is_removed(p):
 
 # %% ../../nbs/40_recorder/45_refused.ipynb #4f0a1009
 class TrainingPass:
-    "One training pass of the current step. Stores if a backward reached the pass, and if its gradients were removed afterwards."
+    "One training pass of the current step. Stores if a backward reached the pass, and the gradients' state before and after the backward."
     most = 8 # maximum number of outputs with a hook. With more outputs, a pass without a backward cannot be detected
 
     def __init__(self, number:int, micro:int, first:int, weights:int):
@@ -67,7 +67,7 @@ class TrainingPass:
         # without computed gradients, the pass counts as removed only if its backward failed
         if not brought: return self.after is None
         def changed(i):
-            "Return True if gradient `i` was changed or removed after the backward."
+            "Return True if gradient `i` was changed or removed after the backward, or if the backward failed."
             return now[i] is None or self.after is None or now[i]!=self.after[i]
         return all(changed(i) and is_removed(parameters[i]) for i in brought)
 
@@ -137,7 +137,7 @@ class RefusedPasses:
         return [p for p in self.passes if p.weights==weights and p.is_removed(self.parameters, now)]
 
     def unreached(self) -> list:
-        "Return the passes that no backward has reached. Return an empty list if no pass of this step was reached."
+        "Return the passes that no backward has reached, if all their outputs have hooks. Return an empty list if no pass was reached."
         if not any(p.reached for p in self.passes): return []
         return [p for p in self.passes if p.hooks and p.complete and not p.reached]
 

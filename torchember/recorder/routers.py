@@ -66,7 +66,7 @@ class RoutedCall:
     rows:Counter = field(default_factory=Counter) # id of an expert's module -> number of tokens in its inputs
 
     def add(self, counts, choices, is_topk):
-        "Add a choice of experts. A `topk` replaces earlier choices. Several `argmax` add up, because some routers call `argmax` for each expert."
+        "Add a choice of experts. A `topk` replaces earlier choices. Calls of `argmax` (one for each expert) add up, and are ignored after a `topk`."
         if is_topk or not self.numbers: self.numbers,self.choices,self.is_topk = {'counts': counts},choices,is_topk
         elif not self.is_topk and len(counts)==len(self.numbers['counts']):
             self.numbers['counts'],self.choices = self.numbers['counts']+counts,self.choices+1

@@ -63,13 +63,13 @@ class FirstNonfinite:
     def __init__(self, file): self.file,self.found = file,None
 
     def add(self, rows):
-        "Add new rows of the run: search the first NaN or infinity in them. Do nothing after the first one was found."
+        "Add new rows of the run: search the first NaN or infinity that needs a warning, and give the warning. Do nothing after this one was found."
         if self.found is None and (row := first_not_finite((r for r in rows if isinstance(r, dict)), needs_user_warning)) is not None:
             self.found = describe_nonfinite(row)
             self.file.note(f"{self.found}: the first value of this run that is not finite. Training continues. This warning is given once.")
 
     def remark(self):
-        "Return a remark about the first NaN or infinity of the run. Return None if all values are finite."
+        "Return a remark about the first NaN or infinity that needed a warning. Return None if none did."
         return f"First value that is not finite: {self.found}." if self.found else None
 
 def warn_of_first_nonfinite(log):

@@ -37,7 +37,7 @@ class StepLog:
         self.put_without_step(lambda: [line])
 
     def put_late(self, rows, **by):
-        "Put late rows into the log: add them to the step that was written last, although this step has ended."
+        "Put late rows into the log: add them to the last step, although it has ended. If that step was not recorded, they belong to no step."
         self.t.file.put(rows, joins=True if self.was_on else None, **by)
 
     @property
@@ -121,7 +121,7 @@ class RecentUnrecordedSteps:
         return any(isinstance(v, np.ndarray) and v[:, not_finite].any() for _,v in measured.snapshot.parts)
 
     def release(self, step:int, why:str) -> list:
-        """Release all kept steps: return them, to write them to the log. The same number of unrecorded steps after `step` will be written, too.
+        """Release all kept steps: return them, to write them to the log. Unrecorded steps up to `step` + `maxlen` will be written, too.
 
         `why`: the reason in one word. Each reason releases steps only once, because a run may have NaN until its end.
         """

@@ -69,7 +69,7 @@ def update_ratios(columns) -> dict:
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #d1e138c3
 def group_by_columns(columns):
-    "Yield groups of rows with the same column names. A group is a pair: a `Columns`, and a dict of additional columns such as `ratio`."
+    "Yield groups of rows with the same column names, without rows of type 'before'. A group: a `Columns`, and a dict of more columns like `ratio`."
     ratio = update_ratios(columns)
     for c in columns:
         ttypes = {t.key[1] for t in c.taps}

@@ -79,7 +79,7 @@ class KnownOptimizers:
         self.all_ids,self.ids_of = ParameterIds(),ParameterIds()
 
     def scale(self):
-        "Return the loss scale: the factor by which the `GradScaler` multiplies the loss. Return None if there is no scaler."
+        "Return the loss scale: the factor by which the `GradScaler` multiplies the loss. Return None without an enabled scaler."
         s = None if self.watch is None else self.watch.scaler
         return loss_scale(s) if s is not None and s.is_enabled() else None
 

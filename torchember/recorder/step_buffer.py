@@ -156,14 +156,14 @@ class LocalShards:
         except Exception as e: self.give_up(e)
 
     def give_up(self, e):
-        "Give up describing shards after an error: give a warning, and record no columns about shards from now on."
+        "Give up asking `ranks` about shards after an error: give a warning. Later, rows of shards of a DTensor have only placement and global shape."
         self.ranks = None
         self.notices.once('ranks', f"torchember cannot determine how the model is distributed over processes ({type(e).__name__}: {e}). Each process "
             "records its own shards, and reading cannot merge them into whole tensors.")
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a02
 class CustomRow(NamedTuple):
-    "Row that does not summarize a tensor by built-in statistics: the result of a user's function, or numbers of `te.log`."
+    "Row without built-in statistics of a tensor: result of a user's function, numbers of `te.log`, learning rates, or a quantity of a `Monitor`."
     event:int
     key:tuple # tuple (module, ttype, tname, pname, phase, backward)
     call:int
@@ -173,7 +173,7 @@ class CustomRow(NamedTuple):
 
     @property
     def is_number(self):
-        "True if the row contains numbers of `te.log`."
+        "True if the row contains numbers of `te.log`, or learning rates."
         return self.key[1]=='scalar'
 
     @property
@@ -247,7 +247,7 @@ class CustomRows:
 def join_rows(earlier, own) -> list:
     """Join the custom rows of several micro-batches to one step. `earlier`: `ProvisionalStep`s; `own`: rows of the last micro-batch.
 
-    For a parameter, only the row of the last pass is kept.
+    Leave out the rows of the first, which the log has already. For a parameter, keep only the row of the last pass.
     """
     numbers,rows,n = 0,[],len(earlier)
     for i,some in enumerate([*(e.custom for e in earlier), own]):
@@ -259,7 +259,7 @@ def join_rows(earlier, own) -> list:
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a05
 def belongs_to(p, key): # p: a `TrainingPass`; key: argument of `one_row`
-    "Return True if a row belongs to the pass `p`. False for an input or output gradient of a later pass: no backward reached `p`."
+    "Return True if a row with the number of pass `p` belongs to `p`: not an input or output gradient of a later pass, if no backward reached `p`."
     return p.reached or key[1] not in ('input_grad', 'output_grad')
 
 class SelectedRows:
@@ -351,7 +351,7 @@ class StepRows:
         "Take all rows out of the step: return a `Snapshot` of the arena, and the custom rows. `metadata`: arguments of `StepSlots.keep`, or None."
         custom,box = self.custom.take(),self.box
         def keep(parts, earlier):
-            "Keep a copy of the rows in the black box. Return the number of this copy, or 0 after an error."
+            "Keep a copy of the rows in the black box. Return the number of this copy, or 0 if they were not copied."
             try: return box.keep(parts, custom=custom, over=over, earlier=[s.number for s in earlier], **metadata)
             except Exception as e:
                 self.notices.once('box', "A step could not be copied into the black box, a file that survives a crash "
@@ -423,7 +423,7 @@ class StepBuffer:
 
     def measure(self, state, ttype:str, tname:str, x, pname=None, call:int=0, phase=None, backward:int=0, scale=None,
         once:bool=False, replace:bool=False):
-        """Measure one tensor `x` of a module, given by its `ModuleState`. Report errors instead of raising them.
+        """Measure one tensor `x` of a module, given by its `ModuleState`. Report errors, and raise them only with on_error='raise'.
 
         `pname`: name of a parameter or buffer in its module. `call`: number of the module's call. `backward`: number of
         the backward that computed the tensor. `scale`: factor that is divided out, a number or a tensor. `once`: True
@@ -479,7 +479,7 @@ class StepBuffer:
 
     @property
     def is_simple(self):
-        "True if all measurements are simple: statistics are built in and no tensor is sharded. Then compiled code may write rows."
+        "True if compiled code may write rows: built-in statistics, a single process without shards, and no custom rows in the buffer."
         return not (self.shards.ranks is not None or self.shards.columns or self.rows.custom or any(map(callable, self.stats.values())))
 
     def set_micro_batch(self, micro:int):
@@ -497,7 +497,7 @@ class StepBuffer:
         self.shards.columns = {k:v for e in earlier if e.measured is not None for k,v in e.measured.parts.items()} | self.shards.columns
 
     def read_pending(self, module='model'):
-        "Read all pending parameters (queued for measurement) in one kernel launch, before their values change. Then drop their references."
+        "Read all pending tensors (queued for measurement) before their values change, and drop their references. Report errors, do not raise them."
         self.rows.forget_cached_summaries()
         try: self.rows.arena.read_pending()
         except Exception as e: self.notices.failed(module, 'a parameter', e, self.stats.get('weight'))

@@ -166,7 +166,7 @@ class Steps:
 
     @property
     def is_evaluation(self):
-        "True if only evaluations have run since the last training step. Their rows belong to that training step."
+        "True if only evaluations have run since the last training step, which gets their rows. Always False if passes end the steps."
         s = self.state
         other = self.own_passes or s.measured or self.optimizers.stepped or not (self.trained or self.phases.trains_in_eval and not s.eval_grads)
         return self.manual and not other and any(s.passes.values())
@@ -185,7 +185,7 @@ class Steps:
 
     @property
     def noted(self):
-        "Number of the step in which `te.log` notes a number: the current step, or the previous step if no pass has begun since."
+        "Step in which `te.log` notes a number: the current step, or the previous one before a pass begins. If `manual`, evaluations do not count."
         later = self.own_passes if self.manual and self.trained else self.passes
         return self.number if later or self.closed is None else self.closed
 
@@ -264,7 +264,7 @@ class ProvisionalSteps:
     def __init__(self): self.clear()
 
     def clear(self, weights=None):
-        "Clear all stored steps. From now on, store only steps with these weight versions."
+        "Clear all stored steps. `weights`: weight versions of the steps to store next, until `add` gets others; None if unknown."
         self.weights,self.kept,self.too_many = weights,[],False
 
     def with_weights(self, weights) -> list:
@@ -315,7 +315,7 @@ class Decision:
         self.step,self.is_recorded,self.denied = None,False,False
 
     def is_selected(self, step) -> bool:
-        "Return True if the schedule selects a step. Return False if the schedule raises an exception."
+        "Return True if the schedule selects a step. Return False if it raises an exception, but let the exception pass with on_error='raise'."
         try: return self.schedule(step)
         except Exception as e:
             if self.notices.on_error=='raise': raise

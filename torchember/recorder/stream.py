@@ -97,7 +97,7 @@ class Stream(PassNumbers):
             self.measured.append(BlockCall(track.name, track.path, call, str(x.dtype).removeprefix('torch.'), x.numel(), numbers))
 
     def rows(self, c, numbers):
-        "Return the row of a `BlockCall` as (name, columns). `numbers`: name -> list. Column `depth`: number of earlier block calls in the list."
+        "Return a list with the row of a `BlockCall`: (name, columns). `numbers`: name -> list. Column `depth`: number of earlier blocks in the list."
         before = [o for o in self.measured[:self.measured.index(c)] if o.path.rpartition('.')[0]==c.path.rpartition('.')[0]]
         # leave out `added` or `median_ratio` if undefined: the input or the median is zero
         known = {k: v for k,(v,) in numbers.items() if math.isfinite(v) or k in ('rms', 'largest')}

@@ -94,7 +94,7 @@ class Control:
         self.widget.value = self.write(v)
 
     def observe(self, f):
-        "Observe the control: call the function `f` when the user changes it."
+        "Observe the control: call the function `f` when the user or code changes its value, except during `offer`."
         self.widget.observe(lambda _: None if self.muted else f(), 'value')
 
     def offer(self, labels):
@@ -129,7 +129,7 @@ def make_choices(W, name, labels, value, none, means=lambda v: v, rows=4):
     chosen = [label_for(labels, means(v)) for v in got]
     w = W.SelectMultiple(options=list(labels), value=chosen, description=name, rows=rows)
     def read(ls):
-        "Read the control: return the value for the selected labels."
+        "Read the control: return the value of the selected label, a list for several labels, or `none` for no label (raise it if an error)."
         if not ls and isinstance(none, Exception): raise none
         return none if not ls else labels[ls[0]] if len(ls)==1 else [labels[l] for l in ls]
     def write(v):
@@ -493,7 +493,7 @@ class Arguments:
         finally: self.muted = was
 
     def note_change(self):
-        "Note a change of an argument: call the function `on_change`, unless `set_values` is setting several controls."
+        "Note a change of an argument: call the function `on_change`, except while `offer` changes the controls."
         if not self.muted: self.on_change(self)
 
     def values(self):

@@ -51,7 +51,7 @@ def as_finding(row):
         'first_step': first if first is not None else int_or_none(row.get('step')) or 0, 'stands': False}
 
 def int_or_none(v):
-    "Convert a value to int, or to None if it is NaN or of another type."
+    "Convert a value to int, or to None if it cannot be converted: NaN, an infinity, or no number."
     try: return int(v)
     # the value is NaN, infinite, or not a number
     except (TypeError, ValueError, OverflowError): return None

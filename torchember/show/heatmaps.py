@@ -67,7 +67,7 @@ def with_gaps(values, at, empty):
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #e3ee4806
 def write_reasons(ax, g, turned):
-    "Write into each empty row of a heat map the reason why the row is empty. Neighboring rows with the same reason share one text."
+    "Write the reason into each row of a heat map that is empty or unreliable, if there is space. Neighbors with the same reason share one text."
     tall,size,low = axes_size(ax)[not turned]/max(len(g.labels), 1),mpl.rcParams['legend.fontsize']-1,-np.inf
     style = {'fontsize': size, 'va': 'center', 'clip_on': True,
         'transform': ax.get_xaxis_transform() if turned else ax.get_yaxis_transform(),

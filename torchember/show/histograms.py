@@ -55,7 +55,7 @@ def space_for_bars(ax, dtypes):
     return 1/(1-min(bar_height(ax)*(1.35*len(dtypes)+.2), .6)) if dtypes else 1.
 
 def formats_to_draw(dtype_annotation, df):
-    "Return the number formats to draw. `dtype_annotation=True` selects the dtypes of the tensors."
+    "Return the number formats to draw. `dtype_annotation=True` selects the float dtypes of the tensors, none if ml_dtypes is not installed."
     if not dtype_annotation: return []
     if dtype_annotation is True:
         from importlib.util import find_spec
@@ -64,7 +64,7 @@ def formats_to_draw(dtype_annotation, df):
 
 # %% ../../nbs/60_show/30_histograms.ipynb #da5ab6db
 def exponent_axis(ax, lo, hi, size=None, rotation=0):
-    "Make an axis of exponents: label the x axis of a histogram with powers of two from `lo` to `hi`, and write 'less' and 'more' at the ends."
+    "Make an axis of exponents: label the x axis of a histogram with powers of two from `lo` to `hi`, and write '0, less' and 'more' at the ends."
     # width of a letter in the labels, measured in exponents (units of the x axis)
     em = (size or mpl.rcParams['xtick.labelsize'])*(hi-lo+5.4)/axes_size(ax)[0]
     every = next(k for k in (1, 2, 4, 8, 16, 32, 64) if k>=max(2.6*em, (hi-lo)/12) or k==64)

@@ -26,7 +26,7 @@ scale = ['#'+c for c in re.findall('.{6}', ''.join(( # colors of matplotlib's sc
 
 # %% ../../nbs/60_show/00_legend.ipynb #32fcdd91
 def short_names(names:list, width:int=26) -> list: # names: names with dots; width: maximum number of characters
-    "Return short layer names to fit beside a picture, without the prefix that all names share. The short names stay distinct."
+    "Return short layer names to fit beside a picture. If one is too long, omit the common prefix. Fewer than 2000 names stay distinct."
     parts = [n.split('.') for n in names]
     k = 0
     while max(map(len, names), default=0)>width and len(names)>1 and all(len(p)>k+1 and p[k]==parts[0][k]

@@ -66,7 +66,7 @@ def line_colors(n):
     return list(plt.get_cmap('viridis')(np.linspace(.12 if is_dark() else 0, .92, n)))
 
 def mark_nonfinite(ax, steps):
-    "Mark each step with non-finite values by a red cross at the top of the axes."
+    "Mark steps with non-finite values by red crosses at the top of the axes: each step, or 400 of more steps."
     if not len(steps): return
     c = alarm[is_dark()]
     if len(steps)>400: steps = steps[np.linspace(0, len(steps)-1, 400).astype(int)]
@@ -84,7 +84,7 @@ def log_if_wide(axes, lines):
 
 # %% ../../nbs/60_show/20_lines.ipynb #645813a5
 def name_lines(ax, lines:list, colors:list, most:int=9): # most: maximum number of names if there is no space for all
-    "Name each line at its right end. If the names do not all fit, name only the lines with extreme values."
+    "Name each line at its right end, if there are several. If the names do not all fit, name only the lines with extreme values."
     ends = [(y[ok][-1], i) for i,(_,x,y,_) in enumerate(lines) if (ok := np.isfinite(y)).any()]
     if len(lines)<2 or not ends: return
     names = short_names([l[0] for l in lines])

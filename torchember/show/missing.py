@@ -15,14 +15,14 @@ from ..store.parameters import cut_off, forgotten, label_of, untrained, why_not
 
 # %% ../../nbs/60_show/15_missing.ipynb #07bc4faf
 def parameters_of_run(run) -> list:
-    "Return the parameters of a run: for each, its description as `store.parameters` makes it."
+    "Return the parameters of a run in recorded modules: for each, its description as `store.parameters` makes it."
     return [p for p in open_run(run).parameters() if p.get('recorded') is not False]
 
 # %% ../../nbs/60_show/15_missing.ipynb #884f03b8
 kinds_of_parameters = ('weight_grad', 'update') # tensor types for which each trained parameter has rows
 
 def untrained_reasons(rows, kind:str, ps:list, layer=None) -> dict: # kind: tensor type of the rows; ps: descriptions of all parameters
-    "Return the reasons why parameters are untrained, or their gradients unused, in a dict: label of a parameter without rows -> reason."
+    "Return the reasons why parameters have no rows, or gradients that no optimizer uses, in a dict: label -> reason. {} for other tensor types."
     if kind not in kinds_of_parameters or 'pname' not in rows: return {}
     have = set(zip(rows['path'].astype(str), rows['pname'].astype(str), strict=True))
     found = {}

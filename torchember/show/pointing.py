@@ -75,7 +75,7 @@ class PageFigure:
             if a.get_visible(): self.figure.draw_artist(a)
 
     def moved(self):
-        "Redraw only the artists that have moved with the pointer, and update the figure in the notebook."
+        "Redraw only the artists that move with the pointer, and update the figure in the notebook. Redraw an image as a whole."
         if not self.live or self.back is None: return self.show()
         self.canvas.restore_region(self.back)
         self.paint()
@@ -110,7 +110,7 @@ class Losses:
         return ax
 
 def read_losses(train_stats, table):
-    "Read loss curves from `train_stats`, or by default from the run. Return None if the run logged none."
+    "Read loss curves from `train_stats`, or by default from the run. Return None if the run logged none, or if `train_stats` is False."
     if train_stats is False: return None
     if train_stats is None:
         found = loss_curve(table, None)
@@ -250,7 +250,7 @@ class StepCursor:
         self.picture.move_line_to(self.loss.move_to(step, control and control.nearest))
 
     def on_hover(self, event):
-        "React to the pointer over the loss curves (hover): move the cross-hair to the step under the pointer."
+        "React to the pointer (hover): move the cross-hair to the step under it or, outside of the loss curves, back to the selected step."
         self.hover(event.xdata if event.inaxes is self.loss.axes else self.pinned)
 
     def on_click(self, event):
@@ -361,7 +361,7 @@ class HeatmapCells:
             self.on_change)
 
 def read_rows_for(f, source, ttype=None):
-    "Read all rows that a drawing function may need. Return them as a table, so that later changes of its controls read no file."
+    "Read all rows that a drawing function may need. Return a table (a list for several runs), so that changes of its controls read no file."
     # exponent counts are read only for pictures that show ranges of number formats
     stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]

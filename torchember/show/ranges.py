@@ -19,7 +19,7 @@ from .style import axes_for, drawn, is_dark
 
 # %% ../../nbs/60_show/60_ranges.ipynb #dd7424aa
 def shares(rows, dtype:str): # rows: rows of one step
-    "Return the labels of all tensors, and the shares of their nonzero values below and above the range of a number format."
+    "Return the labels of all tensors, and a dict of shares of nonzero values: over, subnormal or under the range of a number format."
     code,labels = places(rows)
     out = {k: np.zeros(len(labels)) for k in ('over', 'subnormal', 'under')}
     for i in range(len(labels)):

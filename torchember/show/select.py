@@ -32,7 +32,7 @@ def rows_to_draw(source, stats=None, rows=None, **wanted): # rows: all rows of t
     return df if stats is None else with_statistics(df, stats)
 
 def with_statistics(df, stats=()):
-    "Return the rows with values of the given statistics (default: any built-in statistic). Omit rows with quantities of a `Monitor`."
+    "Return the rows with values of the given statistics (default: any built-in statistic, which omits quantities of a `Monitor`)."
     names = ([n for s in stats for n in (s, stats_of.get(s)) if n in df] if len(stats)
         else [c for c in df.columns if c in usual])
     some = measured_any(df, names)
@@ -59,7 +59,7 @@ def without_findings(df):
     return df.drop(columns=[c for c in finding_only_columns if c in df and df[c].isna().all()])
 
 def run_of(source):
-    "Return the run of a picture, opened from its source. Raise TypeError if `source` is neither a run nor a table."
+    "Return the run of a picture, opened from its source. Raise TypeError if `source` is not a run, also for a table."
     if isinstance(source, str|PathLike|Run) or is_url(source) or hasattr(getattr(source, 't', source), 'log_path'):
         return open_run(source)
     hint = " To see where runs begin to differ: compare([...])." if isinstance(source, list|tuple) else ""
@@ -220,12 +220,12 @@ def no_ttype_message(typed, ttype, there, name):
     return f"{printable(name)} has no rows of {name_of_type}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
 
 def tensors_to_draw(run, path, ttype, stats=None):
-    "Return the tensors to draw: rows of the selected layers and types with values of the statistics. Raise ValueError if no row matches."
+    "Return the tensors to draw: rows of the selected layers and types (default: all but 'scalar') with the statistics. Raise ValueError for none."
     df = rows_to_draw(run, stats, **({} if ttype is None else {'ttype': to_ttypes(ttype)}))
     return without_other_scalars(pick(df if ttype is not None else df[~has_ttype(df, 'scalar')], path, ttype), stats)
 
 def without_other_scalars(df, stats):
-    "Return rows without other scalars: remove logged numbers that cannot have the statistics, such as the gradient norm without 'loss'."
+    "Return rows without other scalars: remove logged numbers that cannot have the statistics, such as the gradient norm for `stats=['loss']`."
     asked,scalar = [s for s in stats or () if s in df],has_ttype(df, 'scalar')
     if not asked or not scalar.any(): return df
     # `builtin_scalar_name` returns None for statistics that the user has logged
@@ -235,7 +235,7 @@ def without_other_scalars(df, stats):
 
 # %% ../../nbs/60_show/10_select.ipynb #7e2e294a
 def find_stat(df, stat:str) -> str:
-    "Find the column of a statistic. Also accept statistic names of Track & Visualize. Raise ValueError if no row has a value."
+    "Find the column of a statistic, also by its Track & Visualize name. It may hold only NaN. Raise ValueError if it is missing or not numeric."
     if stat in df and df[stat].notna().any():
         if has_vectors(df[stat]):
             raise ValueError(f"The statistic {stat!r} is a vector, not a number. To draw it: surface(run, path=..., stat={stat!r}).")
@@ -355,7 +355,7 @@ def extremes_between(values, edges, at): # at: `np.argmin` or `np.argmax`
 
 # %% ../../nbs/60_show/10_select.ipynb #4e91369c
 class Grid:
-    "Grid of values for a heat map: a matrix of one statistic, with a row for each layer and a column for each step."
+    "Grid of values for a heat map: a matrix of one statistic, with a row for each tensor and a column for each step, or for groups of them."
     def __init__(self, labels:list, steps, value, bad, members:list, why=()):
         # members: labels of the tensors in each row; why: reason why a row is empty or unreliable, or None, for each row
         self.labels,self.steps,self.value,self.bad,self.members,self.why = labels,steps,value,bad,members,why

@@ -68,7 +68,7 @@ def all_children(ax):
     return [c for a in ax.child_axes for c in (a, *all_children(a))]
 
 def disable_math_text(fig, users): # users: texts that the user has drawn, which stay unchanged
-    "Switch off math formulas in all texts of a figure, because names of layers may contain `$`."
+    "Switch off math formulas in texts of a figure, except powers of two and tick labels. Replace control characters. Names may contain both."
     for t in texts_in(fig):
         s = t.get_text()
         if users.get(t)==s: continue
@@ -85,7 +85,7 @@ def disable_math_text(fig, users): # users: texts that the user has drawn, which
 
 # %% ../../nbs/60_show/00_style.ipynb #ee344c0f
 def drawn(f):
-    "Decorate a function with which pictures are drawn: it uses torchember's colors and fonts, and returns Axes or `Panels`."
+    "Decorate a function that draws: it uses torchember's colors and fonts. A list of Axes becomes Axes or `Panels`, other results stay."
     @with_argument_names
     @functools.wraps(f)
     def g(*args, **kwargs):

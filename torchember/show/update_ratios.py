@@ -31,7 +31,7 @@ def has_bounds(table):
     return len(weights)>0 and parameter_sizes(weights) is not None
 
 def least_ratios(rows) -> list: # rows: log rows of weights
-    "Return the least ratios of update to weight (lower bounds), from the change of a weight's norm between recorded steps."
+    "Return the least ratios of update to weight for each step (lower bounds), from changes of the statistics in `parameter_sizes`."
     if 'std' in (stats := parameter_sizes(rows)): rows = rows.assign(std=population_std(rows))
     out = []
     for parts in zip(*(series(rows, c) for c in stats), strict=True):
@@ -75,14 +75,14 @@ def unchanged_mask(rows, code):
     return still & before, before
 
 def count_unchanged_steps(rows, known:bool) -> dict: # known: True if the rows are of updates, False if they are of weights
-    "Count unchanged steps of each weight. Return a dict: label -> (number of steps without change, number of recorded steps)."
+    "Count unchanged steps of each weight. Return a dict: label -> (number of steps without change, number of checked steps)."
     code,labels = places(rows)
     still,counted = (zero_update_mask(rows), np.ones(len(rows), bool)) if known else unchanged_mask(rows, code)
     each = zip(labels, np.bincount(code, still, len(labels)), np.bincount(code, counted, len(labels)), strict=True)
     return {l: (int(z), int(n)) for l,z,n in each if n}
 
 def find_unchanged_weights(table, rows, path, known):
-    "Find unchanged weights: count the steps without change as `count_unchanged_steps` does. Include weights without rows of updates."
+    "Count the unchanged steps of all weights as `count_unchanged_steps` does. A weight without rows of updates counts as never changed."
     found = count_unchanged_steps(rows, known)
     if not known or not has_ttype(table, 'weight').any(): return found
     try: weights = pick(table, path, 'weight')

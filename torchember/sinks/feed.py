@@ -86,7 +86,7 @@ class SentSteps:
                 if row.get('target')==target: self.steps.update(range(row['first'], row['last']+1))
 
     def add(self, steps):
-        "Add steps that the destination has received, and append the steps to the file. Consecutive steps share one line."
+        "Add steps that the destination has received, and append new steps to the file (only with a target). Consecutive steps share one line."
         ranges = []
         for s in sorted({*steps}-self.steps):
             if ranges and ranges[-1][1]==s-1: ranges[-1][1] = s
@@ -121,7 +121,7 @@ class StepSender:
         self.sent = SentSteps(self.tracker, self.sink.target())
 
     def step(self, step, rows):
-        "Send the rows of a step to the sink, unless the destination has already received this step."
+        "Send the rows of a step to the sink, unless the destination has received this step or the last `most_failures` calls of the sink failed."
         if not self.sink.when(step): rows = [r for r in rows if r.get('ttype')=='scalar' or r.get('phase')=='eval']
         if not rows or self.failures>=self.most_failures: return
         try:

@@ -18,7 +18,7 @@ from ..ground.needs import needs
 most_numbers,most_letters,most_text = 1000,250,5000
 
 def escape_name(part:str):
-    "Make one part of a metric name valid for MLflow: replace forbidden characters by '_', and append a checksum, so that names stay different."
+    "Make one part of a metric name valid for MLflow: if a character is forbidden, replace it by '_' and append a checksum. Names stay different."
     if re.fullmatch(r'[\w.\- ]+', part) and part not in ('.', '..'): return part
     return re.sub(r'[^\w\- ]', '_', part)+f'-{crc32(part.encode()):08x}'
 
@@ -29,7 +29,7 @@ def metric_name(key) -> str: # key: name of the metric in torchember, such as 'w
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #0cfe6b15
 def percentile_edges(edges, counts) -> dict: # edges: edges of the histogram's bins; counts: number of values in each bin
-    "Return the 5th, 50th and 95th percentile of a histogram, each as a bin edge. MLflow stores these numbers, because it stores no histograms."
+    "Return the 5th, 50th and 95th percentile of a histogram, each as the lower edge of its bin. MLflow stores numbers, but no histograms."
     out,seen,total = {},0,sum(counts)
     for edge,n in zip(edges, counts, strict=False):
         seen += n
@@ -123,7 +123,7 @@ class MLflow(Sink):
         if len(self.pending)>=most_numbers: self.flush()
 
     def scalars(self, step, numbers):
-        "Send the scalars (numbers) of a step to MLflow."
+        "Queue the scalars (numbers) of a step for MLflow. They are sent by `flush`, or when the queue is full."
         self.queue_numbers(step, numbers)
 
     def histograms(self, step, counts):

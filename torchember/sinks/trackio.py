@@ -58,7 +58,7 @@ class Trackio(Sink):
         self.old_keys,self.old_alerts,self.pending = set(),set(),{}
 
     def open(self, run, about):
-        "Open the trackio run, and read the numbers and alerts that the run already has."
+        "Open the trackio run. In a local database, read the numbers and alerts that the run already has; for a server, none are read."
         if self.run is None: self.run,self.owns_run = self.create_run(run, about),True
         self.proxy = RunProxy(self.run)
         if not self.is_local: return
@@ -100,7 +100,7 @@ class Trackio(Sink):
         return f'trackio:{self.run.url or self.trackio.utils.TRACKIO_DIR}:{self.run.project}/{self.run.id}'
 
     def log_keys(self, step, data):
-        "Log the keys (metric names) of a step that the trackio run does not have yet. The step counter of the run does not change."
+        "Log the metrics (key -> value) of a step that the trackio run does not have yet. The step counter of the run does not change."
         data = {k: v for k,v in data.items() if (k, step) not in self.old_keys}
         if not data: return
         self.pending.setdefault(step, set()).update(data)

@@ -58,7 +58,7 @@ class Wandb(Sink):
         return f'wandb:{self.run.id}'
 
     def axis_of(self, key):
-        "Return the x axis of a metric in W&B. Each scalar and all evaluations have separate x axes, because they occur only in some steps."
+        "Return the x axis of a metric in W&B. Each scalar has its own axis, and all evaluations share one, because they occur only in some steps."
         key = key.removeprefix(self.prefix)
         if key.startswith('scalar/'): return f'torchember/{key}/step'
         return 'torchember/eval_step' if key.startswith('eval/') else self.axis

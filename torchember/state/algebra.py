@@ -46,7 +46,7 @@ class NamedValues(OrderedDict):
 
     @property
     def is_result(self):
-        "True if the snapshot is the result of a reduction such as `norm`: its values are numbers. False if its values are tensors."
+        "True if the snapshot is the result of a reduction such as `norm`: its values are no tensors. False for tensors, or if it is empty."
         return bool(self) and not isinstance(next(iter(self.values())), torch.Tensor)
 
     device = property(lambda self: self.common('device'), doc="Device of all tensors. None if the devices differ.")
@@ -132,7 +132,7 @@ class Layers(NamedValues):
     def is_compatible(self,
         other # StateDict to compare with
     ) -> bool:
-        """Return True if a StateDict is compatible, so that arithmetic is possible: both have the same names and shapes.
+        """Return True if a StateDict is compatible, so that arithmetic is possible: same names, and equal shapes. A number fits every shape.
 
         Args:
             other: StateDict to compare with
@@ -795,7 +795,7 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
         """
         if hasattr(cls, name): raise ValueError(f"The class StateDict already has an attribute {name!r}. Choose another name.")
         def method(self, *, lw=False, pattern=None):
-            "Apply the registered function to each layer if `lw` (layer-wise), else to one tensor of all values."
+            "Apply the registered function to each layer if `lw`, else to one tensor of all values, or to each layer and then `merge` the results."
             if lw or merge is None: return self.apply_reduction(func, lw=lw, pattern=pattern)
             return merge([func(x) for x in select_layers(self, pattern).values()])
         method.__name__,method.__doc__ = name,func.__doc__

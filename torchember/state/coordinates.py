@@ -194,7 +194,7 @@ def stopped_finding(width, seed, step):
 shown = {'output': 'output before training', 'change': 'change', 'from_weights': 'from the weights', 'from_inputs': 'from the inputs'}
 
 class CoordCheck:
-    """Result of `coord_check`. Its printed text contains the findings and the slopes of all layers with weights.
+    """Result of `coord_check`. Its printed text contains the findings and the slopes of layers with weights, at most 40 rows.
 
     table: sizes, a row for each width, seed, step and output of a module
     slopes: slope of log size over log width for each layer, step and quantity, with its standard error over seeds

@@ -25,7 +25,7 @@ from .layers import select_layers
 
 # %% ../../nbs/70_state/08_factories.ipynb #58345378
 def check_copy(clone, device, dtype):
-    "Check that a device or dtype is given only for a copy. Raise ValueError for `clone=False`, because only copies can have a new one."
+    "Check that a device or dtype is given only for a copy. Raise ValueError if one is given with `clone=False`."
     if not clone and (device is not None or dtype is not None):
         raise ValueError("device= and dtype= make a copy, so they need clone=True. With clone=False a snapshot shares the memory of the model.")
 
@@ -287,7 +287,7 @@ class OutputListener(Listener):
         self.step,self.leaves = 0,[]
 
     def pass_begins(self, state, grad=None):
-        "Handle the beginning of a forward pass of the model: count the pass, and reset the positions of outputs."
+        "Handle the beginning of a forward pass of the model: count the pass, and clear captured outputs (gradients only when new ones arrive)."
         self.step += 1
         self.remove_leaf_hooks()
         self.latest.begin()

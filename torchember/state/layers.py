@@ -169,7 +169,7 @@ def groups_for_reductions(names) -> tuple:
 
 # %% ../../nbs/70_state/00_layers.ipynb #56365dde
 def scalar_tensor(value:float, dtypes, name='') -> torch.Tensor: # dtypes: dtypes of the layers that were reduced
-    "Return a model-wide reduction as a scalar tensor. Its dtype is that of torch's reduction, but at least float32."
+    "Return a model-wide reduction as a scalar tensor: int64 for sums and extremes of integers, float32 for layers up to float32, else float64."
     dtypes = set(dtypes)
     floating = [d for d in dtypes if d.is_floating_point or d.is_complex]
     if dtypes and not floating and name in ('sum', 'min', 'max', 'abs_min', 'abs_max') and math.isfinite(value):

@@ -74,7 +74,7 @@ class NoiseEstimate:
 
     @property
     def is_known(self):
-        "True if the squared gradient norm is known: it exceeds twice its standard error. False for NaN."
+        "True if the squared gradient norm is known: it exceeds twice its standard error, or 0 if the error is unknown. False for NaN."
         # False also for NaN
         return self.grad_sq>self.two_errors()
 
@@ -188,7 +188,7 @@ def add_gradient(watch, i, grad): # watch: weak reference to a `GradWatch`; grad
 # %% ../../nbs/70_state/20_noise.ipynb #e93ed92f
 @contextmanager
 def preserve_state(model):
-    "Preserve state in a `with` block: at its end, restore gradients, buffers, training modes and random generators."
+    "Preserve state in a `with` block: at its end, restore `p.grad` (not its elements), buffers, training modes and random generators."
     params = list(model.parameters())
     grads,modes = [p.grad for p in params],[(m, m.training) for m in model.modules()]
     buffers = [(b, b.clone()) for b in model.buffers()]

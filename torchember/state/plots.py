@@ -185,7 +185,7 @@ def plot_ecdf(
 max_pixels = 512 # largest number of rows, and of columns, of a heat map
 
 def as_matrix(x):
-    "Return a layer as a matrix: the first dimension becomes rows, all other dimensions are flattened into columns."
+    "Return a layer as a matrix: the first dimension becomes rows, the others are flattened into columns. A vector or scalar becomes one row."
     x = dense_tensor(x)
     return x.reshape(1, -1) if x.dim()<2 else x.flatten(1)
 
@@ -197,7 +197,7 @@ def subsample_matrix(x, n=max_pixels):
     return x[rows.to(x.device)][:, cols.to(x.device)].to('cpu', torch.float64, copy=True).numpy(), note
 
 def sample_evenly(x, n=max_pixels):
-    "Sample `n` evenly spaced values of a layer. Return them."
+    "Sample `n` evenly spaced values of a layer, repeated if it has fewer. Return them; all NaN for a layer without values."
     x = dense_tensor(x).reshape(-1)
     at = torch.linspace(0, max(x.numel()-1, 0), n, dtype=torch.float64).round().long()
     return x[at.to(x.device)].to('cpu', torch.float64, copy=True).numpy() if x.numel() else np.full(n, np.nan)
@@ -209,7 +209,7 @@ def positive_percentile(a, q):
     return float(np.percentile(a, q)) if a.size else 1.
 
 def color_scale(m, vmin, vmax, log, each_row=False):
-    "Return the color scale and the color map for a matrix. With `each_row`, use the median row instead of the largest values."
+    "Return the color scale and the color map for a matrix. A linear scale ends at the 99.5th percentile, with `each_row` at its median over rows."
     import matplotlib
     from matplotlib.colors import LogNorm, Normalize
     a = np.where(np.isfinite(m), np.abs(m), 0)

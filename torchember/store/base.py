@@ -77,7 +77,7 @@ devices = re.compile(r'(?i)con|prn|aux|nul|conin\$|conout\$|(com|lpt)[0-9¹²³]
 
 # %% ../../nbs/30_store/00_base.ipynb #ef759c80
 def folder(libname, home=None):
-    "Return the folder or URL for the logs and metadata of a library's runs: `home` if given, else `~/.<libname>`."
+    "Return the folder or URL for the logs of a library's runs: `home`, else $TORCHEMBER_HOME (only for torchember), else `~/.<libname>`."
     if home is None and libname=='torchember': home = os.environ.get('TORCHEMBER_HOME') or None
     if home is not None:
         if '\0' in str(home): raise ValueError(f"The home for logs, {str(home)!r}, contains a null character.")

@@ -57,7 +57,7 @@ class ColumnBlock:
 
     # `convert` returns None if the caller must inspect the type of each value
     def convert(self, k, column):
-        "Convert the values of the key `k` to an array for a table column. Return the kind of the values, and the array."
+        "Convert the values of the key `k` to (kind, array) for the table column `column`. Return None if each value must be inspected."
         return column.convert_known_type(self[k], self.sure.get(k))
 
     def distinct(self, k):
@@ -206,7 +206,7 @@ class Column:
         except (TypeError, ValueError, OverflowError): return None
 
     def convert_floats(self, values):
-        "Convert a column of floats and missing values. Return None if a value is null, NaN or infinite, or at least 2**53: it may be an integer."
+        "Convert a column of floats. Return None if half of the values are missing, or one is null, NaN, infinite or from 2**53 (maybe an integer)."
         numbers = np.fromiter(values, float, len(values))
         odd = np.flatnonzero(~(abs(numbers)<2**53))
         return ('numbers', numbers) if 2*len(odd)<len(values) and all(values[i] is missing for i in odd) else None

@@ -25,7 +25,7 @@ from torchember.store.parts import Part, arrow_table, renamed_file, folder_of, g
 most_rows,most_bytes = 1<<17,1<<25
 
 def next_lines(f, start, stop, rows=None):
-    "Read the next complete JSON lines of a file between the bytes `start` and `stop`, at most as many as fit into one Parquet part."
+    "Read the next JSON lines of a file between the bytes `start` and `stop`, at most one Parquet part. Only a last line at `stop` may be incomplete."
     rows = rows or most_rows
     f.seek(start)
     data = f.read(min(most_bytes, rows<<10, stop-start))

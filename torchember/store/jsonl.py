@@ -145,11 +145,11 @@ class StoredRun:
             raise FileNotFoundError(f"{unknown('run', self.fname, known)} Looked in {printable(self.log)}.")
 
     def whole_file(self):
-        "Return (path, size in bytes) of the log if its file has the whole log. Return None if some rows are only in memory so far."
+        "Return (path, size in bytes) of the log if its file has the whole log. Return None if rows are only in memory, or for an older format."
         return None if self.older() else self.file.disk.complete_file()
 
     def lines(self):
-        "Return a list of all rows (lines of the log) of the run, as dicts."
+        "Return a list of all rows (lines of the log) of the run, as dicts. Leave out rows that later rows replace."
         self.barrier()
         self.require_exists()
         rows,self.torn = parse_blocks(self.blocks)
@@ -300,7 +300,7 @@ def refuse_constant(word):
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #c942d217
 class tracker(AppendedRun):
-    """A run on disk. `t + row` appends a row, `t.df` reads all rows, `t[kind]` returns metadata, `t.mark` adds columns to each row
+    """A run on disk. `t + row` appends a row, `t.df` reads all rows, `t['base_<run>']` returns metadata, `t.mark` adds columns to each row
 
     Args:
         libname: Name of the library that writes the logs; its home is `~/.<libname>`
@@ -382,7 +382,7 @@ class tracker(AppendedRun):
         name:str|None=None, # Name of the function in messages
         per_rank:bool=False # With `reduce='step'`, on rank 0: True to get the rows of this rank instead of the merged rows
     ) -> Listener: # A `Listener`; call its `close()` to stop the calls of `f`
-        """Listen to the run: call `f` for all rows from now on, with the current step. A slow or failing `f` does not disturb the training or log
+        """Listen to the run: call `f(step, rows)` for all rows from now on. A slow or failing `f` misses rows, but does not disturb training and log
 
         Args:
             f: Function of a step number (None for rows without a step) and a list of rows. It runs in its own thread

@@ -398,7 +398,7 @@ def listen_to_log(log, f, name=None, **kwargs): # kwargs: further arguments of `
     return listener
 
 def listen_to_run(t, f, name=None, per_rank=False, **kwargs):
-    """Call `f` for the next rows of the tracker `t`: merged rows of all ranks if this process merges ranks, else rows of this process.
+    """Call `f` for the next rows of the tracker `t`, and return the listener. Rows: merged over ranks if this process merges ranks, else its own.
 
     Arguments: as in `tracker.listen`.
     """

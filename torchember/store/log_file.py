@@ -211,12 +211,12 @@ class JsonLines:
         return read_meta(self.path.parent.parent/'data'/f'{kind}_{self.path.name}.json')
 
     def complete_file(self):
-        "Return (path, size in bytes) of the log if its file is complete. Return None if some lines are only in memory so far."
+        "Return (path, size in bytes) of the log if its file is complete. Return None if lines are only in memory so far, or there is no file."
         if not (self.fresh or self.unwritten_lines()[1]) and file_exists(self.path):
             return self.path, summarize_parts(self.path)['lines']+file_size(self.path)
 
     def summary(self):
-        "Return the numbers of steps, rows and bytes of a finished run. Return None if this object wrote no rows, or if lines are still queued."
+        "Return a dict of steps, rows and bytes of a run; only steps if it was continued. None if this object wrote no rows, or lines are queued."
         if not (self.is_ours and self.written_rows) or self.waiting: return None
         return {'steps': self.tail()+1, **({} if self.earlier else {'rows': self.written_rows,
             'bytes': self.complete_file()[1]})}

@@ -375,9 +375,9 @@ class StoredBlock(ColumnBlock):
         return [{k: columns[k][i] for k in keys[at]} for i,at in enumerate(self.layout)]
 
     def distinct(self, k):
-        """Return (distinct values, index of each row's value) for a column of texts or whole numbers. Return None for other columns.
+        """Return (distinct values, index of each row's value) for a column of texts, or of whole numbers in all rows. Return None for others.
 
-        The index is -1 for a row without a value.
+        The index is -1 for a row without a text.
         """
         kind = self.part.kinds.get(k)
         self.load([k])
@@ -476,7 +476,7 @@ def size_or_zero(path):
     except FileNotFoundError: return 0
 
 def lines_after(path, listing):
-    "Return the lines of a log after its Parquet parts, as (file, first byte) for each file with such lines."
+    "Return the lines of a log after its Parquet parts, as pairs (file, first byte). Raise ValueError if a file ends before its first byte."
     aside,at = renamed_file(path, listing),listing['end']-listing['removed']
     is_aside = (listing.get('aside')
         or path_exists(aside) and (is_url(path) or not (os.path.exists(path) and os.path.samefile(path, aside))))
@@ -561,7 +561,7 @@ def blocks_of_run(path, more=b'', end=None, after=(0, 0)):
 
 # %% ../../nbs/30_store/09_parts.ipynb #de8b0b14
 def layouts_in_parts(path):
-    "Return the layouts (tuples of keys) of a log's rows without reading rows. Return None if some rows are not in Parquet parts."
+    "Return the layouts (tuples of keys) of a log's rows without reading rows. Return None if some rows are not in Parquet parts, or for a URL."
     # opening each remote Parquet part takes more time than known layouts save
     if is_url(path): return None
     listing,files = parts_and_lines(path)

@@ -91,7 +91,7 @@ row_key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'phase', 'backwa
 
 # %% ../../nbs/30_store/08_reading.ipynb #4174c1a4
 def without_superseded(rows):
-    """Drop each row that is replaced by a later row: equal values in the columns `row_key`, and a value in the column `supersedes`.
+    """Drop each row that is replaced by a later row (equal `row_key` columns, a value in `supersedes`), and drop the column `supersedes`.
 
     `rows`: list of dicts, or a table.
     """

@@ -179,7 +179,7 @@ file_rows = 1<<20 # approximate number of rows in a shared file
 most_logs = 100
 
 def share_parts(paths):
-    "Replace the Parquet parts of many logs of a finished run by shared files ordered by step. `paths`: files of the logs."
+    "Replace the Parquet parts of a finished run by shared files ordered by step, if it has `many_logs` logs or more. `paths`: files of the logs."
     lists = {Path(p): read_part_list(p) for p in paths}
     ready = [p for p,t in lists.items()
         if t and any('holder' not in part and part['rows'] for part in t['parts']) and has_steps(p, t)]

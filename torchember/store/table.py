@@ -23,7 +23,7 @@ def tree_nodes(tree):
         todo += [(depth+1, c) for c in reversed(node.get('children', ()))]
 
 def row_per_module(rows):
-    "Return a dict: display name of a module -> row of its output. A module without output rows has a row of its input or weight."
+    "Return a dict: display name of a module -> row of its output. A module without output rows has a row of its input, weight or any other type."
     best = {}
     for r in rows:
         name = r.get('module')

@@ -287,14 +287,14 @@ class MarkedTree:
                 if id(m) not in self.known: vars(m)[mark_key] = Mark(w)
 
     def place(self, module):
-        "Return the `Place` (path) of an nnx module without `Mark`. It is found by class and attributes; None if several modules have the same."
+        "Return the `Place` (path) of an nnx module without `Mark`, found by class and attribute names. None unless exactly one place matches."
         if id(module) in self.known: return self.known[id(module)]
         keys,cls = vars(module).keys(),type(module)
         like = {w for m,w in self.modules if type(m) is cls and vars(m).keys()-{mark_key}==keys}
         return like.pop() if len(like)==1 else None
 
     def end(self):
-        "End the marking: remove the `Mark` attributes from all modules of the nnx model, also from modules added while the model ran."
+        "End the marking in this thread. The last thread that runs the nnx model removes the `Mark`s of all modules, also of added modules."
         with lock:
             marked[id(self.model)] -= 1
             if marked[id(self.model)]: return
@@ -396,7 +396,7 @@ class MethodPatches:
         self.done.append((where, name, old, new))
 
     def start(self):
-        "Start recording outputs in one more thread. The first thread installs the wrappers on the methods of flax modules."
+        "Start recording outputs in one more thread. The first thread installs the wrappers on methods of nnx modules and on flax's `scan`."
         with lock:
             self.users += 1
             if self.users>1: return

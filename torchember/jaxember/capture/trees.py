@@ -230,7 +230,7 @@ class ParameterFinder:
         return [w for w in split_keys(keys) if w not in self.skip]
 
     def find(self, name, before):
-        "Return the parameter with a name that ends in `name`. If several match, choose by the model's path `before`. None if still not unique."
+        "Return the parameter with a name that ends in `name`. If several match, choose by the model's path `before`. None if none or several remain."
         if name in self.full: return self.full[name]
         ends = self.ends.get(name, [])
         of = [n for model,n in ends if ' '.join(model) in ' '.join(before)] if before else []
@@ -301,7 +301,7 @@ def named_optimizer_states(
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #6d62f10f
 class CachedNames:
-    "Caches the names of the arrays in a tree from step to step. The names are computed again only if the structure of the tree changes."
+    "Caches the names of the arrays in a tree. They are computed again if the structure, a shape, a dtype or an argument changes."
     def __init__(self, f): self.f,self.form,self.names,self.at = f,None,[],None # f: function that names the arrays
 
     def __call__(self, tree, *args) -> tuple: # args: further arguments of the function `f`, which finds the names
@@ -317,7 +317,7 @@ class CachedNames:
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #19db1e09
 def indices_of(leaves, arrays):
-    "Return the index of each array in the list `leaves`. None if `leaves` contains an array twice, or has the arrays in a different order."
+    "Return the index of each array in the list `leaves`. None if an array is missing in `leaves`, is in it more often, or the order is different."
     there,meant = Counter(map(id, leaves)),Counter(map(id, arrays))
     if any(there[k]!=n for k,n in meant.items()): return None
     at = [i for i,x in enumerate(leaves) if id(x) in meant]

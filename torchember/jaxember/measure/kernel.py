@@ -37,9 +37,9 @@ def decode_number(address, first, letters):
 
 # %% ../../../nbs/88_jaxember/15_kernel.ipynb #3585eccf
 def make_mode_functions(b):
-    """Generate machine code to read and set the floating-point mode of this processor.
+    """Generate machine code to read and set the floating-point mode of this processor. Return None for an unknown processor.
 
-    Return the current mode, a function to set the mode, and the bits by which the processor treats subnormal numbers as zero."""
+    Otherwise return the current mode, a function to set the mode, and the bits by which the processor treats subnormal numbers as zero."""
     machine = binding.get_process_triple().split('-')[0]
     if machine in ('x86_64', 'amd64', 'i386', 'i686'):
         at = cgutils.alloca_once(b, integer)

@@ -59,7 +59,7 @@ class Agreement:
         return self.known[ranks]
 
     def compare_settings(self, ranks):
-        "Compare the recording settings of the processes `ranks`. Return a description of the first difference, or '' if all settings are equal."
+        "Compare the recording settings of the processes `ranks`. Return why they differ or cannot be compared, or '' if all settings are equal."
         if self.store is None: return "the processes have no common key-value store"
         place,end = f"torchember/track/{self.number}/{'-'.join(map(str, ranks))}",time.monotonic()+self.patience
         self.store.key_value_set(f'{place}/{self.rank}', json.dumps(mine := self.asks()), allow_overwrite=True)

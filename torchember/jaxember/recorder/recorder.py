@@ -260,7 +260,7 @@ class JaxRecorder:
             self.reporter.report_lost(self.watching.lost)
 
     def tag(self, where, label, tree):
-        "Tag the output of a module for measuring, and return the output. `where`: `Place` (path and name) of the module."
+        "Tag the output of a module for measuring, if `include` and `exclude` select the module. Return the output. `where`: `Place` of the module."
         if self.asks.include is None and self.asks.exclude is None: return tag_tree(where, 'output', label, tree)
         there = self.places(where)
         self.display.learn(there)
@@ -304,7 +304,7 @@ class JaxRecorder:
             over, by=self.rows)
 
     def finish(self):
-        "Finish the recording: write the current, unfinished step to the log."
+        "Finish the recording: write the current step to the log if it has run or has scalars, and end the run."
         unfinished,self.is_open = self.on and (self.current.ran or self.current.noted),False
         if unfinished: # mark the rows of this step as `unfinished`, because the run ends before `tracker.step`
             self.watching.found += self.current.failed

@@ -88,7 +88,7 @@ class ModulePlaces:
             if m not in self.at: self.at[m] = self.free(m)
 
     def known(self, m):
-        "Return the known path of a model, under which its parameters are recorded. None if there is no such path, or more than one."
+        "Return the known path of a model, under which its parameters are recorded. None for no path, several paths, or a path of another class."
         same = [p for o,p in self.at.items() if o.leaves==m.leaves and m.leaves and '' in (o.cls, m.cls)]
         if same: return same[0]
         some = (self.by.get(m.leaves) or self.by.get(tuple(name for name,_ in m.leaves)) or []) if m.leaves else []
@@ -164,7 +164,7 @@ class CallCounts:
             self.left[at, o].append(whose)
 
     def assign_gradient(self, at, order):
-        "Return the number of the module call that a gradient belongs to (None if unknown), and the number of earlier gradients of this call."
+        "Return the module call (`Place`, number) that a gradient belongs to (None if unknown), and the number of earlier gradients of this call."
         if not self.all[at, order]: return None, 0
         # if all calls have a gradient, this gradient is from an additional backward pass
         if not self.left[at, order]: self.left[at, order] = [*self.all[at, order]]
@@ -276,7 +276,7 @@ class PlacedCalls:
         return self.tensors, (rows[0] if len(rows)==1 else np.concatenate(rows))[self.at]
 
     def one_by_one(self, found):
-        "Return `Tensor`s and measurements of a step, found one by one, because its programs differ from those of the last step."
+        "Return `Tensor`s and measurements of a step, found one by one, because its programs may measure other tensors in each run."
         got = without_attention(number_calls(found, self.placed))
         own = [pieces[0] if s.form=='given' else rebuild_statistic(s.form, pieces) for s,*_,pieces in got if s.form is not None]
         return [tensor_of_tag(*n[:-1]) for n in got], own or np.array([pieces[0] for *_,pieces in got])

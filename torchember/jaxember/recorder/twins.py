@@ -450,7 +450,7 @@ class ProgramMeasurements:
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #14dbd9a4
 def count_measurements(counts, i):
-    "Return the number of measurements of a value in one iteration. `i`: number of the iteration in each of the nested loops."
+    "Return how often a value was measured in an iteration (for `cond`: the number of the branch). `i`: number of the iteration in each nested loop."
     return counts[i[:counts.ndim]]
 
 def pack_measurements(pieces, rows): # rows: indices of the measurement arrays that are summary rows

@@ -78,7 +78,7 @@ def group_by_devices(arrays) -> list:
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #5eca60db
 class EagerRows:
-    "Measurements of values that were tagged outside of jitted functions. Each value was measured as soon as it was computed."
+    "Measurements of arrays outside of jitted functions: of tagged values, each measured at once, or of many arrays, such as parameters."
     def __init__(self, wanted=()):
         self.wanted,self.notes,self.got = wanted,[],[]
         self.parts = [] # Tuples (indices of values, matrix of their summary rows, indices of the shards to merge or None)
@@ -200,7 +200,7 @@ def measure_attention(x, tag, width, say) -> list:
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #89d68e78
 class MeasuringTrace(Trace):
-    "JAX trace that runs the user's function of one step, and measures the values tagged in it."
+    "JAX trace that runs the user's function of each step, and measures the values tagged in it."
     # all instances, kept forever, because flax needs the trace that created an nnx variable
     ever = []
     def __init__(self, measure, every:int=1, say=lambda text: None, spread=None, trouble=None):

@@ -315,7 +315,7 @@ def best_window(recent):
 # %% ../../../nbs/20_measure/03_numba.ipynb #b37382c3
 @njit(nogil=True)
 def count_arrays(desk):
-    "Return the arrays with the counts of exponents. They are parts of a thread's work space at the address `desk`."
+    "Return the arrays for counting exponents, parts of a thread's work space at the address `desk`. Reset the window of exponents."
     first = array_at(desk, FIRST, 1, np.int64)
     first[0] = 127-window+8
     return (array_at(desk, BYTES, block, np.uint8), array_at(desk, TABLES, (8, bins), np.int32), array_at(desk, COUNTS, bins, np.int32),

@@ -205,7 +205,7 @@ def exchange_function():
 def describe(run, x, cursor, to):
     """Describe the tensor `x`: write the address of its data to `to`, and of its sizes to `to+24`. Return its number of elements.
 
-    Return -1 if its dtype differs from that of the tap's last tensor, or if it has gaps in memory."""
+    Return -1 if compiled code cannot read it: it has a new dtype, gaps in memory, over `short` elements or none, or is not on the CPU."""
     kind = load(x+8)
     if (kind!=load(run+8*TENSOR) and kind!=load(run+8*PARAMETER)) or load(cursor+8*CODE)==0: return -1
     if call_table(load(run+8*FROM_PYTHON), x, to)!=0:
@@ -353,7 +353,7 @@ def size_of(kind, o):
 
 @njit
 def find_tensors(run, p, o, frames, out, n):
-    """Find the tensors in an object that should have the structure at the address `p`. Return their number, -1 if the structure differs.
+    """Find the tensors in an object with the structure at the address `p`. Return `n` plus their number, or -1 if the structure differs.
 
     `out`: memory for the addresses of tensors; `n`: number of tensors found before; `frames`: memory for the containers around."""
     depth = -1

@@ -627,7 +627,7 @@ def kernel_key(dtype, device, wanted, n, aligned):
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #d23f0824
 def check_row_length(wanted, out):
-    "Check the length of the row `out`: raise an error if it does not fit rows with these groups of sums."
+    "Check the length of the row `out`: raise ValueError if the row is too short for these groups of sums. A longer row is accepted."
     if out.shape[-1]<length(wanted):
         raise ValueError(f"the sums {', '.join(wanted)} need a row of {length(wanted)} numbers, got an array whose rows have {out.shape[-1]}.")
 

@@ -20,7 +20,7 @@ def board_arguments(p): # p: an `ArgumentParser` that already has the argument `
     p.add_argument('--no-browser', action='store_true', help='print the address, open no browser')
 
 def board_command(args):
-    "Run the command `torchember board`: show runs in a browser while they are recorded, until Ctrl-C. It only reads log files."
+    "Run the command `torchember board`: show runs in a browser while they are recorded, until Ctrl-C. Also recover dead runs."
     from torchember.show.board.server import board
     board(*args.runs, home=args.home, host=args.host, port=args.port, allow=args.allow,
         browser=not args.no_browser and has_screen())
@@ -28,6 +28,6 @@ def board_command(args):
 
 # %% ../../../nbs/62_board/30_command.ipynb #c7bd3bea
 def has_screen():
-    "Return True if the machine has a screen for a browser window: no SSH session, and a display."
+    "Return True if a browser window can open: no SSH session, output to a terminal and, on Linux, a display."
     if 'SSH_CONNECTION' in os.environ or not sys.stdout.isatty(): return False
     return sys.platform!='linux' or bool(os.environ.get('DISPLAY') or os.environ.get('WAYLAND_DISPLAY'))

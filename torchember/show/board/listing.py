@@ -90,7 +90,7 @@ class Listing:
         return [log for _,log in sorted(ranks, key=lambda o: o[0])]
 
     def make_row(self, about):
-        "Make the table row of a run, as a dict. The loss is the mean over all ranks; loss curve and findings come from the first rank."
+        "Make the table row of a run, as a dict. The loss is the mean of the ranks' finite losses; curve and findings are of the first rank."
         logs = self.logs_of(about['name'])
         first = logs[0] if logs else None
         loss = first.loss if first else None

@@ -30,7 +30,7 @@ def render_board(wanted:str='') -> tuple: # wanted: run names given by the user,
 
 # %% ../../../nbs/62_board/20_server.ipynb #3b37a3b4
 class Pages:
-    "Pages of all runs, in a cache. A changed run gets a new page, but making pages takes at most 1/9 of the time."
+    "Pages of all runs, in a cache. A changed run gets a new page. While a run goes on, this takes at most 1/9 of the time."
     share = 8 # the pause after making a page lasts 8 times as long as making the page
     most,most_later = 15_000,200_000 # maximum number of tensor rows in a page while the run goes on, and after its end
 
@@ -78,7 +78,7 @@ local_names = 'localhost',
 no_token = 'The token is missing. Open the address that the board has printed.'
 
 def respond(content, status=200, kind='application/json', **headers):
-    "Respond to a request: return an HTTP response with the safety headers of the board."
+    "Respond to a request: return an HTTP response. `Guard` adds the safety headers of the board to it later."
     from starlette.responses import Response
     return Response(content, status, headers, kind)
 
@@ -123,7 +123,7 @@ class Guard:
 
 # %% ../../../nbs/62_board/20_server.ipynb #e106b13b
 class Board:
-    "ASGI application of the board: web pages that show runs while they are recorded. The application only reads files."
+    "ASGI application of the board: web pages that show runs while they are recorded. It only reads files, and recovers rows of dead processes."
     every = 1. # shortest time between two readings of the log files, in seconds
 
     def __init__(self,
@@ -141,7 +141,7 @@ class Board:
         return respond(self.page, kind='text/html')
 
     async def look(self):
-        "Look for new rows in the log files, unless this was done less than a second ago."
+        "Look for new rows in the log files, unless this was done less than a second ago or a page is being made."
         async with self.reading:
             if time.monotonic()-self.seen<self.every or self.one.locked() and self.listing.version:
                 # do not read again: the last reading is less than a second old, or a page is being made

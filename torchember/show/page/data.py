@@ -135,7 +135,7 @@ def first_positions(code):
     return np.unique(code, return_index=True)[1]
 
 def tensor_keys(rows, code):
-    "Return a key (path, name, call) for each tensor, to find it in different tables. `code`: number of the tensor for each row."
+    "Return a key for each tensor, to find it in different tables: (path, tname, pname, call). `code`: number of the tensor for each row."
     one = rows[[c for c in ('path', 'tname', 'pname', 'call') if c in rows]].iloc[first_positions(code)]
     return list(zip(*(one[c].astype(str) for c in one), strict=True))
 
@@ -306,7 +306,7 @@ def describe_ranked_run(source):
     return {k: v for k,v in known.items() if v is not None}
 
 def format_ranges(kinds):
-    "Return the ranges of number formats as a dict: for each, the exponents of its smallest, smallest normal and largest number."
+    "Return the ranges of number formats: name -> exponents of smallest, smallest normal and largest number. {} without counts or ml_dtypes."
     if not find_spec('ml_dtypes') or not any('exponents' in k for k in kinds): return {}
     there = [t['dtype'] for k in kinds for t in k['tensors'] if t['dtype'] and 'float' in t['dtype']]
     names = dict.fromkeys([*there, 'float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn'])
