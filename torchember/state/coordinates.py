@@ -32,7 +32,7 @@ ratios = {'output/input': ('output', 'input'), 'from_weights/input': ('from_weig
     'from_inputs/input_change': ('from_inputs', 'input_change')}
 
 def fit_slope(widths, sizes) -> tuple: # sizes: array of shape (seeds, widths)
-    "Fit the slope of log(size) over log(width), averaged over seeds. Return it and its standard error. NaN if a size is zero or not finite."
+    "Fit the slope of log(size) over log(width), averaged over seeds. Return it and its error (NaN for one seed). Both NaN for a size 0 or inf."
     with np.errstate(divide='ignore', invalid='ignore'): x,y = np.log2(np.asarray(widths, float)),np.log2(np.asarray(sizes, float))
     if not np.isfinite(y).all(): return math.nan, math.nan
     x = x-x.mean()

@@ -169,7 +169,7 @@ def loss_of_batch(model, batch, loss_fn=None):
 
 # %% ../../nbs/70_state/30_layer_sizes.ipynb #758f77cb
 def train_and_measure(model, optimizer, batches, loss_fn, steps, include=None, exclude=None) -> tuple:
-    "Train for some steps, and measure sizes. Return the rows of `LayerSizes` at each step, and the step with a non-finite loss, or None."
+    "Train for some steps, and measure sizes. Return the rows of `LayerSizes` at each step, and the number of steps before a non-finite loss or None."
     sizes = LayerSizes(model, lambda: run_batch(model, batches[0]), include, exclude)
     rows = [dict(step=0, **r) for r in sizes.measure()]
     for step in range(1, steps+1):
