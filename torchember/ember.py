@@ -121,11 +121,11 @@ class RecordedRun:
         "Remove marks: stop adding the columns `names`, set by `mark`, to new rows. Without names, stop adding all of them."
         self.t.unmark(*names)
 
-    def log_model(self): # This `torchEmber`
+    def log_model(self): # The `torchEmber` itself
         """Log the model: record all weights and gradients now, in the current step. Updates, optimizer states and buffers only if in `ttypes`.
 
         Returns:
-            This `torchEmber`
+            The `torchEmber` itself
         """
         self.recorder.log_model()
         return self
@@ -133,7 +133,7 @@ class RecordedRun:
     def watch_tensor(self,
         name:str, # Name of the tensor in the log, in column `tname`
         tensor:torch.Tensor|None # Tensor outside of all modules; None to stop recording the tensor of this name
-    ): # The tensor, unchanged
+    ): # The argument `tensor`, unchanged
         """Watch a tensor that is in no module: record it and its gradient at the end of each step, as a weight of the root module.
 
         Args:
@@ -141,7 +141,7 @@ class RecordedRun:
             tensor: Tensor outside of all modules; None to stop recording the tensor of this name
 
         Returns:
-            The tensor, unchanged
+            The argument `tensor`, unchanged
         """
         if tensor is not None and not isinstance(tensor, torch.Tensor):
             raise TypeError(f"watch_tensor needs a tensor, got {an(tensor)}.")
@@ -275,11 +275,11 @@ class ArmedModel(RecordedRun):
         "Return the ids (`id(module)`) of the watched modules, as a set: the modules to record."
         return watched_modules(tracks, self.include, self.exclude)
 
-    def arm(self): # This `torchEmber`
+    def arm(self): # The `torchEmber` itself
         """Arm the model: put hooks on the modules, to start recording. Does nothing if the model is being recorded already.
 
         Returns:
-            This `torchEmber`
+            The `torchEmber` itself
         """
         if self.armed or disabled(): return self
         warn_missing()
@@ -293,22 +293,22 @@ class ArmedModel(RecordedRun):
             raise
         return self
 
-    def disarm(self): # The model
+    def disarm(self): # The model, without torchember's hooks
         """Disarm the model: stop recording, restore every module, and write all rows to the log. Does nothing if the model is not being recorded.
 
         Returns:
-            The model
+            The model, without torchember's hooks
         """
         if self.armed:
             self.recorder.disarm()
             self.armed = False
         return self.model
 
-    def rearm(self): # This `torchEmber`
+    def rearm(self): # The `torchEmber` itself
         """Rearm the model: stop and restart recording, to notice modules that were added to or removed from the model.
 
         Returns:
-            This `torchEmber`
+            The `torchEmber` itself
         """
         self.disarm()
         return self.arm()
@@ -320,7 +320,7 @@ class ArmedModel(RecordedRun):
     def probe(self,
         name:str, # Name of the tensor in the log, in column `tname`
         tensor:torch.Tensor # Any tensor, inside a forward
-    ): # The tensor, unchanged
+    ): # The argument `tensor`, unchanged
         """Probe a tensor: record any tensor inside a `forward`, compiled or not. Its row has the ttype 'probe'.
 
         Args:
@@ -328,7 +328,7 @@ class ArmedModel(RecordedRun):
             tensor: Any tensor, inside a forward
 
         Returns:
-            The tensor, unchanged
+            The argument `tensor`, unchanged
         """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"te.probe records a tensor, got {an(tensor)}. For a number use te.log({name}=...).")

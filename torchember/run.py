@@ -61,7 +61,7 @@ def options_in(words, prog='torchember run', usage=None) -> dict: # words: list 
         if 'every' in found: schedule(found['every'])
         if 'ttypes' in found: check_ttypes(found['ttypes'])
         if 'stats' in found:
-            # imported late, because it imports numpy, and the user's program may set environment variables for numpy
+            # import `columns` late: it imports numpy, and the user's program may set environment variables for numpy
             from torchember.measure.columns import stat_names
             stat_names(found['stats'])
         if not 0<found.get('overhead', 1)<=1:

@@ -355,9 +355,9 @@ class Trainings:
     trainings = property(lambda self: self.armer.trainings, doc="`Training`s, in the order in which they began")
     reports = property(lambda self: self.armer.reports, doc="The `Report` of each run that was closed")
 
-    # ---- events reported by the replaced methods of torch
+    # ---- The following methods install the patches of torch, and are called by the patched methods
 
-    def start(self): # returns this object
+    def start(self): # returns the object itself, so that calls can be chained
         "Start to find and record models: install the patches of torch."
         self.is_on = True
         self.patches.install()
@@ -434,7 +434,7 @@ class Trainings:
             'Call torchEmber(model) in the program instead.')
         self.update_patches()
 
-    # ---- stop recording
+    # ---- The following methods stop recording
 
     def stop(self, error=None):
         "Stop recording: uninstall the patches and end the runs. If nothing was recorded, show the reason. `error`: exception that ended the program."

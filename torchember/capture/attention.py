@@ -52,14 +52,14 @@ def first_head(x, module, heads:int) -> int:
 
     `x`: queries or logits, as the model passed them; `module`: module that calls attention, or None; `heads`: number of heads of this rank.
     """
-    # each entry: a tensor, and its dimension that has the heads
+    # list of tuples: a tensor that contains all heads, and the index of the tensor's head dimension
     split = [(x, x.dim()-3)] if x.dim()>3 else []
     if module is not None: split += [(p, 0) for p in module.parameters() if p.dim()==2]
     for t,dim in split:
         if not hasattr(t, 'placements') or (at := t.device_mesh.get_coordinate()) is None: continue
         for i,ranks,p in zip(at, t.device_mesh.shape, t.placements, strict=True):
             if p.is_shard(dim) and ranks>1:
-                # start of this rank's part: a `DTensor` is split in the same way as by `torch.chunk`
+                # index at which the shard of this rank starts: `DTensor` splits a dimension like `torch.chunk`
                 start,own = i*-(-t.shape[dim]//ranks),t.to_local().shape[dim]
                 return start*heads//own if own else 0
     return 0
@@ -176,10 +176,11 @@ class Replacements:
 
 class AttentionWatch:
     "Watches each call of attention in this process, and reports it to a listener."
-    attached = weakref.WeakSet() # instances that report now: `attach` adds an instance, and `detach` removes it
-    # replaced functions of torch, restored when no instance is attached any more
+    # all attached `AttentionWatch` objects; each of them reports attention calls to its listener
+    attached = weakref.WeakSet()
+    # torch functions that are replaced while at least one `AttentionWatch` is attached
     replacements = Replacements()
-    # its attribute `attention` is True if compiled code reports attention to any attached instance
+    # `wants.attention` is True if compiled code must report attention to any attached `AttentionWatch`
     wants = union_of_wanted_types(frozenset())
 
     def __init__(self, listener):

@@ -42,7 +42,7 @@ def with_clipping_report(clip):
 
 class ClippingWatch:
     "Watches torch's clipping functions, such as `clip_grad_norm_`, in this process. Reports their parameters to a listener before they clip."
-    attached = weakref.WeakSet() # all instances that report now: `attach` adds an instance, `detach` removes the instance
+    attached = weakref.WeakSet() # all attached `ClippingWatch` objects
     replaced = [] # functions of torch to restore later, as tuples (Python module, name, torch's function, replacement)
     # listener: object with a method `clips(parameters)`, which is called before each clipping
     def __init__(self, listener): self.listener = listener

@@ -103,7 +103,7 @@ def report_gradients(holder, xs, ttype, names):
     if named: holder.grads_arrived(ttype, named)
 
 def report_pending(holder, xs, last):
-    "Report that calls are pending: a compiled graph begins and reports them later, from the module of `holder` to the module of `last`."
+    "Report that calls from the module of `holder` to the module of `last` are pending: a compiled graph begins, and reports the calls later."
     if not recomputing() and (end := holder_of(last)) is not None: holder.compiled_graph_began(end)
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #e291353d
@@ -112,7 +112,7 @@ exited = define_operator('exited', ', str[] names, str[] hooked', make_holder_ca
 grads_arrived = define_operator('grads_arrived', ', str ttype, str[] names', report_gradients, False, 'Tensor?[]')
 probed = define_operator('probed', ', str[] names', make_holder_call('probed'))
 missed = define_operator('missed', ', str ttype, str[] names', lambda holder, xs, ttype, names: recomputing() or holder.missed(ttype, names))
-# only the length of `began`'s tensor list matters: 1 if the pass has gradients, else 0
+# the operator `began` gets a list with one tensor if the pass has gradients, and an empty list otherwise
 began = define_operator('began', '', lambda holder, xs: recomputing() or holder.began(*[True]*len(xs)), merges=False)
 ended = define_operator('ended', '', lambda holder, xs: recomputing() or holder.ended())
 
@@ -134,10 +134,10 @@ def run_merged(xs, keys, events):
     for key,f,at,rest in events_of(events):
         if found[key] is not None: f(found[key], [None if i<0 else xs[i] for i in at], *rest)
 
-# operators that replace several calls, and True if an effect token keeps their order
+# list of tuples (operator that replaces several calls, True if an effect token keeps the order of its calls)
 merged = [add_operator(name, 'Tensor?[] xs, Tensor[] keys, str events', run_merged, token)
     for name,token in (('reported', True), ('reported_grads', False))]
-# `pending` has an effect token exactly if `entered` has one, because both are defined with the same options
+# True if the operator `pending` has an effect token: this is the case exactly if the operator `entered` has one
 pending_has_token = mergeable[entered]
 
 def merge_calls_in_graph(graph):

@@ -21,7 +21,8 @@ class WantedTypes:
         self.inputs,self.outputs = inputs or input_grad,outputs or output_grad
         self.input_grad,self.output_grad,self.compiled = input_grad,output_grad,compiled
         self.attention = False # True if attention is recorded, so that compiled code reports attention
-        self.unions = weakref.WeakSet() # all `WantedTypesUnion` objects that contain this object; `switch` updates them
+        # all `WantedTypesUnion` objects that include this `WantedTypes` object; `switch` updates them
+        self.unions = weakref.WeakSet()
 
     def switch(self, compiled):
         "Switch reports of tensors by compiled code on or off, from the next pass on. The first switch makes torch.compile compile one more graph."
@@ -76,7 +77,7 @@ class Listener(Protocol):
         super().__init_subclass__(**more)
         skip_compiler(cls)
 
-    # ---- events of passes and module calls
+    # ---- The following methods are called at the begin and end of passes and module calls
 
     def pass_begins(self, state, grad=None) -> bool: # grad: True if the pass has gradients; given by compiled code only
         "Called when a pass begins: a call of the root, or of any module while no pass is running. Return True to be notified of the end of the pass."
@@ -97,7 +98,7 @@ class Listener(Protocol):
         "Return True if this listener records module calls in the running pass, so that they must be reported to it."
         return True
 
-    # returns (number of the call in its pass, phase), which is passed to `gradient` later; None if no gradients are wanted
+    # `call_begins` returns (number of the call in its pass, phase) for `gradient`, or None if no gradients are wanted
     def call_begins(self, state, inputs:list, compiled:bool=False):
         "Called when a module is called with `inputs`. If `compiled` is True, read the tensors at once, because compiled code reuses their memory."
         return 0, None
@@ -126,7 +127,7 @@ class Listener(Protocol):
 
     def probe_here(self, name:str, tensor): "Called when the user records a tensor by `te.probe` in the module that is running now."
 
-    # ---- events of gradients
+    # ---- The following methods are called when gradients are computed
 
     def gradient(self, state, ttype:str, tname:str, grad, call:int, phase=None, backward:int=0):
         "Called when a backward pass has computed the gradient of an input or output. `call`, `phase`: result of `call_begins` or `call_ends`."
@@ -134,7 +135,7 @@ class Listener(Protocol):
     def recomputed(self, state, inputs:list, outputs:list):
         "Called when a checkpoint recomputes a module's forward in a backward pass: before it with the inputs, after it with the outputs."
 
-    # ---- events of optimizers, which end a training step
+    # ---- The following methods are called when an optimizer steps, which ends a training step
 
     def step_begins(self, optimizer): "Called when the step of an optimizer begins. The gradients may not be computed yet."
 
@@ -147,7 +148,7 @@ class Listener(Protocol):
 
     def clips(self, parameters:list): "Called before the gradients of `parameters` are clipped."
 
-    # ---- events of CUDA graphs, reported by `capture.graphs`
+    # ---- The following methods are called by `capture.graphs` when CUDA graphs are captured or replayed
 
     def before_capture(self, graph): "Called before a CUDA graph is captured. Until the capture ends, no thread may wait for the device."
 
@@ -159,7 +160,7 @@ class Listener(Protocol):
 
     def replay_ends(self, graph, whole:bool): "Called when the host has launched the replay of a CUDA graph. `whole`: True if the launch raised no exception."
 
-    # ---- events of memory and failures
+    # ---- The following methods are called when memory is reused, or when recording fails
 
     def memory_reused(self): "Called when compiled code may have reused memory of tensors, so that cached summaries are invalid."
 

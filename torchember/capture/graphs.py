@@ -44,7 +44,7 @@ def graph_classes():
 # %% ../../nbs/10_capture/44_graphs.ipynb #3bb04ce7
 class GraphWatch:
     "Watches CUDA graphs: notifies a listener whenever a graph is captured or replayed in this process."
-    # all instances that notify now: `attach` adds an instance, `detach` removes the instance
+    # all attached `GraphWatch` objects; each of them notifies its listener
     attached = weakref.WeakSet()
     former = {} # (CUDA graph class, name of a method) -> original method, to restore later
     def __init__(self, listener): self.listener = listener # listener: an object with the methods of `Listener` for CUDA graphs
@@ -53,7 +53,7 @@ class GraphWatch:
         "Attach this watch: start notifying the listener. The first attached `GraphWatch` replaces the methods of the CUDA graph classes."
         for c in graph_classes():
             for name,events in events_of.items():
-                # the methods are replaced already, perhaps by a `GraphWatch` that was deleted without `detach`
+                # skip a method that is already replaced, perhaps by a `GraphWatch` that was deleted without `detach`
                 if (c, name) in self.former: continue
                 self.former[c, name] = f = getattr(c, name)
                 setattr(c, name, with_events(f, *events))

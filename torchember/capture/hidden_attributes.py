@@ -6,7 +6,7 @@
 __all__ = ['missing', 'ArmedDict', 'install', 'uninstall']
 
 # %% ../../nbs/10_capture/12_hidden_attributes.ipynb #b937747c
-missing = object() # marks a key that the module does not have
+missing = object() # placeholder for the value of a key that the module does not have
 
 class ArmedDict(dict):
     "The `__dict__` of an armed (recorded) module. `d[key]` also finds attributes added by torchember; iteration hides them."
@@ -41,7 +41,7 @@ class ArmedDict(dict):
     def __reversed__(self): return reversed(self.unarmed())
     def __len__(self): return len(self.unarmed())
     def __eq__(self, other): return self.unarmed()==(other.unarmed() if isinstance(other, ArmedDict) else other)
-    # needed, because the inherited `dict.__ne__` would not use `__eq__` of this class
+    # `__ne__` must be defined, because the inherited `dict.__ne__` would not use `__eq__` of this class
     def __ne__(self, other): return not self==other
     def __or__(self, other): return self.unarmed() | other
     def __ror__(self, other): return other | self.unarmed()
@@ -79,7 +79,7 @@ def install(module, new:dict):
 def uninstall(module, new:dict):
     "Uninstall attributes added by `install`. When no installed attribute is left, the module gets its own `__dict__` back."
     d = module.__dict__
-    if not isinstance(d, ArmedDict): return # the user has set another `__dict__`, so nothing is removed
+    if not isinstance(d, ArmedDict): return # do nothing if the user has replaced the module's `__dict__`
     d.uninstall(new)
     if d.installed: return
     d.own.clear()

@@ -59,8 +59,8 @@ def loss_operation_of(node):
 class LossPath(NamedTuple):
     "Path in the autograd graph between the model's last layer and a node of the loss: a list of operations, the last operation first."
     links:tuple # a `LossOperation` for each operation, the last operation first
-    end:object # Autograd node of the model's last layer, or of the last operation that was found
-    # Node of the first activation found, else `end`. Two products with the same anchor are parts of one loss
+    end:object # Autograd node at which the search ended, usually the node of the model's last layer
+    # Autograd node of the first activation that the search found, else `end`. Parts of one loss have the same anchor
     anchor:object
     raw:torch.Tensor|None # Prediction of the model, if an autograd node has saved the prediction
     names = property(lambda self: tuple(l.name for l in self.links), doc="Names of the operations, the last operation first")
@@ -102,10 +102,11 @@ class LossTerm(NamedTuple):
     shape:tuple|None = None # Shape of the prediction
     target_shape:tuple|None = None # Shape of the target, None if it is unknown
     links:tuple = () # `LossOperation`s between the model and the loss, the last operation first
-    broadcast:bool = False # True if prediction and target have different shapes, and one was expanded
+    # True if prediction and target have different shapes, so that torch has broadcast one of them
+    broadcast:bool = False
     ignore_index:int|None = None # `ignore_index` of the loss, as in `nn.CrossEntropyLoss`: samples with this label do not count
     class_weights:bool = False # True if the loss weights classes or elements, as with `weight=`
-    weighted:bool = False # True if the term is multiplied by a tensor, as in a policy gradient
+    weighted:bool = False # True if the loss is multiplied by a tensor, as in a policy gradient
     result_shape:tuple|None = None # Shape of the element-wise loss before `mean` or `sum`, after a broadcast
     end:str = '' # Autograd operation of the model's last layer, such as 'Addmm' or 'Convolution'
     number:int = -1 # Sequence number of the autograd node, which torch counts in each thread; -1 if unknown
@@ -161,7 +162,7 @@ def residual_term(node, word):
     difference = node.next_functions[0][0] if node.next_functions else None
     if difference is None or node_operation_name(difference) not in ('Sub', 'Rsub'): return None
     below,slot = only_child(difference)
-    # this is no loss: both terms of the difference need gradients, or the prediction is a parameter
+    # a difference is no loss if both of its operands require gradients, or if the prediction is a parameter
     if below is None or hasattr(below, 'variable'): return None
     way,residual = find_path_to_model(below),saved(node, 'self')
     shape,whole = node_shape(below),node_shape(difference)

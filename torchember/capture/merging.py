@@ -62,7 +62,7 @@ def groups_of_calls(graph, mergeable, least=least_bytes):
         if node in ours:
             token = mergeable[operator_call(node)[0]]
             if token not in current or lives.unused_bytes(current[token][1], i)>limit:
-                current[token] = [],[] # nodes of the group, and their tensors
+                current[token] = [],[] # begin a group: list of its nodes, and list of the tensors of these nodes
                 groups.append(current[token][0])
             current[token][0].append(node)
             current[token][1].extend(x for x in operator_call(node)[1][0] if x is not None)
@@ -72,8 +72,9 @@ def groups_of_calls(graph, mergeable, least=least_bytes):
 # %% ../../nbs/10_capture/13_merging.ipynb #6e120014
 class Merged(NamedTuple):
     "Merged operators, each of which replaces a group of calls."
-    last:Any # Operator in place of the last call. Its arguments: tensors, keys, and the replaced calls as JSON
-    first:Any=None # Operator in place of the first call, if a call reports a module. Its arguments: two keys
+    last:Any # Operator that replaces the last merged call. Its arguments: tensors, keys, and the merged calls as JSON
+    # Operator that replaces the first merged call, if a merged call reports a module. Its arguments: two keys
+    first:Any=None
     modules:tuple=() # Operators that report the start or end of a module's call
 
 def merge_operator_calls(graph, mergeable, merged):
@@ -112,7 +113,7 @@ def merge_group(graph, group, merged):
     with graph.inserting_before(last): new = insert_call(graph, merged.last, token, [*xs], [*keys], json.dumps(events))
     new.meta = copy_node_metadata(last)
     last.replace_all_uses_with(new)
-    # the users of these nodes only pass on the effect token, so replace the users by the token
+    # the users of the merged nodes only pass on the effect token, so replace each user by the token
     for node in group[-2::-1]:
         for user in list(node.users):
             user.replace_all_uses_with(token)

@@ -60,7 +60,7 @@ class PendingGradients:
         `calls`: number of calls in this pass, from which the call is computed if no gradient is pending."""
         k = self.counts[ttype, name] = self.counts.get((ttype, name), -1)+1
         pending = self.calls.get((ttype, name))
-        # no call is pending if a checkpoint has recomputed the forward. Then count calls from the last to the first
+        # without a pending call (a checkpoint has recomputed the forward), count the calls from the last to the first
         return pending.next_call() if pending else (calls-1-k%max(calls, 1), None, k//max(calls, 1))
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #2496a2c3
@@ -146,7 +146,7 @@ class ModuleState:
         self.listener.failed(self, what, what, error)
         return []
 
-    # ---- methods that compiled code calls
+    # ---- The following methods are called by compiled code
 
     def memory_reused(self):
         "Handle reused memory: make the listener drop cached summaries, because compiled code changes memory without new version numbers."
@@ -177,11 +177,11 @@ class ModuleState:
 
     def entered(self, named, hooked):
         "Report that compiled code entered the module. `named`: (name, tensor) pairs of the inputs."
-        # if this listener wants no inputs, the operator is in the graph only because of another listener
+        # do nothing if this listener wants no inputs: another listener has caused this call by compiled code
         if not (self.wants.inputs and self.watched and self.wants.compiled): return
         self.passes.calls[get_ident()] += 1
         if not self.root and not self.listener.inside():
-            # a guard of torch.compile checks this attribute, so torch compiles a graph that reports the start of passes
+            # a torch.compile guard checks `outermost`, so torch compiles a new graph that reports the start of passes
             self.passes.outermost = True
             self.passes.by_call.add(get_ident())
             self.began(self.track.module.training and (torch.is_grad_enabled() or in_training_function()))

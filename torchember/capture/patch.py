@@ -65,7 +65,7 @@ def hook_compiled(named, key, ttype):
 
 def compiled_hook(key, ttype, n):
     "Return a hook for compiled code. It reports the gradient of a tensor that is not a leaf."
-    # without a test for None (gradient of an unused tensor), because torch.compile traces this hook with a tensor
+    # the hook does not check for None (no gradient), because torch.compile traces it with a tensor
     def hook(g):
         "Report the gradient of the tensor, and return it unchanged."
         compiled.grads_arrived([g], key, ttype, [n])
@@ -81,7 +81,7 @@ def compiled_hook_once(key, ttype, n, x):
         return g
     return hook
 
-# code object of the inner function `hook`: `remove_our_hooks` compares it to find torchember's hooks
+# code object of the gradient hook, by which `remove_our_hooks` recognizes the hooks of torchember
 hook_once = next(c for c in compiled_hook_once.__code__.co_consts if hasattr(c, 'co_code'))
 
 def remove_our_hooks(x):
@@ -102,7 +102,7 @@ def patched(former=None, function=None, inner=None):
         "Notify the listener of the call, and call the module's own `forward`."
         if inner is None:
             patch = getattr(self, KEY, None) # uses `getattr`, because torch.compile can trace `getattr`
-            # torchember has removed this forward from the module, but other code still holds and calls it
+            # after recording has ended, other code may still call this forward: run only the original forward
             if patch is None or patch.place is not place:
                 return (function or type(self).forward)(self, *args, **kwargs) if former is None else former(*args, **kwargs)
             if torch.compiler.is_compiling(): return traced_forward(self, patch, args, kwargs)
@@ -217,7 +217,7 @@ class Patch:
         state = self.states[0] if len(self.states)==1 and self.states[0].watched else None
         self.plan = None if state is None else state.listener.plan_of(state, (self.names, self.rest))
 
-    # ---- methods that operators in compiled code call; an output that is a single tensor has an empty name
+    # ---- The following methods are called by operators in compiled code. The name of a single output is empty
 
     def memory_reused(self):
         "Handle reused memory: make the listeners drop cached summaries, because compiled code changes memory without new version numbers."

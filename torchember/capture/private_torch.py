@@ -154,7 +154,7 @@ def in_training_function():
         ctx = function_context_in(frame)
         # `next_functions` is empty if gradients were already switched off when the Function was called
         if getattr(type(ctx), '_forward_cls', None) is not None: return len(ctx.next_functions)>0
-        # the forward of this autograd Function has no argument `ctx`, so `function_context_in` found none
+        # an autograd Function whose forward has no argument `ctx` is recognized by the code object of `apply`
         if frame.f_code is apply_code: return True
     return False
 
@@ -193,7 +193,7 @@ def calling_module(known):
 # %% ../../nbs/10_capture/05_private_torch.ipynb #4f60f8ab
 variable_class = private('torch.autograd.variable.Variable', None, 'batches whose gradients are thrown away are merged with later ones')
 
-# returns False if this version of torch cannot call functions after a backward
+# `call_after_backward` returns False if this version of torch cannot call functions after a backward
 def call_after_backward(f) -> bool:
     "Make torch call `f` when the running backward pass of this thread has ended without an exception."
     try: variable_class._execution_engine.queue_callback(f)
@@ -220,14 +220,14 @@ def writes_gradients() -> bool:
     for n in leaves_below(running_node()) if will_execute is not None else ():
         any_leaf = True
         try:
-            # usually true for the first leaf, so the search ends early
+            # `will_execute` usually returns True for the first leaf, so the search ends early
             if will_execute(n): return True
         # `will_execute` raises RuntimeError for nodes of the inputs of `torch.autograd.grad`
         except RuntimeError: return False
     return not any_leaf
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e02
-# get the number of this thread's next autograd node (torch 2.0 and later); run autograd nodes (torch 2.3 and later)
+# next_number: number of this thread's next autograd node (torch>=2.0); engine: runs autograd nodes (torch>=2.3)
 next_number = private('torch._C._autograd._get_sequence_nr', lambda: 0, 'locate does not know of which line of the forward a backward is')
 engine = private('torch.autograd.graph._engine_run_backward', None, 'locate takes what is computed again in a backward for a part of what calls that')
 
@@ -302,7 +302,7 @@ def is_dynamo_frame(frame) -> bool:
     "Return True if `frame` runs the wrapper of `torch.compile` around a function or module. Works in all versions of torch."
     dynamo = sys.modules.get('torch._dynamo.eval_frame')
     if dynamo is None or frame.f_code.co_filename!=dynamo.__file__: return False
-    # the class is also tested, because other wrappers in the same file of torch run functions without compiling them
+    # test the class, too, because torch's file `eval_frame` also has wrappers that run functions without compiling
     return type(frame.f_locals.get('self')).__name__ in ('OptimizeContext', 'OptimizedModule')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch20
@@ -345,11 +345,11 @@ def warn_no_hooks():
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch30
 def register_ordered_effect(op, lib) -> bool:
     "Register an operator of the library `lib` as an ordered effect, to keep its calls in order. Return False if torch has no effects."
-    # torch 2.10 and later register an effect with this function and these arguments
+    # torch 2.10 and later: register the effect with the function in `torch.library`, which takes the operator's name
     with noting_failure('torch.library._register_effectful_op', 'compiled code is kept in order by Inductor alone'):
         torch.library._register_effectful_op(op.name(), torch.library.EffectType.ORDERED, lib=lib)
         return True
-    # torch 2.5 to 2.9 register an effect with this function and these arguments
+    # torch 2.5 to 2.9: register the effect with the function in `torch._higher_order_ops`, which takes the operator
     with noting_failure('torch._higher_order_ops.effects._register_effectful_op', 'models that Inductor compiles are not recorded'):
         effects = import_module('torch._higher_order_ops.effects')
         effects._register_effectful_op(op, effects._EffectType.ORDERED)
@@ -394,7 +394,7 @@ def lowering_state(lowering):
         return graph, len(graph.operations), graph.effectful_ops.get(torch.library.EffectType.ORDERED)
 
 def order_graph_operations(graph, n, last, token):
-    """Order the operations of an Inductor `graph`: from number `n` on, they run after the side effect `last`.
+    """Order the operations of an Inductor `graph`: operations from index `n` on run after the operation `last`, which has a side effect.
 
     Without `token`, they become the last side effect."""
     with noting_failure('torch._inductor.graph.GraphLowering.additional_buffer_deps', unordered):

@@ -88,8 +88,8 @@ def with_result_reported(function, report):
 # %% ../../nbs/10_capture/52_routers.ipynb #e52df96a
 class RouterWatch:
     "Watches routers: reports each choice of experts in this process to a listener, except choices in compiled code."
-    attached = weakref.WeakSet() # instances that report now: `attach` adds an instance, and `detach` removes it
-    # replaced functions of torch, restored when no instance is attached any more
+    attached = weakref.WeakSet() # all attached `RouterWatch` objects; each of them reports routers to its listener
+    # torch functions that are replaced while at least one `RouterWatch` is attached
     replacements = Replacements()
 
     def __init__(self, listener):

@@ -120,13 +120,13 @@ def run_sizes(h, run):
     return dict(name=run, ranks=len(members), **out, size=out['log']+out['parts']+out['latest']+out['metadata'])
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b700000c
-# a run from another machine counts as ended if no row was added for this number of seconds
+# number of seconds without a new row after which a run of another machine counts as ended
 recent = 600
 
 def refuse_foreign_files(h, name):
     "Refuse a log that is a symbolic link, not a regular file, or a run of torchember 0.2: raise OSError."
     path = h.log/name
-    # no check, because remote stores have no links
+    # skip the check for a URL, because remote stores have no symbolic links
     if is_url(path): return
     if os.path.islink(path):
         raise OSError(f"{printable(path)} is a symbolic link, not a log file of torchember, so nothing was changed. Remove the link yourself.")
@@ -152,7 +152,7 @@ def refuse_active_logs(h, name):
             f"End the recording on {host}, or try again after {recent//60} minutes without new rows.")
 
 def refuse_shared(h, name, names):
-    "Refuse the log of one rank with rows in files shared with other ranks: raise ValueError. Only the whole run can be changed."
+    "Raise ValueError for the log of one rank if its rows are in files that other ranks share. Such a run can only be changed as a whole."
     listing = None if name in h.older else read_part_list(h.log/name)
     if listing is None or not any('holder' in p for p in listing['parts']): return
     [whole] = logs_to_run_names([name])

@@ -68,7 +68,7 @@ class Choice:
         return {s for s in steps if s in wanted or s-last-1 in wanted}
 
     def select(self, name, values, last=None):
-        "Return the set of all elements of `values` that match the condition `name`, such as 'path' or 'steps'."
+        "Return the set of all `values` that the user selects by the argument `name`, such as 'path' or 'steps'."
         values = [v for v in values if isinstance(v, int if name=='steps' else str)]
         if name=='path': return self.select_paths(values)
         if name=='steps': return self.select_steps(values, last)

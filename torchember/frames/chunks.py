@@ -61,7 +61,7 @@ class Segment:
             with open_file(path) as f:
                 f.seek(start)
                 data = f.read(self.end-self.start)
-            # otherwise read again, because the file was renamed during the read
+            # stop if the path of the file has not changed. If the file was renamed during the read, read again
             if self.locate()==(path, start): break
         if len(data)<self.end-self.start: raise OSError(shorter_message(path))
         return data if data.endswith(b'\n') else data+b'\n'
@@ -248,7 +248,7 @@ class Chunk:
     merged: bool = False # True if the rows of several ranks are merged
     plain: bool = False # True if no row replaces another row, and the rows of ranks are not merged
     home: object = None
-    # (logs, steps) of the run's first chunk, so that all chunks use its new names of modules
+    # (logs, steps) of the run's first chunk: it determines the new module names for all chunks
     start: tuple = ()
     # time of the call of `scan`: a cache key, so that each call reads rank metadata only once
     asked: int = 0
@@ -422,7 +422,7 @@ def to_arrow(values, kind):
     to = output_type(kind)
     if kind=='text':
         try: return pa.array(values.astype(object), to, from_pandas=True)
-        # raised if a value is not a text, for example if a module name is a number
+        # pyarrow raises ArrowTypeError if a value is not a text, for example if a module name is a number
         except pa.ArrowTypeError:
             return pa.array([v if isinstance(v, str) else json_text(v) for v in values.tolist()], to)
     if kind=='json': return pa.array([json_text(v) for v in values.tolist()], to)

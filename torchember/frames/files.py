@@ -284,7 +284,7 @@ def read_pickle(
     compression='infer', # As in `pandas.read_pickle`
     storage_options:dict|None=None, # As in `pandas.read_pickle`
     *,
-    shifted:bool|None=None # True: subtract 1 from exponents. None: subtract 1 only in tables of Track & Visualize
+    shifted:bool|None=None # True: subtract 1 from exponents. None: only if the library Track & Visualize recorded the table
 ): # DataFrame with the columns of `LogFrame`
     """Read a LogFrame from a pickle file, without running code from the file
 
@@ -294,7 +294,7 @@ def read_pickle(
         schema_map: Ignored; accepted for compatibility with Track & Visualize
         compression: As in `pandas.read_pickle`
         storage_options: As in `pandas.read_pickle`
-        shifted: True: subtract 1 from exponents. None: subtract 1 only in tables of Track & Visualize
+        shifted: True: subtract 1 from exponents. None: only if the library Track & Visualize recorded the table
 
     Returns:
         DataFrame with the columns of `LogFrame`
@@ -313,7 +313,7 @@ def read_csv(
     filepath_or_buffer, # Path, URL or file
     *args, # Arguments of `pandas.read_csv`
     schema_map=None, # Ignored; accepted for compatibility with Track & Visualize
-    shifted:bool|None=None, # True: subtract 1 from exponents. None: subtract 1 only in tables of Track & Visualize
+    shifted:bool|None=None, # True: subtract 1 from exponents. None: only if the library Track & Visualize recorded the table
     **kwargs # Arguments of `pandas.read_csv`. The default expects two header lines and an index
 ): # DataFrame with the columns of `LogFrame`
     """Read a LogFrame from a CSV file
@@ -322,7 +322,7 @@ def read_csv(
         filepath_or_buffer: Path, URL or file
         *args: Arguments of `pandas.read_csv`
         schema_map: Ignored; accepted for compatibility with Track & Visualize
-        shifted: True: subtract 1 from exponents. None: subtract 1 only in tables of Track & Visualize
+        shifted: True: subtract 1 from exponents. None: only if the library Track & Visualize recorded the table
         **kwargs: Arguments of `pandas.read_csv`. The default expects two header lines and an index
 
     Returns:
@@ -362,7 +362,7 @@ def read_parquet(
     path, # Path, URL or file
     schema_map=None, # Ignored; accepted for compatibility with Track & Visualize
     *args, # Arguments of `pandas.read_parquet`
-    shifted:bool|None=None, # True: subtract 1 from exponents. None: subtract 1 only in tables of Track & Visualize
+    shifted:bool|None=None, # True: subtract 1 from exponents. None: only if the library Track & Visualize recorded the table
     **kwargs # Arguments of `pandas.read_parquet`
 ): # DataFrame with the columns of `LogFrame`
     """Read a LogFrame from a Parquet file
@@ -371,7 +371,7 @@ def read_parquet(
         path: Path, URL or file
         schema_map: Ignored; accepted for compatibility with Track & Visualize
         *args: Arguments of `pandas.read_parquet`
-        shifted: True: subtract 1 from exponents. None: subtract 1 only in tables of Track & Visualize
+        shifted: True: subtract 1 from exponents. None: only if the library Track & Visualize recorded the table
         **kwargs: Arguments of `pandas.read_parquet`
 
     Returns:

@@ -75,7 +75,7 @@ def may_have_orphan_box(boxes):
             with open(os.path.join(boxes, name), 'rb') as f: fcntl.lockf(f, fcntl.LOCK_SH|fcntl.LOCK_NB)
         except FileNotFoundError: continue # another process has already recovered this black box
         except BlockingIOError: continue # the process that writes this black box is running
-        # ignore this error: `recover_all` will raise an error with an explanation
+        # ignore an unreadable black box here: `recover_all` will raise an error with an explanation
         except OSError: pass
         return True
     return False

@@ -74,11 +74,11 @@ def count_steps(path, size):
 def process_exists(pid, host):
     "Return True if the process `pid` is running on this machine. Return False for another host, because its processes are unknown."
     if host!=gethostname() or not isinstance(pid, int) or not 0<pid<2**31: return False
-    # no test on Windows, because `os.kill` would end the process
+    # on Windows, assume that the process runs, because `os.kill` would end the process
     if os.name=='nt': return True
     try: os.kill(pid, 0)
     except ProcessLookupError: return False
-    # no permission: the process exists, but belongs to another user
+    # an OSError for a missing permission shows that the process exists, but belongs to another user
     except OSError: return True
     return True
 

@@ -36,7 +36,7 @@ def valid_shapes(values):
     "Return the list `values`, with None in place of each value that is not a shape."
     shapes = [s for s in values if isinstance(s, list|tuple)]
     sizes = list(chain.from_iterable(shapes))
-    # fast path: usually, all values are shapes
+    # fast path without a copy, because usually all values are valid shapes
     if len(shapes)==len(values) and {*map(type, sizes)}<={int} and min(sizes, default=0)>=0: return values
     return [s if is_shape(s) else None for s in values]
 
@@ -141,7 +141,7 @@ def merge_trees(trees, names):
             found[path] = ({k: v for k,v in node.items() if k!='children'}
                 | {'name': name, 'short': name.rpartition('.')[2], 'path': path})
             parent = path
-            # if no rank has the parent module so far, try the parent of the parent
+            # add the module to its parent, or to its nearest ancestor that any rank has
             while parent:
                 parent = parent.rpartition('.')[0]
                 if parent in found: found[parent].setdefault('children', []).append(found[path]); break

@@ -36,7 +36,7 @@ def as_category(values):
         if used==list(range(len(values.cat.categories))): return values
         return values.cat.set_categories(values.cat.categories[used])
     try: names = values.dropna().unique()
-    # raised if a value is a list or dict, so that the column contains no names
+    # `unique` raises TypeError if a value is a list or dict: then the column does not contain names
     except TypeError: return values
     if not len(names) or not all(isinstance(v, str) for v in names): return values
     return pd.Series(pd.Categorical(values, categories=names), index=values.index)
@@ -69,7 +69,7 @@ def prepare_table(df, run=None):
 # columns that are converted to categories, times or tuples while the lines are read
 typed_columns = (*name_columns, 'ts', 'shape')
 
-def table_of_blocks(blocks, file=None, keep=None, only=None, expected=None): # arguments of `columns_of_lines`
+def table_of_blocks(blocks, file=None, keep=None, only=None, expected=None): # for the arguments, see `columns_of_lines`
     "Read blocks of JSON lines as a table. Omit each row that is replaced by a later row (column `supersedes`)."
     columns,layouts,n,*_ = columns_of_lines(blocks, file, typed_columns, keep, only, expected)
     return without_superseded(table_of_columns(columns, layouts, n))

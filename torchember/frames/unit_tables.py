@@ -104,7 +104,7 @@ def dead_unit_rows(h, window):
     zero,n = h.value==0,len(h.steps)
     recent = h.steps>h.steps[-1]-window if window is not None else np.arange(n)==n-1
     dead = zero[recent].all(0)
-    # index of the first step of the unit's last zeros
+    # for each unit, the index of the first step of the last series of zeros
     begin = np.where(zero.all(0), 0, n-np.argmax(~zero[::-1], 0))
     since = pd.array(np.append(h.steps, 0)[begin].astype('int64'), dtype='Int64')
     since[~dead] = pd.NA

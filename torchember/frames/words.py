@@ -47,7 +47,8 @@ def accept_earlier_arguments(*order): # order: arguments after `run` in earlier 
             named,later = {n: v for n,v in before.items() if n in kinds_of_words},lambda: f(*args, **given)
             if not named or len(before)<len(args) or set(before)&set(given) or not all(may_be_names(n, v) for n,v in named.items()):
                 return later()
-            if isinstance(before.get('step'), list|tuple|str): return later() # a step is a number
+            # a step is a number, so a list or text in place of the step shows a different order of arguments
+            if isinstance(before.get('step'), list|tuple|str): return later()
             if any(v is not None for v in named.values()) and all(map(is_known, named, named.values())):
                 return f(**before, **given)
             try: return f(**before, **given)

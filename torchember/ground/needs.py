@@ -17,7 +17,7 @@ def needs(name:str, for_:str, package:str|None=None):
     package: name of the package to install, if it differs from the name of the library"""
     try: return import_module(name)
     except ModuleNotFoundError as e:
-        # re-raise: the library is installed, but its own code imports a missing library
+        # raise the original error if the library is installed, but its own code imports a missing library
         if e.name and not name.startswith(e.name): raise
         raise ModuleNotFoundError(f"{for_} needs {name}, which is not installed. Run: pip install {package or name}", name=name) from None
 

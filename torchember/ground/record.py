@@ -205,7 +205,8 @@ def loads(line):
         except orjson.JSONDecodeError: pass
     text = line if isinstance(line, str) else line.decode()
     value = json.loads(text)
-    if '\\u' in text or not text.isascii(): check_text_encodable(value) # this raises UnicodeEncodeError if the text contains a lone surrogate
+    # raise UnicodeEncodeError if the text contains a lone surrogate
+    if '\\u' in text or not text.isascii(): check_text_encodable(value)
     return value
 
 def check_text_encodable(value):

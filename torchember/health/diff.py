@@ -22,7 +22,7 @@ from .series import as_tuple
 from .tolerance import Distances, backward_types, eps_of, flow_types, step_gaps, element_jump, find_limits, rounding_error, most_growth
 
 # %% ../../nbs/55_health/80_diff.ipynb #3bd9d77b
-# if at least this fraction of the activations differs in dtype, the two runs use different dtypes on purpose
+# smallest fraction of activations with a different dtype that shows that two runs use different dtypes on purpose
 format_share = .25
 
 def compare_formats(pairs, dtypes):

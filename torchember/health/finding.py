@@ -106,7 +106,7 @@ def confidence_from(value, threshold, share=1., against=0):
     against: number of facts that contradict the fault, such as a falling loss. Each takes 30% of the confidence
     """
     value,threshold = float(value),float(threshold) # Python floats, because numpy would warn of an overflow
-    # closeness to the threshold: 1 at the threshold, near 0 far from it
+    # near: closeness of the value to the threshold, from 1 (equal) down to 0 (far away)
     near = min(abs(value/threshold), abs(threshold/value)) if value and threshold else 0.
     if near!=near: return .5 # True only for NaN, because NaN is not equal to itself
     return float((1-near/2)*(.5+.5*min(max(share, 0), 1))*.7**int(against))

@@ -73,7 +73,8 @@ def find_input_sources(trained, most=20_000) -> dict:
     flows = [s for s in trained if s.ttype in ('input', 'output') and len(s)]
     known = [c for c in signs if any(c in s for s in flows[:5])]
     if not known: return {}
-    step = int(np.median(np.unique(np.concatenate([s.steps[:3] for s in trained]))[:3])) # the middle of the first three steps
+    # the second of the first three recorded training steps
+    step = int(np.median(np.unique(np.concatenate([s.steps[:3] for s in trained]))[:3]))
     made,out = {},{}
     for s in flows[:most]:
         at = s.at_step(step) or 0

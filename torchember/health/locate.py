@@ -292,7 +292,7 @@ def merge_indices(*indices): return tuple(sorted({i for found in indices for i i
 class StorageTraces:
     "State of the memory (storage) of each tensor: finite, uninitialized, or with NaN or infinities and their origins."
     def __init__(self):
-        # Dicts by storage key: weak references (known), `Trace`s (traces), `Place`s of allocation (raw)
+        # dicts: storage key -> weak reference (known), storage key -> `Trace` (traces), storage key -> `Place` (raw)
         self.known,self.traces,self.raw = {},{},{}
         self.unread = set() # dtypes and devices of tensors that could not be read
 
@@ -371,7 +371,7 @@ class Destinations:
             if is_readable(x): self.note(2, f'the output of {an(module)}', x)
 
     def note_state(self, out):
-        "Note the state after a step as results: parameters, gradients, optimizer states, buffers and return value `out` that are not finite."
+        "Note tensors with NaN or infinities after a step as results: parameters, gradients, optimizer states, buffers, and the return value `out`."
         for name,kind,x in self.names.named_tensors():
             if is_readable(x): self.note('buffer' if kind=='buffer' else 1, name, x)
         out = list(out.values()) if isinstance(out, dict) else out
@@ -544,7 +544,7 @@ def describe_origin(o, names):
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e34
 class Details(NamedTuple):
-    "Description of the operation that made NaN or infinities, with its line in the user's code."
+    "Details of the operation that made the first NaN or infinity, with its line in the user's code."
     op: str|None = None # name of the operation: 'aten.log'
     made: str|None = None # value that the operation made: 'NaN', 'inf' or '-inf'
     count: int = 0 # number of elements with the value `made`
@@ -643,7 +643,7 @@ def ignore_calls(recorder):
         if watch is not None: watch.listener = listener
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e38
-# A separate function, because its code object marks the stack frame in which the user's step begins
+# `call_step` is a separate function, because its code object marks the stack frame in which the user's step begins
 def call_step(step_fn):
     "Call the user's step. The stack frame of this function marks the beginning of the step."
     return step_fn()

@@ -61,7 +61,7 @@ def diverging(h, times=3., largest=10.):
     grown = f". The rms of the model's output grows from {fmt(out.rms[0])} to {fmt(out.rms[-1])}" if blown else ''
     yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} "
         f"at the end{grown}.", p.steps[i], p.steps[-1], ttype='scalar', look="overview(run)", start=p.start, end=p.end,
-        # 'warning' for a small rise, because the weights of the loss terms may change, or a new task may begin
+        # a small rise is only a warning, because the weights of the loss terms may change, or a new task may begin
         severity=None if blown or h.is_broken or h.has_large_first_steps or p.end>3*times*p.start else 'warning',
         confidence=1-.5*min(times*p.start/p.end, 1)*.5**blown,
         advice="Divide the learning rate by 10, add a warm-up, or clip the gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
@@ -180,7 +180,7 @@ def stall_severity(h, p, guess, n):
     finding.
     """
     if guess and (not has_changed_enough(h) or is_still_falling(p, guess[1])): return 'info'
-    # 'warning' and not 'error' in a short run, because a warm-up or a plateau at the start may last many steps
+    # severity 'warning' instead of 'error' in a short run, because a warm-up or plateau may last many steps
     if guess and n>=2: return 'error' if n>=10 and guess[0].startswith('Guessing') else 'warning'
     return None if p.noise<1e-6*abs(p.end) else 'info' # 'info': the lowest possible loss is unknown
 
@@ -353,7 +353,8 @@ def report_constant_data(h, s, at, alone):
     """
     severity = 'info' if not alone else 'error' if h.progress.verdict in ('stalls', 'rises', 'none', 'short') else 'warning'
     what = f"The data are constant: all values of {s.tname} of {s.title} are {fmt(s['max'][at])} from step {s.steps[at]} on."
-    if len(np.unique(s['max'][s['max']==s['min']]))>1: # each batch may be one sample with equal values
+    # info, because each batch may be a single sample, such as an image of one color
+    if len(np.unique(s['max'][s['max']==s['min']]))>1:
         severity,what = 'info',f"In nearly all steps, all values of {s.tname} of {s.title} are equal. The value differs between steps."
     return s.finding(at, what, severity=severity, value=float(s['max'][at]),
         advice="Print x.min() and x.max() of a batch of the DataLoader. A transform may clip all values, or an array was never filled.")

@@ -119,7 +119,7 @@ def compare_sizes(ev, tr, late, away, share=.6, window=9):
     window: number of training steps before each evaluation to compare with. A single batch may be all zeros, so one step is not enough"""
     if not len(late): return None
     ends = np.maximum(np.searchsorted(tr.steps, ev.steps[late], 'right'), 1)
-    # leave out an infinite rms: the tensor may contain a mask of -inf
+    # leave out steps with an infinite rms, because the tensor may contain a mask of -inf
     before = [tr.rms[max(e-window, 0):e][np.isfinite(tr.rms[max(e-window, 0):e])] for e in ends]
     gap = np.array([distance_from_range(a, b) if len(b) and np.isfinite(a) else np.nan for a,b in zip(ev.rms[late], before, strict=True)])
     off = (gap>away) | (gap<1/away)

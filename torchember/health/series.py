@@ -92,7 +92,7 @@ def group_rows(df):
     for c in apart:
         if c not in df: continue
         one = df[c].cat.codes.to_numpy() if isinstance(df[c].dtype, pd.CategoricalDtype) else pd.factorize(df[c])[0]
-        # +1, because pandas gives missing values the code -1
+        # add 1 to the codes, because pandas gives missing values the code -1
         codes = pd.factorize(codes*(int(one.max(initial=0))+2)+one+1)[0]
     return codes
 
@@ -138,11 +138,11 @@ class Series:
     def rms(self):
         "Root mean square of the tensor in each step: as recorded, or computed from mean and standard deviation. NaN if it is unknown."
         n = self.rows.sizes[self.at]
-        # factor for the variance, because torch divides by n-1. For a single value, torch returns NaN
+        # unbiased: factor (n-1)/n that corrects the variance, because torch divides by n-1
         unbiased = np.where(n>1, (n-1)/np.where(n>1, n, 1), np.isnan(n)*1.)
         # without a standard deviation, the mean gives the rms only of a tensor with one element
         std = np.nan_to_num(self['std']) if 'std' in self else np.where(n==1, 0, np.nan)
-        # hypot instead of a sum of squares, because the square of 1e300 overflows
+        # use `hypot` instead of a sum of squares, because the square of 1e300 overflows
         made = np.hypot(self['mean'], std*np.sqrt(unbiased))
         return np.where(np.isnan(self['rms']), made, self['rms']) if 'rms' in self else made
 

@@ -107,7 +107,7 @@ def update_too_large(h, ratio=.3, growth=10., many=.34):
     """
     p = h.progress
     if len(h.steps)<12: ratio = max(ratio, 2.) # a higher threshold for a run of few steps, because the first updates are often large
-    # a higher threshold for a short run: with a high learning rate, a good loss may begin to fall only after 20 steps
+    # raise the threshold in a short run: with a high learning rate, a good loss may begin to fall only after 20 steps
     if len(h.steps)<32 and p.verdict=='stalls' and not h.is_broken: ratio = max(ratio, 4.)
     moves = select_updates({k: adjust_small_weights(m) for k,m in relative_updates(h).items()}, ratio)
     if not moves: return
@@ -180,10 +180,10 @@ def find_end(h, k, m, drop, left=.35):
     return int(m.steps[start]), k, peak, plain_median(moved[start:])
 
 def was_falling(p, step):
-    "Return True if the loss was still falling before `step`, or stalls, and does not end near zero. Also True with too few values to decide."
+    "Return True if the loss fell or stalled before `step`, and does not end near zero. Also True if there are too few values to decide."
     before,after = p.values[p.steps<step],p.values[p.steps>=step]
     if len(before)<3 or len(after)<5: return True
-    # False, because the loss is near zero and cannot fall further
+    # a loss near zero cannot fall further, so this is no fault: return False
     if abs(p.end)<.02*max(abs(p.start), abs(p.values[0])): return False
     n = max(3, len(before)//3)
     early,late = plain_median(before[:n]),plain_median(before[-n:])
@@ -279,7 +279,7 @@ class LayerStart:
         self.scaled,self.out_rms = float(w.rms[0]*np.sqrt(fan)),float(out.rms[0])
         # assume an rms of 1 if the input was not recorded
         self.in_rms = 1. if given is None else float(given.rms[0])
-        # True for attention: the size of its output, a weighted mean, does not show the size of the weight
+        # mean: True for attention, because the size of a weighted mean does not show the size of the weight
         self.mean = 'Attention' in w.kind
         self.finite = bool(np.isfinite(self.out_rms))
         self.gain = self.out_rms/self.in_rms if self.in_rms>0 else np.nan
@@ -400,7 +400,7 @@ def data_of_layer(h, path, first):
     ins = [s for s in h.inputs.get(path, ()) if s.tname!='output' and 'float' in str(s.dtype)]
     kind = h.kinds.get(path, '')
     if not ins or not is_linear(kind) and not any(r in kind for r in ('LSTM', 'GRU', 'RNN')): return None
-    # an input that a module of the model has computed is not the data
+    # an input that was computed by a module of the model is not the data, so return None
     if h.graph.makers.get(path) or path!=first and not equals_model_input(h, ins[0]): return None
     return ins[0]
 

@@ -111,7 +111,7 @@ def idle_blocks(h, least=.001, wait=100., records=5):
         all_added = b['added']*b.factors_without_massive()
         added = all_added[-records:]
         if len(added)<records: continue
-        # growth of the added share per step
+        # increase per step of the share that each block adds to the residual stream
         slope = np.maximum(added[-1]-added[0], 1e-30)/(b.steps[-1]-b.steps[-records])
         idle = (added<least).all(0) & ((least-added[-1])/slope>wait*b.steps[-1])
         if not idle.any(): continue

@@ -111,11 +111,11 @@ class CauseTracker:
     """
     def __init__(self, ttypes): # ttypes: tensor types that both runs have
         self.ttypes,self.step = ttypes,None
-        # largest earlier distance: of each tensor (before); of weight, gradient and states of a parameter (parameters)
+        # largest distances so far. before: tensor -> distance; parameters: parameter -> distance of its tensors
         self.before,self.parameters = {},{}
-        # in this step: path of a module -> largest distance inside (inside), statistics of a tensor -> distance (made)
+        # for the current step. inside: path of a module -> largest distance; made: statistics of a tensor -> distance
         self.inside,self.made = {},{}
-        # largest distance in the forward (flow) and backward pass (back) of this step, and in the step before (last)
+        # flow, back: largest distance in the forward and backward pass of this step; last: largest in the step before
         self.flow = self.back = self.last = 0.
         self.any = False # True if any pair of rows differed so far
 

@@ -253,7 +253,7 @@ class RuleWatch:
         if not self.had_trouble and any(w in lines for w in not_finite):
             self.had_trouble = True
             return True
-        # count-1, because the last step is unfinished
+        # subtract 1 from the number of steps, because the last step is unfinished
         if self.is_asked or not self.pace.due(self.kept.count-1, seconds): return False
         self.is_asked = True
         return True
@@ -307,6 +307,6 @@ class RuleWatch:
         self.run_if_new(None, b'')
         self.t.file.flush()
 
-    def remarks(self): # List of sentences
+    def remarks(self): # returns a list of sentences, one for each finding
         "Return remarks for the report at the end of a run: at most three findings as sentences, none of them 'info'."
         return [f"{f['severity'].capitalize()}: {f['text']}" for f in self.found if f['severity']!='info'][:3]

@@ -22,7 +22,7 @@ def total_elements(ps):
     return sum(int(np.prod(p['shape'])) for p in ps if p.get('shape') is not None)
 
 class ParameterStates:
-    """The states of a run's parameters: grouped by the reason why they are not trained.
+    """Parameters of a run, grouped by the reason why they are not trained, such as frozen or unused.
 
     `entries`: metadata of parameters, see `store.parameters.parameter_entry`.
     """
@@ -118,7 +118,7 @@ def is_before_all_trained(h, known, own):
 def explain_forgotten(h, known, part, own, held):
     "Explain forgotten parameters: a module's parameters are missing from the optimizer. Return a sentence, the severity, and advice."
     what,has_gradient = describe_part(part, own),any(p.get('gradient') for p in own)
-    # 'warning' if a weight changed at least once, by `load_state_dict` or by an optimizer that rarely steps
+    # a weight that changed at least once (by `load_state_dict`, or by a rarely stepping optimizer) is only a warning
     wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own)
     effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'warning' if is_before_all_trained(h, known, own) else 'error')
     if not known.learn and part=='': return (
@@ -140,12 +140,12 @@ def explain_cut_off(h, known, part, own):
     what = describe_part(part, own)
     if later := find_trained_users(h, own, known.learn): return (
         f"{what} is called, but never gets a gradient. Later modules ({list_names(later)}) are trained, so the autograd graph is cut between them.",
-        # 'warning' if the optimizer lacks some parameters: torch.no_grad() may then freeze this part of the model on purpose
+        # only a warning if the optimizer lacks parameters: torch.no_grad() may then freeze them on purpose
         'error' if all(p.get('optimizer') for p in own) else 'warning',
         "Search for .detach(), .data, .item(), .numpy(), torch.no_grad() or torch.tensor(...) between this part and the loss, "
         "and for comparisons or rounding (argmax, >, round).")
     return (f"{what} requires gradients, but never gets one. The loss does not depend on it.",
-        # 'info' for a called module, because its output may have another purpose than the loss
+        # severity 'info' for a called module, because its output may have another purpose than the loss
         'info' if any(p['path'] in h.graph.calls for p in own) else 'warning',
         "If its output should matter, use it in the loss. If not, remove the part, or call requires_grad_(False).")
 

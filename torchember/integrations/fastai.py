@@ -58,7 +58,7 @@ class EmberCallback(RecordingCallback, Callback):
     def run_event(self, run, f, event_type, *args, **kwargs):
         "Run a fit, epoch or batch of fastai. End the run after an exception, because fastai does not report exceptions to callbacks."
         try: return run(f, event_type, *args, **kwargs)
-        # re-raise: a callback ends the fit without a failure, and fastai then calls `after_fit`
+        # CancelFitException is no failure: a callback uses it to end the fit, and fastai then calls `after_fit`
         except library.CancelFitException: raise
         except BaseException:
             if event_type=='epoch': self.end()

@@ -45,7 +45,7 @@ class EmberCallback(RecordingCallback):
         scaler=None, # `GradScaler` in use, unless `create_supervised_trainer` created it
         output_transform=output_as_dict, # Function of the output of `trainer` that returns a dict of numbers to record
         gradient_accumulation_steps:int=1 # Number of batches per step. Used to number the steps of a training that continues from a checkpoint
-    ): # This callback
+    ): # The callback itself
         """Attach this callback to an Engine that trains a model, to record each run of the Engine.
 
         Args:
@@ -58,7 +58,7 @@ class EmberCallback(RecordingCallback):
             gradient_accumulation_steps: Number of batches per step. Used to number the steps of a training that continues from a checkpoint
 
         Returns:
-            This callback
+            The callback itself
         """
         self.model,self.optimizers,self.scaler = model,list(optimizer) if isinstance(optimizer, list|tuple) else [optimizer],scaler
         self.output_transform,self.batches_per_step = output_transform,gradient_accumulation_steps

@@ -152,7 +152,7 @@ class KerasScaler:
         "Note the loss scale before a batch, because Keras may change the scale at the end of the batch."
         scale = getattr(self.optimizer, 'dynamic_scale', None)
         if scale is None: scale = getattr(self.optimizer, 'initial_scale', None) or self.optimizer.loss_scale_factor
-        # named `_scale`, because torchember reads the loss scale of a `GradScaler` from this attribute
+        # the attribute has the name `_scale`, because torchember reads the loss scale of a `GradScaler` from `_scale`
         self._scale = scale.value.detach().clone() if hasattr(scale, 'value') else torch.tensor(float(scale))
 
     def has_skipped(self):

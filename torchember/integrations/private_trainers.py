@@ -32,7 +32,7 @@ def run_is_over(trainer) -> bool: # trainer: Ignite Engine that has handled an e
     "Return True if an Ignite Engine has ended its training, so that no epoch follows. Return True also if the state of the Engine is unknown."
     return getattr(trainer, '_dataloader_iter', None) is None
 
-def handlers_of(trainer, event) -> list: # Empty if Ignite does not expose its handlers
+def handlers_of(trainer, event) -> list: # returns an empty list if Ignite does not expose its handlers
     "Return the functions called by an Ignite Engine at one of its `Events`."
     return [f for f,*_ in getattr(trainer, '_event_handlers', {}).get(event, ())]
 
@@ -42,7 +42,7 @@ def inner_layers(layer) -> list:
     return (getattr(layer, 'layers', None)
         or getattr(layer, '_flatten_layers', lambda **_: [])(include_self=False, recursive=False))
 
-def variables_of(layer) -> tuple: # Lists of trainable variables (also frozen ones) and of other variables (such as running statistics)
+def variables_of(layer) -> tuple: # returns two lists: trainable variables, even if frozen, and all other variables
     "Return the variables of a Keras layer and of the layers inside: trainable variables, and all other variables."
     trainable = getattr(layer, '_trainable_variables', None)
     if trainable is None: return list(layer.trainable_variables), list(layer.non_trainable_variables)
@@ -53,7 +53,7 @@ def trained_variables(optimizer) -> list|None:
     "Return the model variables trained by a built Keras optimizer. None if Keras does not expose these variables."
     return getattr(optimizer, '_trainable_variables', None)
 
-def states_of_variables(optimizer, variables) -> dict: # Index of a variable -> {name of a state: tensor}
+def states_of_variables(optimizer, variables) -> dict: # returns a dict: index of a variable -> {name of a state: tensor}
     "Return the optimizer states of each variable in `variables`. Keras keeps a list per state, in the order of the variables."
     lists = {k: v for k,v in vars(optimizer).items()
         if isinstance(v, list) and len(v)==len(variables) and k!='_trainable_variables'}

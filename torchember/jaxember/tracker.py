@@ -70,7 +70,7 @@ libraries[jax.Array] = Library(scalars_of_array, exponents_of_array,
 def probe(
     name:str, # Name of the value in the log, in column `tname`
     x # Array, or tree of arrays
-): # The value, unchanged
+): # The argument `x`, unchanged
     """Record a value and its gradient. `probe` may be called anywhere in a step, also inside of jit and grad.
 
     The names 'prediction' and 'target' are for the two arguments of the loss: they are tensor types, and rules about losses check them.
@@ -80,7 +80,7 @@ def probe(
         x: Array, or tree of arrays
 
     Returns:
-        The value, unchanged
+        The argument `x`, unchanged
     """
     if not isinstance(name, str) or not name: raise TypeError(f"probe needs a name as its first argument, such as probe('scores', x), got {an(name)}.")
     if asked.value is None: return x

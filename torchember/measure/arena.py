@@ -152,7 +152,7 @@ class Tap:
             rows,at,parked = self.elsewhere.pop(key, (no_rows, 0, 0))
             if parked!=turn: at = 0
             if at<rows.size:
-                # a new object, because `ListPlan.is_current` detects changed rows by comparing object identities
+                # create a new `RowRange`: `ListPlan.is_current` detects changed rows by the identity of this object
                 self.use_rows(RowRange(*rows), at)
                 return 0
         if rows.size: self.former.append(rows)

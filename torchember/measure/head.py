@@ -11,7 +11,7 @@ from .summary import width
 
 head_width = 16
 EVENT,TAP,CALL,MICRO,DTYPE,DIMS,SHAPE = range(7) # columns of a row's head. From column SHAPE on, the head contains the size of each dimension
-# position in a summary vector of the tensor's scale factor, such as a loss scale. The entry is NaN without a factor
+# index of the tensor's scale factor (such as a loss scale) in a summary vector. The entry is NaN without a factor
 SCALE = width-1
 
 # %% ../../nbs/20_measure/01_head.ipynb #943e8efe
@@ -24,13 +24,13 @@ def dtype_number(name:str) -> int:
     return dtype_names.index(name)
 
 # %% ../../nbs/20_measure/01_head.ipynb #6a1f0b05
-# columns of a tap's cursor (its counters). From column LIKE on, the cursor contains the head of the next row
+# names of the columns in the counters of a tap. LIKE is the first of the columns with metadata of the next row
 NEXT,CALLS,ROWS,HEADS,LAID,HOW,CODE,WORK,LIKE = range(9)
 tap_width = LIKE+head_width
 
 # %% ../../nbs/20_measure/01_head.ipynb #e53bc8d9
-# compiled code keeps the GIL while it measures a tensor of at most this many elements, which takes less than 0.1 ms.
-# Longer tensors are measured by Python code that releases the GIL. This costs about 0.2 ms in a training step
+# largest number of elements of a tensor that compiled code measures while it keeps the GIL, in less than 0.1 ms
+# Python code measures longer tensors and releases the GIL meanwhile, which costs about 0.2 ms per training step
 short = 1<<18
 
 def address_of(a):

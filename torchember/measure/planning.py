@@ -55,7 +55,7 @@ def objects_are_cached() -> bool:
     try:
         from torchember.measure.readers import objects
         return not objects.why_unavailable() and objects.are_cached()
-    # True makes the caller run `loaded_objects`, which warns about the exception
+    # return True, so that the caller runs `loaded_objects`, which warns about the exception
     except Exception: return True
 
 def load_in_thread():
@@ -70,8 +70,8 @@ class WatchedDicts:
         # False for a ScriptModule, because its attributes are not ordinary dicts
         self.is_possible = self.kinds is not None and all(type(d) is dict for d in dicts)
         self.dicts = dicts if self.is_possible else []
-        # values are compared by address. A new value may have the address of a freed one, so `freed` records these
-        # no weak references to tensors, because torch could not swap them; a new tensor at an old address is no change
+        # `unchanged` compares values by address. `freed` gets each freed value, because its address may be used again
+        # tensors get no weak references, because torch cannot swap tensors that have weak references
         self.freed = []
         values = [v for d in self.dicts for v in d.values() if type(v).__weakrefoffset__ and not isinstance(v, torch.Tensor)]
         self.references = [weakref.ref(v, self.freed.append) for v in values]

@@ -134,13 +134,13 @@ class Spectrum:
     error:float=0. # Largest relative error: `largest` may be too small by this fraction. 0 if `exact`
     nodes:tuple=() # Result of `lanczos` for a large matrix, from which `condition` is estimated
 
-    def stable_rank(self) -> float: # Between 1 and `features`; NaN if there is no variance
+    def stable_rank(self) -> float: # The stable rank, between 1 and `features`; NaN if the variance is 0
         "Return the stable rank: the sum of the eigenvalues divided by the largest eigenvalue."
         return self.trace/self.largest if self.largest>0 else math.nan
 
     def condition(self,
         at=None # Share of eigenvalues larger than the divisor, from 0 to below 1. None: divide by the smallest eigenvalue
-    ) -> float: # Infinite if the divisor is 0, NaN if all eigenvalues are 0
+    ) -> float: # The condition number: infinite if the divisor is 0, NaN if all eigenvalues are 0
         """Return the condition number: the largest eigenvalue divided by the smallest, or by the eigenvalue that `at` selects.
 
         For a large spectrum that is not exact the result is within 25 percent. Raises SpectrumError if that is not possible."""
@@ -369,7 +369,7 @@ def estimate_covariance(x, at, n, C, steps=96, probes=16):
 def cal_cov_matrix(
     x, # Tensor of at least two samples
     axis=None # Dimension of the features. None: dimension 1 of 4 or more dimensions, else the last dimension
-) -> torch.Tensor: # Shape (features, features), in the dtype of the tensor, or the default dtype for integers
+) -> torch.Tensor: # Matrix of shape (features, features), in the dtype of the tensor, or the default dtype for integers
     """Calculate the covariance matrix of the features of a tensor, summed in float64: `torch.cov` of the transposed `samples`.
 
     Args:
@@ -377,7 +377,7 @@ def cal_cov_matrix(
         axis: Dimension of the features. None: dimension 1 of 4 or more dimensions, else the last dimension
 
     Returns:
-        Shape (features, features), in the dtype of the tensor, or the default dtype for integers
+        Matrix of shape (features, features), in the dtype of the tensor, or the default dtype for integers
     """
     at,n,C = sizes_of(x, axis)
     y = to_float64_device(x)
@@ -389,14 +389,14 @@ def cal_cov_matrix(
 # %% ../../nbs/20_measure/30_spectrum.ipynb #fa348993
 def cal_eig(
     matrix # Symmetric matrix, shape (n, n)
-) -> torch.Tensor: # n numbers, in the dtype of the matrix
+) -> torch.Tensor: # The n eigenvalues, in the dtype of the matrix
     """Calculate the eigenvalues of a symmetric matrix, largest first, in float64.
 
     Args:
         matrix: Symmetric matrix, shape (n, n)
 
     Returns:
-        n numbers, in the dtype of the matrix
+        The n eigenvalues, in the dtype of the matrix
     """
     if not isinstance(matrix, torch.Tensor): raise TypeError(f"eigenvalues need a tensor, got {an(matrix)}. torch.as_tensor converts an array.")
     if matrix.dim()!=2 or matrix.shape[0]!=matrix.shape[1] or not len(matrix):
@@ -447,7 +447,7 @@ def exp_entropy(s, epsilon=0.):
 def rankme(
     z, # Representations, one sample per row. Further dimensions are flattened
     epsilon=1e-7 # Added to each singular value's share of the sum, so that its logarithm is finite
-) -> float: # NaN if all numbers are 0
+) -> float: # RankMe, or NaN if all representations are 0
     """Return RankMe: the soft number of dimensions of representations (Garrido et al. 2023, arXiv 2210.02885).
 
     For more than 4,194,304 numbers, the singular values come from the smaller Gram matrix. The result is then precise to 0.1 percent.
@@ -457,14 +457,14 @@ def rankme(
         epsilon: Added to each singular value's share of the sum, so that its logarithm is finite
 
     Returns:
-        NaN if all numbers are 0
+        RankMe, or NaN if all representations are 0
     """
     return exp_entropy(singular_values(z), epsilon)
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #0983dbf7
 def effective_rank(
     matrix # Weight, outputs first. Further dimensions are flattened
-) -> float: # At least 1. NaN if all numbers are 0
+) -> float: # The effective rank, at least 1; NaN if all elements are 0
     """Return the effective rank of a matrix: exp of the entropy of its singular values (Roy and Vetterli 2007).
 
     For more than 4,194,304 numbers, the singular values come from the smaller Gram matrix. The result is then precise to 0.1 percent.
@@ -473,6 +473,6 @@ def effective_rank(
         matrix: Weight, outputs first. Further dimensions are flattened
 
     Returns:
-        At least 1. NaN if all numbers are 0
+        The effective rank, at least 1; NaN if all elements are 0
     """
     return exp_entropy(singular_values(matrix))

@@ -162,11 +162,11 @@ class Parts:
     def spoiled(self, x):
         "Return the statistic `x`, with NaN if it is spoiled: for tensors with NaN, infinity or no finite element."
         return np.where(self.bad|self.pos|self.neg|~self.has_finite, np.nan, x)
-    # for sums over elements, which are 0 for an empty tensor
+    # `added` is used for sums over elements, which are 0 for an empty tensor
     def added(self, x):
-        "Return the added-up sum `x`, with infinity for tensors with infinite elements, and NaN for tensors with NaN."
+        "Return the sum `x` of several summaries, with infinity for tensors with infinite elements, and NaN for tensors with NaN."
         return np.where(self.bad, np.nan, np.where(self.pos|self.neg, np.inf, x))
-    # for magnitudes such as the rms, which are NaN for an empty tensor
+    # `sized` is used for magnitudes such as the rms, which are NaN for an empty tensor
     def sized(self, x):
         "Return the size (magnitude) `x`, such as the rms: NaN or infinity for tensors with such elements, and NaN for empty tensors."
         return np.where(self.count==0, np.nan, self.added(x))

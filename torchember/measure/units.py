@@ -157,7 +157,7 @@ def mean_gap(means, running_mean, running_var) -> float:
 
     `means`: for each batch, a vector with the mean of each unit. NaN without batches, or if all running variances are zero."""
     to = widest(running_var.device)
-    # norm of the vector of all running standard deviations
+    # square root of the sum of all running variances
     size = running_var.detach().to(to).sum().sqrt()
     if not len(means) or not size>0: return math.nan
     far = [(v.detach().to(running_mean.device, to)-running_mean.to(to)).norm() for v in means]

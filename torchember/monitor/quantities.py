@@ -51,7 +51,7 @@ def reduce_to_stats(x, axis, module):
     "Reduce a tensor to mean and standard deviation of each channel."
     return channel_stats(x, axis)
 
-# reduction -> reduction to several values, one of which is the same, so that no value is computed twice
+# reduction function -> larger reduction function that also computes its value, to compute no value twice
 contained = {reduce_to_means: reduce_to_stats}
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #0032403f
@@ -176,7 +176,7 @@ class Quantity:
     def unfit(cls, module) -> str|None:
         "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
 
-    # ---- methods about the tensors that the quantity needs
+    # ---- The following methods handle the tensors from which the quantity is computed
 
     def forward_extensions(self):
         "Return the extensions (hooks) to capture the tensors of the forward pass for this quantity."
@@ -198,7 +198,7 @@ class Quantity:
         """
         return reduce_need(self._module, self.needs[i])
 
-    # ---- methods about the values of the quantity
+    # ---- The following methods compute, store and return the values of the quantity
 
     def _should_compute(self, global_step):
         "Return True if the value should be computed at this step: the schedule of the quantity selects the step."

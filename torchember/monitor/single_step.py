@@ -338,7 +338,7 @@ class LinearDeadNeuronNum(SingleStepQuantity):
 def activation_bounds(module):
     "Return (lower bound, upper bound) of the output of an activation module. Return None for other modules."
     known = {nn.Sigmoid: (0., 1.), nn.Tanh: (-1., 1.), nn.Hardsigmoid: (0., 1.), nn.Softsign: (-1., 1.)}
-    # also for ReLU6, a subclass of Hardtanh
+    # this condition is also true for ReLU6, a subclass of Hardtanh
     if isinstance(module, nn.Hardtanh): return float(module.min_val), float(module.max_val)
     return next((b for c,b in known.items() if isinstance(module, c)), None)
 

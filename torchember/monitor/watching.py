@@ -24,7 +24,7 @@ def pass_rank(training, grad):
 class BestPassSelector:
     "Selects the best passes of each step: forward passes that are most similar to training (by `pass_rank`). Ignores validation passes."
     def __init__(self):
-        # best rank of a pass in this step (best), in the step before (previous), and of ignored passes (ignored)
+        # highest `pass_rank`: in this step (best), in the step before (previous), among ignored passes (ignored)
         self.best = self.previous = self.ignored = -1
 
     def accepts(self, rank):
@@ -37,7 +37,7 @@ class BestPassSelector:
 
     def end_step(self):
         "End the step: store its best rank for the next step."
-        if self.best<0 and self.ignored<0: return # keep the rank of the step before if this step had no pass
+        if self.best<0 and self.ignored<0: return # if this step had no pass, keep `previous` unchanged
         self.previous = self.best if self.best>=0 else self.ignored
         self.best = self.ignored = -1
 
@@ -45,7 +45,7 @@ class BestPassSelector:
 class StepPredictor:
     "Predicts the step of the next pass, because `Monitor.track` gets the step number only after the pass."
     patience = 1000 # after so many passes without a call of `track`, capture no tensors until the next call of `track`
-    # a step with more passes than this number is treated as an epoch, and not as one step with micro-batches
+    # maximum number of micro-batches in a step; more passes between two `track` calls are treated as an epoch
     most_micro_batches = 64
     def __init__(self):
         self.last_step = self.stride = None # number of the last tracked step, and its difference to the step before

@@ -26,7 +26,7 @@ class WholeModelNorms:
         self.place = {s: i for i,s in enumerate(steps.tolist())}
         tensor = group_codes(*(table[c].iloc[rows] for c in ('step', 'path', 'tname', 'pname') if c in table))
         squared = sums_of_squares(wholes)
-        # sums: sum of squares of each gradient, after and before clipping; -1 without a row for this case
+        # sums: sum of squares of each gradient, after and before clipping; -1 if the gradient has no such row
         sums,step_of = np.full((2, tensor.max(initial=-1)+1), -1.),np.zeros(tensor.max(initial=-1)+1, int)
         sums[(ttype[rows]=='unclipped_grad').astype(int), tensor],step_of[tensor] = squared[rows],step
         exists = sums!=-1

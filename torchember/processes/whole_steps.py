@@ -275,7 +275,7 @@ class WholeSteps:
 
     ours = property(lambda self: self.pid==os.getpid(), doc="True if this process is not a fork.")
 
-    # ---- methods that the log calls
+    # ---- The following methods are called by the log
 
     def put(self, rows, lines, by=()):
         "Put the log lines of some rows aside until the end of the step. If sharing has stopped, rank 0 passes them to its listeners at once."
@@ -339,7 +339,7 @@ class WholeSteps:
             (channel.partial, 'were reported without the rows of some rank')) if n]
         return f"Rows of the whole: {' and '.join(counts)}." if counts else None
 
-    # ---- methods of the thread that sends rows to the first rank
+    # ---- The following methods run in the thread that sends rows to the first rank
 
     def run(self):
         "Run the jobs in the queue, one after another, until the run ends, or until `rest` or `end` stops this thread."
@@ -353,7 +353,7 @@ class WholeSteps:
             if isinstance(job, threading.Event): job.set()
             if self.thread is not thread and self.thread is not None: return
 
-    # ---- methods that the user's thread calls
+    # ---- The following methods are called by the user's thread
 
     def listen(self, f, name=None, **kwargs):
         "Let a function `f` listen: it will be called with the merged rows of each step. Return its `Listener`."

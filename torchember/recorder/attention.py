@@ -64,7 +64,7 @@ def tracks_without_attention(tracks, measured) -> list:
 class Attention(PassNumbers):
     "Records attention statistics in some training passes. An `AttentionWatch` reports each attention call to this object, also in compiled code."
     ttype,unseen,reads_calls = 'attention',no_attention,False
-    def __init__(self, when, pipe, wants): # the arguments of the base class `PassNumbers`
+    def __init__(self, when, pipe, wants): # for the arguments, see the base class `PassNumbers`
         super().__init__(when, pipe, wants)
         self.watch = AttentionWatch(self)
         # tracks: id of a module -> its `moduleTrack`, during a measured pass; calls: display name -> number of calls in the pass
@@ -101,7 +101,7 @@ class Attention(PassNumbers):
         "Return one pair (row name, columns) for each attention head. `c`: a `MeasuredCall`; `numbers`: statistic -> list with one value per head."
         return [(f'head_{c.first+i}', statistics_of_head(numbers, i) | c.sizes) for i in range(len(numbers['logit_max']))]
 
-    # ---- methods that the `AttentionWatch` calls at each attention call
+    # ---- The following methods are called by the `AttentionWatch` at each attention call
 
     def records_attention(self) -> bool:
         "Return True in a pass of this thread with measured attention. False in a user's statistics function, and while a checkpoint is recomputed."

@@ -183,7 +183,7 @@ class Position:
         self.header,self.words,self.lock = header,header.words,threading.RLock()
         # name of a module, or (first, last) name of a compiled graph's modules -> number in the black box, from 1
         self.modules = {}
-        # identifies this black box in `ThreadContext.box`, without a reference that would keep the box alive
+        # token: stands for this black box in `ThreadContext.box`, so that no reference keeps the black box alive
         self.token = object()
 
     def begin_step(self, step):
@@ -375,7 +375,7 @@ class BlackBox:
             self.marks = dict(marks)
             self.header.explain(marks=self.marks)
 
-    def keep(self, *args, **kwargs): # the arguments of `StepSlots.keep`
+    def keep(self, *args, **kwargs): # for the arguments, see `StepSlots.keep`
         "Keep a copy of a step in the black box, before the writer thread writes the rows of the step to the log file."
         self.free_if_written()
         return self.slots.keep(*args, **kwargs)

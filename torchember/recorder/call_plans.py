@@ -64,7 +64,7 @@ def needs(ttype, source):
 
 class PlannedPass:
     "Integers that describe the running pass to code compiled with numba. All `CallPlan`s of a recorder share these integers."
-    # After this number of calls, loading the compiled code is worth its time, and a background thread begins to load it
+    # number of module calls after which a background thread begins to load the compiled code
     calls_before_compiling = 20_000
     def __init__(self, pipe):
         self.pipe,self.steps,self.sources,self.buffer,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer,pipe.buffer.calls,pipe.cost
@@ -223,7 +223,7 @@ class CallPlan:
         "Note in the plan the module's number in a black box, so compiled code can mark the module as running."
         self.words[self.kinds.MODULE] = box.number_of(self.state.track.name)
 
-    # ---- methods that record the inputs of a call
+    # ---- The following methods record the inputs of a module call
 
     def finish_inputs(self, code, args, kwargs):
         "Record the remaining inputs of a call that the compiled function `enter` could not record. `code`: result of `enter`."
@@ -270,7 +270,7 @@ class CallPlan:
         learned.learn(self.kinds, objects, tensors, self.taps_of(ttype, tensors))
         if learned.structures: w[structures],w[[words, words+1]] = [address_of(s) for s in learned.structures],[address_of(learned.words), id(learned.names)]
 
-    # ---- methods that record parameters, and the outputs of a call
+    # ---- The following methods record the outputs of a module call and the parameters of the module
 
     def finish_outputs(self, code, result):
         "Record the parameters and remaining outputs of a call that the compiled function `leave` could not record. `code`: result of `leave`."

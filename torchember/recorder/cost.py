@@ -33,7 +33,7 @@ class Cost:
         self.loaded,self.waited = seconds_in_background(),seconds_waited()[1]
         self.arming = 0. # seconds that the start of recording waited for compiled loops
 
-    # ---- times of recording, in seconds
+    # ---- The following methods and properties return times of recording in seconds
 
     def total(self) -> float:
         "Return the total seconds of recording so far, without the writer thread."
@@ -60,7 +60,7 @@ class Cost:
         "Seconds of `total()` in which training waited for compiled loops, such as loops for a new dtype."
         return min(max(seconds_waited()[1]-self.waited, 0.), self.total())
 
-    # ---- events that start and stop the clocks
+    # ---- The following methods note times when a pass, a step or another piece of work begins or ends
 
     def begin_pass(self, skipped=False):
         "Note the time when a pass begins. `skipped`: True if the pass is not recorded; such a pass begins no step."

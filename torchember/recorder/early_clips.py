@@ -12,10 +12,10 @@ from .parameters import grad_of
 class ClippedParameter:
     "Counts for one parameter: updates with a clipped gradient, and updates with a gradient clipped too early, before the backward."
     def __init__(self, version):
-        # version counters of the weight. version: at the last event; backward: at the last backward, or None
+        # version: last known version counter of the weight; backward: version counter at the last backward, or None
         self.version,self.backward = version,None
-        # states since the last update. idle: True after clipping a missing or already used gradient, without effect;
-        # early: True if a backward followed the idle clipping; in_time: True after a new gradient was clipped
+        # flags, reset by each update. idle: True after a clipping without effect (gradient missing or already used);
+        # early: True if a backward followed a clipping without effect; in_time: True after a new gradient was clipped
         self.idle = self.early = self.in_time = False
         self.checked = self.wrong = 0
         self.first = None # number of the first training step in which clipping was too early

@@ -18,7 +18,7 @@ class Gradients:
         self.handles = [] # handles of the hooks on leaf tensors, to remove these hooks
         self.given = {} # id of a leaf tensor -> number of the last pass that used the tensor
         # True if the step that just ended may still be merged into the next step as a micro-batch.
-        # If True, hooks of the ended step stay installed, because its gradients may still arrive
+        # While `keeps_hooks` is True, hooks of the ended step stay installed, because its gradients may still arrive
         self.keeps_hooks = False
 
     def needs(self, ttype):

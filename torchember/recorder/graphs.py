@@ -50,7 +50,7 @@ class Tape:
         "Add an event to the `Tape` of the captured CUDA graph. `event`: name of the event, then its arguments."
         self.events.append(event)
 
-    # cached after the first read: the value is read only after the capture and cannot change then
+    # the property is cached, because it is read only after the capture, when the list of events is complete
     @functools.cached_property
     def before(self):
         """Number of events to repeat before the replay of the CUDA graph.
@@ -89,7 +89,7 @@ class CapturedEvents(Listener):
         "Replace the tensors in (name, tensor) pairs by `GraphTensor`s. Return the new pairs."
         return [(n, self.tensor(state, ttype, n, x)) for n,x in named]
 
-    # ---- events of passes and calls
+    # ---- The following methods handle passes, module calls and gradients during a capture
 
     def inside(self):
         "Return True inside a pass of the model: if a pass is running."
@@ -149,7 +149,7 @@ class CapturedEvents(Listener):
         "Install gradient hooks on the tensors of a recomputed checkpoint."
         self.gradients.recomputed(state, inputs, outputs)
 
-    # ---- events of optimizers
+    # ---- The following methods handle optimizer steps and clipping during a capture
 
     def step_begins(self, optimizer):
         "Add the start of an optimizer's step to the `Tape` of the captured CUDA graph."
@@ -171,7 +171,7 @@ class CapturedEvents(Listener):
         for st,tname,n,grad in self.events.sources.parameters.unclipped(ids):
             self.tape.add('clips', st, tname, n, self.tensor(st, 'unclipped_grad', tname, grad))
 
-    # ---- other events
+    # ---- The following methods handle reused memory and tensors that cannot be measured
 
     def memory_reused(self):
         "Forget the tensors measured in this capture, because their memory is reused."
@@ -272,7 +272,7 @@ class Graphs(CapturedEvents):
         self.gradients.handle_step_end()
         self.depth,self.stack = 0,[]
         self.tape = Tape(GraphRows(graph, devices.chosen_device()), self.events.buffer.rows.arena)
-        # switched off, so that hooks of earlier passes measure nothing during the capture
+        # switch the recorder's listener off, so that hooks of earlier passes measure nothing during the capture
         self.was_on,self.events.on = self.events.on,False
         self.set_listeners(self, self)
 

@@ -215,7 +215,7 @@ class LossReader:
         self.ttypes = tuple(t for t in self.ttypes if t in pipe.sources.ttypes)
         # keys: (name of a loss, `tname` of its rows). facts: `TermFacts`; states: `TermFacts.state` at the last write
         self.facts,self.states,self.due = {},{},1
-        # of the pass `pass_`. calls: `tname` -> number of measured losses; numbers: numbers of graph nodes already read
+        # state of the pass `pass_`. calls: `tname` -> count of measured losses; numbers: numbers of graph nodes already read
         self.pass_,self.calls,self.numbers = None,Counter(),set()
         # compiled: True if compiled code computed a loss; freed: True if tensors of a loss were already freed
         self.compiled = self.freed = False

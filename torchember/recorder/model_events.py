@@ -161,14 +161,14 @@ class RunningPasses:
     def __init__(self, events, planned, lock): # events: `PassEvents`; lock: lock of the recorder
         self.events,self.planned,self.lock,self.running = events,planned,lock,0
 
-    def begin(self, here, state, grad=None): # arguments of `PassEvents.begin`; grad: None without compiled code
+    def begin(self, here, state, grad=None): # for the arguments, see `PassEvents.begin`; grad: None without compiled code
         "Begin a pass in this thread. If an exception is raised, the pass does not count as running."
         with self.lock:
             self.running += 1
             try:
                 self.events.pipe.raise_error()
                 self.events.begin(here, state, torch.is_grad_enabled() if grad is None else grad, grad is None)
-            except BaseException: # for example, a schedule raised an error, and on_error='raise'
+            except BaseException: # for example, the user's schedule raises an error, and on_error='raise'
                 self.running -= 1
                 raise
             # a pass in several threads needs a lock; compiled code takes no lock, so Python code records from now on
@@ -249,7 +249,7 @@ class ModelEvents(Listener):
         self.lock = lock
         self.passes.handle_fork(lock)
 
-    # in these methods, `here` is the `ThreadContext` of this thread
+    # the methods of this class use the variable `here` for the `ThreadContext` of the current thread
     @timed
     def pass_begins(self, state, grad=None):
         "Handle the begin of a pass of the model. Return False to record nothing, in a pass by a user's statistics function."

@@ -24,7 +24,7 @@ class ParameterPlan:
         self.which = [(st, i, n) for st,i,n,_ in which]
         self.ids = [id(p) for *_,p in which]
         self.container = None # last frozenset that contained all parameters in `is_within`
-        # keys of the parameters. names: for `known.with_gradient`; places: for `gathered`, both sets of `Parameters`
+        # names: keys of the parameters in the set `known.with_gradient`; places: keys of the parameters in `gathered`
         self.names,self.places = [(st.track.path, n) for st,_,n in self.which],[(id(st), n) for st,_,n in self.which]
         self.all_places,self.noted = frozenset(self.places),False # noted: True once `known.with_gradient` has all parameters
         self.is_possible = self.dicts.is_possible and all(type(p) is torch.nn.Parameter for *_,p in which)

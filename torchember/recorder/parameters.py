@@ -110,7 +110,7 @@ class GatheredGradients:
     def __init__(self):
         # tensor type -> (id of a `ModuleState`, name) of each gradient measured in this step
         self.places = {'weight_grad': set(), 'unclipped_grad': set()}
-        self.unrecorded = [] # parameters of unrecorded modules
+        self.unrecorded = [] # parameters of modules that are not recorded
 
     def find_unrecorded(self, states, recorded): # recorded: ids of recorded parameters
         "Find the parameters of unrecorded modules, because norms of all gradients cannot include them."
@@ -132,8 +132,8 @@ class Parameters:
     def __init__(self, buffer, ttypes, notify=None): # notify: function to call with changed metadata
         self.buffer,self.ttypes = buffer,ttypes
         self.states = [] # `ModuleState` of each recorded module, root first
-        # ids of the parameters measured in this step, and their keys (id of the module, name)
-        # both are needed, because FSDP replaces the tensor of a sharded parameter during the forward pass
+        # for each parameter measured in this step: its id, and its key (id of the module, name)
+        # the id and the key are needed, because FSDP replaces the tensor of a sharded parameter in the forward pass
         self.seen = set()
         self.hint = ZeroGradHint(getattr(buffer, 'notices', None))
         self.known = ParameterFacts(ttypes, notify)
@@ -254,8 +254,8 @@ class ZeroGradHint:
         self.trains = False # True once a pass with gradients began in training mode
         # True after `te.step()` has checked once if all gradients are zero, because `zero_grad` may have zeroed them
         self.looked = False
-        self.given = False # True after the warning
-        self.silent = False # True if another part of torchember gives such a warning
+        self.given = False # True after the warning of missing gradients was given
+        self.silent = False # True if another part of torchember gives the warning of missing gradients
         self.begun = False # True after a step ended without `te.step()`
         self.steps_without = 0 # number of recorded training steps without a gradient
         self.versions = None # id of each weight -> its version counter when the check began

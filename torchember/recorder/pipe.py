@@ -165,7 +165,7 @@ class StepController:
         self.provisional = ProvisionalSteps()
         self.error = None # exception of a health rule, to be raised in the training loop
 
-    # ---- methods that raise the exception of a health rule in the training loop
+    # ---- The following methods stop the training: they store and raise the exception of a health rule
 
     def stop(self, error):
         "Stop the training by the exception of a health rule: store the exception, and raise it at the next end of a step or begin of a pass."
@@ -185,7 +185,7 @@ class StepController:
         for part in (self.sources.gradients, self.buffer): part.handle_step_end()
         self.steps.end_evaluation()
 
-    # ---- methods that end the step
+    # ---- The following methods end the current step
 
     def close_step(self, boundary=False, by_pass=False, wait=False):
         """Close the current step, and begin the next step. Do nothing if it is still empty. If it has only an evaluation, begin no next step.
@@ -240,7 +240,7 @@ class StepController:
         if budget and budget.hopeless: self.buffer.notices.once('budget', budget_warning(budget))
         gate.decide_step()
 
-    # ---- methods that queue rows for the log
+    # ---- The following methods put rows into the queue of the log
 
     def flush(self, over:bool=False, wait:bool=False):
         """Flush all rows measured so far: queue them for the log, without waiting until the rows are written.

@@ -41,7 +41,7 @@ def stop_open_recorders_after_fork():
     for r in list(open_recorders): r.leave()
     open_recorders.clear()
 
-# registered after the exit function of `store`, to run before it: Python calls exit functions in reverse order
+# recorders must finish before the exit function of `store` runs. Python calls exit functions in reverse order
 atexit.register(finish_open_recorders)
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=stop_open_recorders_after_fork)
 

@@ -73,7 +73,7 @@ class Settings:
     optimizers:tuple = () # Optimizers that end the steps
     scaler:object = None # `GradScaler` in use
     # 'step': only `torchEmber.step` ends a step. None: the optimizers end the steps.
-    # None without optimizers: each pass is a step until the first call of `torchEmber.step`
+    # without optimizers, the value is None: then each pass is a step until the first call of `torchEmber.step`
     ends:str|None = None
     root_name:str = 'model' # Display name of the root module
     # True for a black box, None for one if possible, False for none; a number to keep so many unrecorded steps
@@ -118,7 +118,7 @@ class ArmedModel:
         self.watches,self.graphs = watches,graphs
         # tracks: `moduleTrack`s of all modules, root first; owner: function that returns the `torchEmber`
         self.tracks,self.owner = (),None
-        # watches modules without torchember's hooks for new child modules, because these must be recorded
+        # watches modules that have no hooks of torchember: child modules that are added to these modules must be recorded
         self.containers = Containers()
         self.same_modules = None # `WatchedDicts` of all modules, to detect changed modules quickly; None before it is made
 
@@ -268,7 +268,7 @@ class Recorder:
         self.model.forget()
         self.ended()
 
-    # ---- methods that the user calls through `torchEmber`
+    # ---- The following methods are called by the user, through `torchEmber`
 
     @timed
     def log_model(self):

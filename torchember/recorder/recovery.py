@@ -84,7 +84,7 @@ class BlackBoxContent:
 
     @property
     def last_event(self):
-        "Number of the last event in the copied steps. A row of the last step with a higher event number is in no copy."
+        "Number of the last event in the copied steps. Rows of the last step with a higher event number have not been copied."
         summaries = (int(h[:, EVENT].max()) for s in self.slots for h,_ in s.parts if len(h))
         return max([0, *summaries, *(c[0] for s in self.slots for c in s.custom)])
 
@@ -94,7 +94,7 @@ class BlackBoxContent:
         last,parts = self.last_event,[]
         for rows,heads,n,length in self.w[BLOCK:BLOCK+4*self.w[BLOCKS]].reshape(-1, 4).tolist():
             h,v = self.rows(heads, rows, n, length)
-            # these rows are complete, because the event number of a row is written last
+            # rows with an event number above `last` are complete, because the event number of a row is written last
             u = np.flatnonzero(h[:, EVENT]>last)
             if len(u): parts.append((h[u], v[u]))
         return parts, [c for c in custom_rows(self.data[NOTES:NOTES+int(self.w[NOTED])]) if c[0]>last]

@@ -64,7 +64,7 @@ class TrainingPass:
         """
         if self.before is None: return False
         brought = [i for i,(b,a) in enumerate(zip(self.before, self.after or now, strict=True)) if a!=b]
-        # without computed gradients, the pass counts as removed only if its backward failed
+        # if no gradient was computed, the pass counts as removed only if its backward failed
         if not brought: return self.after is None
         def changed(i):
             "Return True if gradient `i` was changed or removed after the backward, or if the backward failed."
@@ -94,7 +94,7 @@ class RefusedPasses:
         flattens = any(c.__name__=='FullyShardedDataParallel' for m in model.modules() for c in type(m).__mro__)
         self.parameters = [] if per_sample or flattens else evenly_spaced(parameters)
 
-    def add_pass(self, number:int, micro:int, first:int): # arguments of `TrainingPass`
+    def add_pass(self, number:int, micro:int, first:int): # for the arguments, see `TrainingPass`
         "Add a `TrainingPass` for the training pass that begins now."
         if self.parameters: self.passes.append(TrainingPass(number, micro, first, sum_version_counters(self.parameters)))
 
@@ -141,7 +141,7 @@ class RefusedPasses:
         if not any(p.reached for p in self.passes): return []
         return [p for p in self.passes if p.hooks and p.complete and not p.reached]
 
-    def stop_if_copied(self) -> int: # number of wrongly refused passes
+    def stop_if_copied(self) -> int: # returns the number of wrongly refused passes
         "Stop finding refused passes if the training loop copies gradients into the parameters itself. Then even useful passes look refused."
         if not self.taken: return 0
         grads = [grad_of(p) for p in self.parameters if not is_removed(p)]

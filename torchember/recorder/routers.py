@@ -85,7 +85,7 @@ def all_tracks(track) -> list:
 class Routers(PassNumbers):
     "Records routers in some training passes. A `RouterWatch` reports each choice of experts to this object."
     ttype,unseen = 'router',no_router
-    def __init__(self, when, pipe, wants=None): # the arguments of the base class `PassNumbers`
+    def __init__(self, when, pipe, wants=None): # for the arguments, see the base class `PassNumbers`
         super().__init__(when, pipe, wants)
         self.watch = RouterWatch(self)
         self.tracks = {} # id of a module -> its `moduleTrack`, during a measured pass
@@ -120,7 +120,7 @@ class Routers(PassNumbers):
         stats = {k: float(f'{v:.7g}') if isinstance(v, float) else v for k,v in numbers_of_router(counts, c.tokens, c.choices, dropped).items()}
         return [('router', stats), *((f'expert_{i}', {'load': float(f'{n/c.tokens:.7g}'), 'tokens': n}) for i,n in enumerate(counts))]
 
-    # ---- methods that the `RouterWatch` calls at each choice of experts
+    # ---- The following methods are called by the `RouterWatch` whenever a router chooses experts
 
     def records_routers(self) -> bool:
         "Return True in a measured pass of this thread. Return False inside a user's statistics function, and while a checkpoint is recomputed."

@@ -183,7 +183,7 @@ class RowWriter:
         columns = self.columns()
         # copy `passes`, because a signal handler may change it during the loop
         many_passes = {phase: n>1 for phase,n in dict(steps.passes).items()}
-        if columns!=self.marks: rows.forget_logged_rows() # rows with new marks do not supersede earlier rows
+        if columns!=self.marks: rows.forget_logged_rows() # rows with new values in the user's columns (marks) do not replace earlier rows
         self.marks = columns
         joins = shown!=steps.number # True for an evaluation: its rows belong to the previous step
         again = {'supersedes': True} if joins and steps.evaluated==shown else {}
@@ -201,7 +201,7 @@ class RowWriter:
         if joins: self.log.put_late(measured, by=self.lines)
         else: self.log.t.put(measured, over, self.lines)
 
-    def write_recent_steps(self, step, why): # arguments of `RecentUnrecordedSteps.release`
+    def write_recent_steps(self, step, why): # for the arguments, see `RecentUnrecordedSteps.release`
         "Write the recent, kept steps to the log because of a problem, although the schedule does not select these steps."
         for measured in self.held.release(step, why): self.log.t.put(measured, True, self.lines)
 
@@ -210,7 +210,7 @@ class RowWriter:
         waited,self.waiting = self.waiting,[]
         for measured in waited: self.log.t.put(measured, True, self.lines)
 
-    def join(self, step, first, earlier): # arguments of `ExtraRows.join`
+    def join(self, step, first, earlier): # for the arguments, see `ExtraRows.join`
         "Join the waiting steps with the current step: drop them here, because they turned out to be its micro-batches."
         self.waiting = []
         self.extra.join(step, first, earlier)

@@ -75,7 +75,7 @@ class KnownOptimizers:
     "The optimizers that the user passed to `torchEmber`. Finds their loss scale, and parameters without an optimizer or a measured gradient."
     def __init__(self, watch, parameters):
         self.watch,self.parameters = watch,parameters # watch: an `OptimizerWatch` or None
-        # all_ids: for all optimizers; ids_of: for the stepping optimizer
+        # all_ids: parameter ids of all optimizers; ids_of: parameter ids of the optimizer that steps now
         self.all_ids,self.ids_of = ParameterIds(),ParameterIds()
 
     def scale(self):
@@ -141,7 +141,7 @@ class Sources:
             self.at_calls.append(OutputFacts(steps))
             self.parameters.known.more.append(self.at_calls[-1].facts)
 
-    # ---- methods called when recording of a model starts or stops
+    # ---- The following methods are called when recording of a model starts or stops
 
     def prepare(self, root):
         "Prepare the measurement of a model before recording starts: create an empty arena, and choose some weights to sample."
@@ -173,14 +173,14 @@ class Sources:
         "Follow a tensor that belongs to no module: measure it at the end of each step from now on."
         self.followed.follow(name, x, self.states)
 
-    # ---- methods called during a pass
+    # ---- The following methods are called during a forward or backward pass
 
     def weight_versions(self, root, steps):
         """Return the version counters of some weights when a pass begins. Return None if they are not needed to detect the end of a step.
 
         `root`: True if the root is called.
         """
-        # not while an optimizer steps, because LBFGS changes weights within its step
+        # do not compare weights while an optimizer steps, because LBFGS changes weights within its step
         needed = not (root and steps.manual) if self.watch is None else steps.opened and not self.watch.busy
         return sum_version_counters(self.sampled) if self.sampled and needed else None
 
@@ -203,7 +203,7 @@ class Sources:
         self.parameters.measure_complete(self.optimizers.ids_of([optimizer]), scale, plan)
         if ids := self.optimizers.unused_gradients(plan): self.parameters.measure_complete(ids, self.optimizers.scale())
 
-    # ---- methods called at the end of a step
+    # ---- The following methods are called at the end of a step
 
     def measure_at_end(self, changed=True):
         "Measure buffers and followed tensors at the end of a step. `changed`: False after evaluations only, because they change no buffers."

@@ -62,7 +62,7 @@ class Generators:
     "Gives users' functions their own random numbers, so that these functions do not change the random numbers of the training."
     # one lock for all instances, because all `torchEmber` objects share the random generators of the training
     lock = threading.RLock()
-    # slow generators are saved in so many first calls of a function, and afterwards only if the function uses them
+    # number of first calls of a user's function that save slow generators; later calls save only used generators
     tries = 100
 
     def __init__(self):

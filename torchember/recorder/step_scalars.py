@@ -23,7 +23,7 @@ class GradientNorms:
     def __init__(self):
         # taps: taps (measured tensors) of the last step; places: (module, tname, pname) -> number of the gradient
         self.taps,self.places = None,{}
-        # one entry for each tap, -1 if no gradient. kind: index in `gradient_kinds`; place: number of the gradient
+        # kind, place: for each tap, index in `gradient_kinds`, and number of the gradient; -1 for a tap of no gradient
         self.kind,self.place = None,None
 
     def find_taps(self, taps):
@@ -55,7 +55,7 @@ class GradientNorms:
         if not found: return ()
         head,vectors = (np.concatenate(x) for x in zip(*found, strict=True))
         order = np.argsort(head[:, EVENT], kind='stable')
-        taps,sums = head[order, TAP],np.full((2, len(self.places)), -1.) # -1: the gradient has no row
+        taps,sums = head[order, TAP],np.full((2, len(self.places)), -1.) # an entry stays -1 if the gradient has no row
         # if a gradient has several rows, the last row counts, because the assignment keeps the last value
         sums[self.kind[taps], self.place[taps]] = sums_of_squares(unscaled(vectors))[order]
         clipped,before = sums

@@ -56,11 +56,12 @@ class SteppedOptimizers:
     missing = property(lambda self: self.awaited-self.stepped, doc="Ids of the optimizers that have not stepped yet.")
     max_count = property(lambda self: max(self.counts.values(), default=0), doc="Largest number of steps of one optimizer.")
 
-    def note_step(self, optimizer:int) -> bool: # True if the training step is over
+    def note_step(self, optimizer:int) -> bool: # returns True if the training step is over
         "Note a step of the optimizer with this id. Return True if all awaited optimizers have stepped."
         if len(self.awaited)>1 and optimizer not in self.stepped: self.waits[optimizer] = max(self.waits.get(optimizer, 0), self.max_count)
         self.stepped.add(optimizer)
-        self.counts[optimizer] = self.counts.get(optimizer, 0)+1 # `get`, because `Counter` is slow for a missing key
+        # use `get`, because `Counter[key]` is slow for a missing key
+        self.counts[optimizer] = self.counts.get(optimizer, 0)+1
         return bool(self.awaited) and self.stepped>=self.awaited
 
     def wait_too_long(self, new:int, few:int) -> bool:
@@ -87,7 +88,7 @@ class StepState:
         self.training_passes = 0 # number of passes with gradients in training mode
         self.eval_grads = False # True if a pass in `eval()` mode has gradients
         self.measured = False # True if a tensor was measured outside of passes
-        # of the last pass. leader: path of the module called first; phase: phase of the pass
+        # leader: path of the first called module in the last pass; phase: phase of the last pass
         self.leader,self.phase = None,None
         self.failed = False # True if the last pass raised an exception
         self.seen = set() # paths of the modules that code outside of the model has called
@@ -127,7 +128,7 @@ class StepState:
         self.seen.add(path)
         return new
 
-    def remove_failed(self) -> int: # number of the removed pass in the step
+    def remove_failed(self) -> int: # returns the index of the removed pass in the step
         "Remove the last pass, because it raised an exception. Return its number among all passes of the step."
         self.begun -= 1
         self.passes[self.phase] -= 1
@@ -156,12 +157,12 @@ class Steps:
     phase = property(lambda self: self.state.phase)
     micro = property(lambda self: self.state.micro)
 
-    # ---- evaluations between training steps
+    # ---- The following methods and properties handle evaluations between training steps
 
     @property
     def own_passes(self):
         "Number of the current step's own passes: passes that are not evaluations."
-        # `get`, because `Counter` is slow for a missing key
+        # use `get`, because `Counter[key]` is slow for a missing key
         return self.passes.get(None, 0)+self.passes.get('no_grad', 0)
 
     @property
@@ -189,7 +190,7 @@ class Steps:
         later = self.own_passes if self.manual and self.trained else self.passes
         return self.number if later or self.closed is None else self.closed
 
-    # ---- begin and removal of passes
+    # ---- The following methods begin, remove and merge passes
 
     def is_over_before(self, path, phase, weights=None, joins=False) -> bool:
         "Return True if the current step is over before a module call with these arguments begins. For arguments see `StepState.add_call`."
@@ -236,7 +237,7 @@ class Steps:
         self.passes[None] += n
         self.state.begun += n
 
-    # ---- methods that end a step
+    # ---- The following methods close the current step
 
     def confirm_training(self):
         "Confirm that passes with gradients in `eval()` mode are training, because the user ends the step after them."
@@ -298,7 +299,7 @@ def stall_reason(steps, passes:int=1000, new:int=20, few:int=12) -> str|None:
     optimizers have stepped before.
     """
     o,s = steps.optimizers,steps.state
-    # checked first, because nearly every step returns here
+    # test the most frequent case first: nearly every step returns here
     if s.changes<2 and s.training_passes<passes and not o.counts: return None
     if not o.missing: return None
     if o.counts and o.wait_too_long(new, few): return f"another optimizer has stepped {o.max_count:,} time{'s'*(o.max_count>1)}"

@@ -65,7 +65,7 @@ class Stream(PassNumbers):
         super().begin(state, phase, writes, eager)
         if self.path is None: return
         try: self.blocks = possible_blocks([st.track for st in self.sources.states if st.track.path not in self.nested], self.names)
-        # for example, the user removed the selected blocks from the model
+        # the selected blocks may be missing, for example because the user removed them from the model
         except ValueError as e: self.failed(state.track, e)
 
     def clear(self):

@@ -53,7 +53,7 @@ def as_finding(row):
 def int_or_none(v):
     "Convert a value to int, or to None if it cannot be converted: NaN, an infinity, or no number."
     try: return int(v)
-    # the value is NaN, infinite, or not a number
+    # int() raises one of these errors if the value is NaN, infinite, or no number, such as a text
     except (TypeError, ValueError, OverflowError): return None
 
 # %% ../../nbs/60_show/85_findings.ipynb #cf0e2e0a

@@ -144,7 +144,7 @@ refused_arguments = {
     **dict.fromkeys(('hue', 'size', 'style', 'row', 'col', 'hue_order', 'hue_norm', 'size_order', 'size_norm', 'sizes', 'style_order', 'row_order', 'col_order',
         'dashes', 'orient'), 'layers and statistics are told apart by path=, ttype= and stat='),
     **dict.fromkeys(('data', 'ax', 'figure'), 'the picture is made from run, in a figure of its own')}
-# argument of seaborn -> values without any effect, which are accepted for this reason
+# argument of seaborn -> tuple of values that have no effect here, and are therefore accepted
 harmless = dict(estimator=(None,), errorbar=(None,), ci=(None,), sort=(True,), legend=(True, 'auto', 'brief', 'full'),
     dashes=(True, False), orient=('x', None),
     style=(None,), size=(None,), units=(None,), hue_order=(None,), palette=(None,), markers=(None, False),

@@ -110,4 +110,4 @@ class TensorBoard(Sink):
         if self.writer is None: return
         if not self.owns_writer: return self.writer.flush()
         self.writer.close()
-        self.writer = None # so that `open` creates a new writer for the next run
+        self.writer = None # forget the closed writer, so that `open` creates a new writer for the next run

@@ -34,7 +34,8 @@ class Wandb(Sink):
         self.given,self.project,self.commits = run or self.wandb.run,project,commit
         self.begin()
 
-    wandb = property(lambda self: needs('wandb', for_='The sink wandb')) # a property, because a library cannot be pickled
+    # `wandb` is a property, because an attribute with a library would prevent pickling
+    wandb = property(lambda self: needs('wandb', for_='The sink wandb'))
 
     def begin(self):
         "Begin with an empty state: reset the state of the sink, to send the next run."

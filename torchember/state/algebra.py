@@ -662,7 +662,7 @@ class DescribedLayers(Reductions):
         pattern=None, # Regular expression for layer names, matched from the start
         group=None, # Group of columns: 'default', 'all' or 'custom'
         display:bool=True, # True to print the table; False to return the numbers instead
-        include_keys=None, # Columns to show; with `group`, columns to add to the group
+        include_keys=None, # Columns to show; with `group`, columns to show in addition to those of the group
         exclude_keys=None, # Columns to leave out
         additional_info=None, # More columns: column name -> dict: layer name -> number
         exlude_keys=None # Same as `exclude_keys`: the misspelled name that nnstat uses
@@ -674,7 +674,7 @@ class DescribedLayers(Reductions):
             pattern: Regular expression for layer names, matched from the start
             group: Group of columns: 'default', 'all' or 'custom'
             display: True to print the table; False to return the numbers instead
-            include_keys: Columns to show; with `group`, columns to add to the group
+            include_keys: Columns to show; with `group`, columns to show in addition to those of the group
             exclude_keys: Columns to leave out
             additional_info: More columns: column name -> dict: layer name -> number
             exlude_keys: Same as `exclude_keys`: the misspelled name that nnstat uses

@@ -75,7 +75,7 @@ class NoiseEstimate:
     @property
     def is_known(self):
         "True if the squared gradient norm is known: it exceeds twice its standard error, or 0 if the error is unknown. False for NaN."
-        # False also for NaN
+        # the comparison with NaN returns False
         return self.grad_sq>self.two_errors()
 
     @property

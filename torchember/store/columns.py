@@ -92,7 +92,7 @@ def msgspec():
     try: return import_module('msgspec')
     except ImportError: return None
 
-# if a column has at most this number of distinct texts, msgspec parses it as `Literal` (faster than `str`)
+# largest number of distinct texts in a column that msgspec parses as `Literal`, which is faster than `str`
 few = 100
 
 class Expected:
@@ -145,7 +145,7 @@ class Expected:
         try:
             return msgspec().json.Decoder(msgspec().defstruct('Row', fields, rename=names,
                 forbid_unknown_fields=True, gc=False))
-        except ValueError: return None # raised for keys that msgspec rejects
+        except ValueError: return None # msgspec raises ValueError for keys that it cannot use
 
     def read(self, data):
         "Read a block of JSON lines, or a Parquet part, as a `ColumnBlock`. Return the block and the number of incomplete lines."

@@ -114,7 +114,8 @@ class Listener:
         self.thread = threading.Thread(target=run_queue, args=(self.queue.queue,), name=f'torchember-{self.name}',
             daemon=True)
         try: self.thread.start()
-        except RuntimeError: self.thread = None # raised at interpreter exit, or if the system has no more threads
+        # no thread can start: the interpreter exits, or the system has no more threads
+        except RuntimeError: self.thread = None
         return self.thread
 
     # rows: dicts or lines; lines: the rows as JSON lines; sources: listeners that recorded these rows themselves

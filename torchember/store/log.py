@@ -291,7 +291,8 @@ class Log:
         `rows`, `close`, `by`: fields of `Batch`. `joins`: True if the rows belong to the step closed before, None if to no step.
         `here`: True to write in this thread."""
         if not self.is_ours: return self.warn_forked()
-        live.add(self) # not in `__init__`: a log that is only read needs no writes
+        # add the log to `live` here and not in `__init__`, because a log that is only read needs no writes
+        live.add(self)
         self.batches.put(rows, close, joins, by, running.listeners)
         if here: writer.empty(self)
         # batches remain if this call, in a signal handler, interrupted a write; the code below handles such batches
@@ -317,7 +318,7 @@ class Log:
                 self.busy = False
                 # CPU time, not wall time, because training continues while this thread waits for the disk
                 self.seconds += time.thread_time()-began
-        self.disk.in_background() # outside of the lock, because starting a process takes milliseconds
+        self.disk.in_background() # release the lock before this call, because starting a process takes milliseconds
         self.messages.show()
 
     def add(self, ready):

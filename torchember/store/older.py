@@ -17,7 +17,7 @@ def is_older(path):
     "Return True if `path` is a run of torchember 0.2: a folder with files of rows."
     if is_url(path) or not os.path.isdir(path): return False
     try: return bool(row_files(path))
-    except OSError: return False # raised if the user has no permission to read the folder
+    except OSError: return False # the user has no permission to read the folder
 
 def row_files(folder):
     "Return the paths of the files with rows in a run folder of torchember 0.2, sorted by the time of their first row."
@@ -47,7 +47,7 @@ def to_number(text):
 ttypes_of_02 = {'input_dt': 'input', 'output_dt': 'output', 'in': 'input', 'out': 'output', 'grad': 'weight_grad'}
 
 def convert_row(row, marks, seen):
-    """Convert a row of torchember 0.1 or 0.2 to the current format. `marks`: user's columns from the file name.
+    """Convert a row of torchember 0.1 or 0.2 to the current format. `marks`: values of the user's columns, which are in the file name.
 
     `seen`: Counter of the rows of each tensor. The count is used as the step.
     """

@@ -507,7 +507,7 @@ def call_with_current_files(path, f):
     while True:
         now = parts_and_lines(path)
         try: out = f(*now)
-        # raised if another process has removed lines or parts
+        # another process may have removed the file of lines, or Parquet parts, during the read
         except FileNotFoundError:
             if is_url(path) or parts_and_lines(path)==now: raise
             continue
@@ -567,7 +567,7 @@ def layouts_in_parts(path):
     listing,files = parts_and_lines(path)
     if listing is None or any(size_or_zero(file)>start for file,start in files): return None
     try: headers = [json.loads(pq.read_schema(part_file(path, p)).metadata[b'torchember']) for p in listing['parts']]
-    # raised if another process has merged Parquet parts meanwhile
+    # another process may have merged Parquet parts, and removed the merged files
     except FileNotFoundError: return None
     return [keys for header in headers for keys,_ in header['layouts']]
 
@@ -585,7 +585,7 @@ def summarize_parts(path):
             start=files[-1][1], last=max((p['last'] for p in parts), default=-1))
     return call_with_current_files(path, summary)
 
-# runs with at least this number of logs store the rows of several logs in one Parquet file
+# minimum number of logs in a run that stores the rows of several logs in one Parquet file
 many_logs = 33
 
 def shared_files(paths):

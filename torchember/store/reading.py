@@ -76,7 +76,7 @@ def with_path(df):
 def paths_of_modules(modules):
     "Convert a column of display names of modules to paths. A categorical column stays categorical."
     try: there = modules.cat.categories if hasattr(modules, 'cat') else modules.unique()
-    # raised if the column `module` contains a list or dict, because these are not hashable
+    # pandas raises TypeError if the column `module` contains a list or dict, because these are not hashable
     except TypeError: return modules.map(lambda m: path_of(m) if isinstance(m, str) else m)
     known = {m: path_of(m) if isinstance(m, str) else m for m in there}
     if not hasattr(modules, 'cat'): return modules.map(known)
@@ -96,7 +96,7 @@ def without_superseded(rows):
     `rows`: list of dicts, or a table.
     """
     try: return drop_superseded(rows)
-    # raised for a list or dict in the key
+    # the key of a row contains a list or dict, which is not hashable
     except TypeError: return drop_superseded(rows, hashable_value)
 
 def hashable_value(value):

@@ -70,7 +70,7 @@ def unconverted_bytes(path):
 
 class Rotation:
     "Controls the rotations of a log. A rotation renames the file of JSON lines, and a child process converts this file to Parquet."
-    # a rotation starts at this number of rows or bytes, slightly below the limits of a Parquet part
+    # numbers of rows and of bytes at which a rotation starts, slightly below the limits of a Parquet part
     most_rows,most_bytes = compaction.most_rows*7//8,compaction.most_bytes*7//8
     pause = 10. # seconds until the next attempt after an error; doubled after each error
     patience = 60. # seconds to wait for the child process at the end of the run

@@ -106,7 +106,7 @@ def windows(logs, rows=None):
     counts = np.zeros((len(logs), len(steps)), int)
     for at,(s,n) in zip(counts, known, strict=True): at[np.searchsorted(steps, s)] = n
     ends = counts.sum(0).cumsum()
-    # a window ends with the first step that brings its number of rows to this limit
+    # a window ends with the first step that brings its number of rows to `rows` (default: `window_rows`)
     _,first = np.unique((ends-1)//(rows or window_rows), return_index=True)
     return list(np.add.reduceat(counts, first, axis=1).T)
 

@@ -135,7 +135,8 @@ def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: '
             word = key_text(key)
             if word=='params' and is_linen_variables(x) and 'params' in x: yield from models_in(x, at, kind)
             elif word=='params': yield at, kind or 'weight', x, (*at, key)
-            elif word=='opt_state': continue # skip: `named_optimizer_states` names these arrays
+            # skip the optimizer state, because the function `named_optimizer_states` names its arrays
+            elif word=='opt_state': continue
             elif has_own_name(word, x, tree): yield from models_in(x, (*at, key), 'buffer')
             else: yield at, 'buffer', x, (*at, key)
     elif isinstance(tree, Mapping|list|tuple) and has_models(tree, 1):

@@ -31,7 +31,7 @@ def norms_of(x):
     return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1))
 
 def sample_queries(q, n=most_queries):
-    "Return positions (sequences, heads, m) of equally spaced queries, then of the largest (all if length<=2n), and the number of the former."
+    "Return positions (sequences, heads, m) of n equally spaced queries, then of the n with the largest norm, and n. All queries if length<=2n."
     sequences,heads,length,_ = q.shape
     if length<=2*n: return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (sequences, heads, length)), length
     spaced = jnp.broadcast_to(equally_spaced_queries(sequences, length, n)[:, None], (sequences, heads, n))

@@ -192,7 +192,7 @@ def row_by_float32(x, wanted):
     if zeros is not None: v['zeros'] = zeros
     # `big` is the largest magnitude, `up` its biased exponent: `big` is below 2**(up-126)
     up = jnp.clip(lax.bitcast_convert_type(big, np.int32)>>23, 1, 253)
-    # a power of two that scales the largest magnitude below 1, so that powers of the elements do not overflow
+    # unit: power of two that scales the largest magnitude below 1, so that powers of the elements do not overflow
     unit = lax.bitcast_convert_type(253-up<<23, np.float32)
     scale = 1/unit.astype(np.float64)
     if 'higher' in wanted:

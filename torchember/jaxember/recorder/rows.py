@@ -105,7 +105,7 @@ class ModulePlaces:
         return not any(q==p and o.cls!=m.cls and o.cls for o,q in self.at.items())
 
     def free(self, m):
-        "Return a free path, used by no model so far: '' if possible, else the class of the model, with a number if needed."
+        "Return a free path (not used by another model): '' if possible, else the class of the model, with a number if needed."
         taken = {*self.at.values()}
         if '' not in taken and (not self.own or not m.leaves or any(name in self.own for name,_ in m.leaves)): return ''
         return next(n for i in range(1, len(taken)+2) if (n := f"{m.cls or 'model'}{i if i>1 else ''}") not in taken)
@@ -183,7 +183,7 @@ def number_calls(found, placed=lambda where: where) -> list: # placed: function 
     for f in found:
         entries = [*f.each()]
         order = {id(s): k for k,(s,_) in enumerate(entries)}
-        got,given = [],{} # given: (value, loop iterations) -> number of the call. All shards of a value belong to one call
+        got,given = [],{} # given: (value, indices of its loop iterations) -> call, shared by all shards of this value
         for s,i,pieces in in_call_order(entries):
             iterations,more = scan_call(s, i)
             at,of = (s.number, iterations),(id(s), iterations)
@@ -212,7 +212,7 @@ class Tensor:
 
 class RowKey(tuple):
     "Column values that identify a tensor (module, ttype, tname, ...), in the order expected by the function `one_row` of the torch recorder."
-    more = {} # further columns of the row, by name; none by default
+    more = {} # further columns of the row: name of the column -> value
 
 class Tap(NamedTuple):
     "Identifies a tensor that is measured in each step. Has the two attributes that `LineMaker` (writes log rows) reads from a torch `Tap`."

@@ -54,7 +54,7 @@ class Spread:
         self.rank,self.world = rank,world
         # axes: name of a mesh axis in the log -> ranks along this axis
         self.axes,self.known = {},{}
-        # log columns of an array that exists only in this process
+        # columns in the log for an array that exists only in this process
         self.own = () if rank is None else (('part', 'world:?'),)
 
     def axis(self, name, ranks):

@@ -201,7 +201,7 @@ def measure_attention(x, tag, width, say) -> list:
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #89d68e78
 class MeasuringTrace(Trace):
     "JAX trace that runs the user's function of each step, and measures the values tagged in it."
-    # all instances, kept forever, because flax needs the trace that created an nnx variable
+    # all `MeasuringTrace` objects are kept forever, because flax needs the trace that created an nnx variable
     ever = []
     def __init__(self, measure, every:int=1, say=lambda text: None, spread=None, trouble=None):
         super().__init__()
@@ -213,7 +213,7 @@ class MeasuringTrace(Trace):
         self.below = trace_of_jax()
         self.ever.append(self)
 
-    # compare equal to JAX's own trace, because nnx refuses to change a variable created in a different trace
+    # this trace equals JAX's own trace, because nnx refuses to change a variable created in a different trace
     def __eq__(self, other): return isinstance(other, MeasuringTrace) or other is self.below
     def __hash__(self): return hash(self.below)
 
@@ -264,7 +264,7 @@ class MeasuringTrace(Trace):
             with take_current_trace() as t: form[:] = [t.process_shard_map(primitive, fun, xs, **params)]
             return [*form[0]]
         out = self.compiled(None, bind_shard_map, args, True)
-        # in some versions of JAX, `form[0]` is a tree object, whose method `update` rebuilds the outputs
+        # in some versions of JAX, the result is a tree object with a method `update`, which inserts the outputs
         return form[0].update(out) if hasattr(form[0], 'update') else out
 
     def tapped(self, x, tag):

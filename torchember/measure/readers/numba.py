@@ -612,8 +612,8 @@ def source_checksum(*names):
     return zlib.crc32(' '.join(map(source, names)).encode())
 
 # numba's cache detects changes in the file of a function, but not in other files that its machine code depends on
-# outdated machine code could write to wrong addresses, so names in the cache contain a checksum of the list of sums
-# these names also contain a checksum of the sources at import, because a file may change before the compilation
+# outdated machine code may write to wrong addresses: names in the cache contain a checksum of the list of sums
+# names in numba's cache also contain a checksum of the sources at import, because a source file may change later
 layout_checksum = zlib.crc32(' '.join(parts).encode()) ^ source_checksum(*(f.__module__ for f in (address_of, empty_summary)), __name__)
 
 def name_in_cache(function, more=0):

@@ -132,7 +132,7 @@ def room(typing):
     Return its address.
     """
     def make(context, b, signature, arguments):
-        "Generate LLVM code to reserve the memory."
+        "Make LLVM code that reserves the memory on the stack."
         return b.ptrtoint(cgutils.alloca_once(b, ir.ArrayType(word, room_words)), word)
     return types.int64(), make
 
@@ -188,7 +188,7 @@ def shared_words():
         NO_PLAN: no_plan}
     return {k: id(o) for k,o in (objects | names | functions).items()} | {FROM_PYTHON: exchange_function(), DTYPES: address_of(codes)}
 
-# keeps alive all objects that `shared_words` refers to by address
+# list of all objects that `shared_words` refers to by address, to keep these objects alive
 kept = []
 
 def exchange_function():
@@ -564,7 +564,7 @@ def write_all(run, plan, side, out, n, start, call, to):
     store(run+8*CHANGED, 0)
     hold(out, n)
     done = write_rows(run, load(plan+8*first), out, n, start, call, to)
-    # set the flag to 0, because Python code will store the shapes of these tensors
+    # the shapes are not stored yet (0): Python code will store the shapes of these tensors
     if done!=DONE or start>0: store(known, 0)
     elif load(known)==0 or load(run+8*CHANGED)==1:
         note_shapes(run, load(plan+8*TRACK), load(run+8*attribute), load(plan+8*(first+1)), out, n)

@@ -71,7 +71,7 @@ class Pages:
         return data, self.made[name][0]
 
 # %% ../../../nbs/62_board/20_server.ipynb #df4ad9d5
-# Example rows. When the server starts, it makes a page of these rows, because this imports all Python modules
+# example rows for a first page at the start of the server: making this page imports all Python modules
 example_rows = {'step': [0, 1], 'path': ['a', 'a'], 'ttype': ['output']*2, 'tname': ['output_0']*2, 'call': [0, 0],
     'mean': [0., 1.]}
 local_names = 'localhost',
