@@ -34,8 +34,7 @@ class Wandb(Sink):
         self.given,self.project,self.commits = run or self.wandb.run,project,commit
         self.begin()
 
-    # `wandb` is a property, because an attribute with a library would prevent pickling
-    wandb = property(lambda self: needs('wandb', for_='The sink wandb'))
+    wandb = property(lambda self: needs('wandb', for_='The sink wandb')) # not an attribute: a module cannot be pickled
 
     def begin(self):
         "Begin with an empty state: reset the state of the sink, to send the next run."
