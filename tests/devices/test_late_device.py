@@ -1386,3 +1386,23 @@ def test_labels_of_a_device_that_fails(gpu, monkeypatch, tmp_path):
     labels.copies.read(True)
     assert not labels.copies.pending and labels.facts()=={}
     gpu.failed = False
+
+
+def test_labels_are_compared_with_the_next_tokens_without_waiting(gpu, tmp_path):
+    "A language model on the device has the same facts about its labels as on the CPU."
+    def train(to, where):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Embedding(20, 8), nn.Linear(8, 20))
+        net = net if to is torch.clone else moved_model(net)
+        te = torchEmber(net, home=where, name='run')
+        for _ in range(6):
+            x = torch.randint(20, (4, 9))
+            loss = nn.functional.cross_entropy(net(to(x[:, :-1])).flatten(0, 1), to(x[:, 1:].flatten()))
+            te.log(loss=loss)
+            loss.backward()
+            te.step()
+        te.close()
+        return load_history('run', where).losses
+    want,got = train(torch.clone, tmp_path/'cpu'),train(late, tmp_path/'gpu')
+    fail_on_faults(gpu)
+    assert got==want and (got[0]['next_tokens'], got[0]['lengths'])==(1., [8])

@@ -65,7 +65,7 @@ def sees_later_keys(layer, least):
 
 def predicts_next_tokens(h, layer, share):
     "Return True if a loss predicts the next tokens that `layer` reads. `share`: least fraction of the labels that are next input tokens."
-    lengths = {e.get('positions') for e in h.losses if (e.get('next_tokens') or 0)>=share}
+    lengths = {n for e in h.losses if (e.get('next_tokens') or 0)>=share for n in e.get('lengths') or ()}
     return 'queries' in layer and bool(lengths & {*layer.rows['queries'].dropna().astype(int)})
 
 def sees_half_sequence_ahead(layer):

@@ -82,11 +82,11 @@ class Attention(PassNumbers):
         super().begin(state, phase, writes)
         if self.path is not None: self.tracks = {id(st.track.module): st.track for st in self.sources.states}
 
-    def end(self, micro):
-        if self.path is not None and self.measured:
-            called = [st.track for st in self.sources.states if st.watched and st.pass_==self.training.pass_]
-            if left := tracks_without_attention(called, {c.name for c in self.measured}): self.warn_of_missing_attention(left)
-        super().end(micro)
+    def report_missing(self):
+        super().report_missing()
+        if not self.measured: return
+        called = [st.track for st in self.sources.states if st.watched and st.pass_==self.training.pass_]
+        if left := tracks_without_attention(called, {c.name for c in self.measured}): self.warn_of_missing_attention(left)
 
     def warn_of_missing_attention(self, left):
         "Warn that no attention was found in some modules. `left`: their `moduleTrack`s."

@@ -98,7 +98,7 @@ class PassNumbers:
             for c,numbers in zip(self.measured, numbers_on_host(self.measured), strict=True):
                 for tname,stats in self.rows(c, numbers): self.buffer.add((c.name, self.ttype, tname, None, None, 0), c.call, micro, c.dtype, stats)
             self.found = self.found or bool(self.measured)
-            if not self.found and self.path=='': self.warn_unseen()
+            self.report_missing()
         except Exception as e: self.failed(self.sources.states[0].track, e)
         finally: self.clear()
 
@@ -110,5 +110,9 @@ class PassNumbers:
         "Report that the measurement of a module failed, by a warning."
         self.found = True
         self.buffer.notices.failed(track.name, self.ttype, error)
+
+    def report_missing(self):
+        "Report that a pass of the whole model had no measured call. A derived class may extend this method."
+        if not self.found and self.path=='': self.warn_unseen()
 
     def warn_unseen(self): self.buffer.notices.once(self.ttype, self.unseen.format(model=self.sources.states[0].track.name), 'info')

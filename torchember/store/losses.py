@@ -11,14 +11,14 @@ most_labels = 4096 # each label is counted only if all labels are below this num
 
 texts = 'name', 'tname', 'kind', 'takes', 'target_dtype', 'end'
 whole_numbers = ('first_step', 'seen', 'expanded', 'batches', 'single', 'distinct', 'smallest', 'largest',
-    'classes', 'ignore_index', 'softmax_dim', 'softmax_size', 'positions')
+    'classes', 'ignore_index', 'softmax_dim', 'softmax_size')
 
 def is_valid_loss(e) -> bool:
     "Return True if `e`, a value from a metadata file, is a valid description of a loss term."
     if not isinstance(e, dict) or not isinstance(e.get('kind'), str) or not isinstance(e.get('name'), str): return False
     if not all(isinstance(e.get(k), str|None) and len(e.get(k) or '')<=1000 for k in texts): return False
     if not all(isinstance(e.get(k), int|None) for k in whole_numbers): return False
-    shapes = [e.get(k) for k in ('shape', 'target_shape', 'result_shape')]
+    shapes = [e.get(k) for k in ('shape', 'target_shape', 'result_shape', 'lengths')]
     if not all(s is None or isinstance(s, list) and all(type(n) is int for n in s) for s in shapes): return False
     return (isinstance(e.get('activations'), list) and all(isinstance(a, str) for a in e['activations'])
         and all(isinstance(e.get(k), float|int|None) for k in ('share', 'next_tokens')))
