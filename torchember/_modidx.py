@@ -2683,6 +2683,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                'torchember/health/heads.py'),
                                          'torchember.health.heads.sees_later_keys': ( '55_health/heads.html#sees_later_keys',
                                                                                       'torchember/health/heads.py'),
+                                         'torchember.health.heads.sees_no_key': ( '55_health/heads.html#sees_no_key',
+                                                                                  'torchember/health/heads.py'),
                                          'torchember.health.heads.uniform_heads': ( '55_health/heads.html#uniform_heads',
                                                                                     'torchember/health/heads.py')},
             'torchember.health.history': { 'torchember.health.history.History': ( '55_health/history.html#history',

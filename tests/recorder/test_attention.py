@@ -361,19 +361,55 @@ def test_nested_sequences_are_named():
     assert not len(heads(te))
 
 
-def test_a_layer_whose_attention_cannot_be_seen_is_named():
-    from torch.nn.attention.flex_attention import flex_attention
-    class FlexAttention(nn.Module):
-        def forward(self, x):
-            # on a CPU, flex_attention has no backward
-            with torch.no_grad(): y = flex_attention(*[x.detach()[:, None]]*3)[:, 0]
-            return x+y
-    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, 0., batch_first=True), FlexAttention(), FlexAttention())
-    te = torchEmber(model, attention=True)
+class FlexAttention(nn.Module):
+    "Attention that torchember cannot see."
+    def forward(self, x):
+        from torch.nn.attention.flex_attention import flex_attention
+        # on a CPU, flex_attention has no backward
+        with torch.no_grad(): y = flex_attention(*[x.detach()[:, None]]*3)[:, 0]
+        return x+y
+
+
+class SkipsOne(nn.Module):
+    "A model that never calls the layer `unused`."
+    def __init__(self):
+        super().__init__()
+        self.seen,self.flex,self.unused = nn.TransformerEncoderLayer(16, 2, 32, 0., batch_first=True),FlexAttention(),FlexAttention()
+
+    def forward(self, x): return self.flex(self.seen(x))
+
+
+def said_about(model, **kwargs):
+    "Record three passes of a model. Return the ember and the warnings about attention."
+    te = torchEmber(model, attention=True, **kwargs)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter('always')
-        for _ in range(3): model(torch.randn(2, 16, 16)).mean().backward()
+        for _ in range(3): model(torch.randn(2, 16, 16, requires_grad=True)).mean().backward()
     te.close()
-    said = [str(w.message) for w in seen if 'No attention' in str(w.message)]
+    return te,[str(w.message) for w in seen if 'No attention' in str(w.message)]
+
+
+def encoder(): return nn.TransformerEncoderLayer(16, 2, 32, 0., batch_first=True)
+
+
+def test_a_layer_whose_attention_cannot_be_seen_is_named():
+    "The warning names both layers, once."
+    te,said = said_about(nn.Sequential(encoder(), FlexAttention(), FlexAttention()))
     assert len(said)==1 and 'model(Sequential).1(FlexAttention), model(Sequential).2(FlexAttention), although' in said[0] and 'flex_attention' in said[0]
     assert set(heads(te).path)=={'0.self_attn'}
+
+
+def test_many_layers_whose_attention_cannot_be_seen_are_counted():
+    _,(said,) = said_about(nn.Sequential(encoder(), *[FlexAttention() for _ in range(5)]))
+    assert 'model(Sequential).3(FlexAttention) and 2 more modules, although' in said
+
+
+def test_only_recorded_layers_that_were_called_are_named():
+    _,(said,) = said_about(SkipsOne())
+    assert 'model(SkipsOne).flex(FlexAttention), although' in said and 'unused' not in said
+    assert said_about(nn.Sequential(encoder(), FlexAttention()), exclude='1')[1]==[]
+
+
+def test_a_model_without_visible_attention_has_one_warning():
+    _,said = said_about(nn.Sequential(nn.Linear(16, 16), FlexAttention()))
+    assert len(said)==1 and 'so the run has no rows' in said[0]

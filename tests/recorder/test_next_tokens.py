@@ -104,9 +104,39 @@ def test_a_causal_mask_is_no_finding():
     assert 'future_attention' not in found(te)
 
 
+def test_tokens_are_kept_only_until_four_batches_are_compared():
+    model = Attending()
+    te,kept = torchEmber(model),[]
+    for _ in range(6):
+        x = torch.randint(20, (4, 13))
+        loss = F.cross_entropy(model(x[:, :-1]).flatten(0, 1), x[:, 1:].flatten())
+        kept.append(len(te.recorder.losses.tokens))
+        te.log(loss=loss)
+        te.step()
+    te.close()
+    assert kept==[1, 1, 1, 1, 0, 0]
+
+
 def test_no_tokens_are_kept_after_a_run():
-    te = train_attending(Attending())
+    model = Attending()
+    te = torchEmber(model)
+    model(torch.randint(20, (4, 13)))
+    assert len(te.recorder.losses.tokens)==1
+    te.close()
     assert te.recorder.losses.tokens==[]
+
+
+def test_tokens_inside_vmap_are_not_used_after_it():
+    "The tokens of the last call are those of one sample, which torch forbids to use after `vmap`."
+    model = Attending()
+    te,x = torchEmber(model, rules=None),torch.randint(20, (3, 4, 13))
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter('always')
+        torch.func.vmap(lambda x: model(x))(x)
+        assert te.recorder.losses.tokens==[]
+        te.log(loss=F.cross_entropy(torch.randn(4*13, 20, requires_grad=True).log_softmax(1), x[0].flatten()))
+    te.close()
+    assert not [w for w in seen if 'could not be measured' in str(w.message)]
 
 
 def test_a_mode_of_the_user_sees_no_operation_of_the_comparison():

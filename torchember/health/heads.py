@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['too_large_steps', 'Heads', 'heads_in', 'layers_of', 'group_name', 'sees_later_keys', 'predicts_next_tokens',
-           'sees_half_sequence_ahead', 'future_attention', 'has_zero_logits', 'dead_heads', 'peaked_attention',
-           'loss_decrease_after', 'attention_collapse', 'attention_logits', 'uniform_heads']
+           'sees_half_sequence_ahead', 'future_attention', 'has_zero_logits', 'sees_no_key', 'dead_heads',
+           'peaked_attention', 'loss_decrease_after', 'attention_collapse', 'attention_logits', 'uniform_heads']
 
 # %% ../../nbs/55_health/41_heads.ipynb #370c1dbc
 import re
@@ -107,6 +107,14 @@ def has_zero_logits(layer):
     plain = (layer['logit_max']==0) & (layer['entropy']>1-1e-6)
     return plain | (layer['logit_bound']==0)
 
+def sees_no_key(layer, is_broken:bool):
+    """Return a boolean array (steps, heads): True where no query of a head sees a key, so that the row has no numbers about weights.
+
+    `is_broken`: True if the run has NaN or infinities. Then the numbers may also be NaN. Only a finite bound shows finite queries and keys.
+    """
+    missing = np.isnan(layer['logit_max']) & np.isnan(layer['entropy'])
+    return missing & np.isfinite(layer['logit_bound']) if is_broken else missing
+
 @rule(severity='warning', needs='attention')
 def dead_heads(h, records=4):
     """Find attention heads that see no key, or whose queries or keys are zero, at all recorded steps
@@ -115,7 +123,7 @@ def dead_heads(h, records=4):
     """
     for l in layers_of(h):
         if len(l.steps)<records: continue
-        for kind,at in (('blind', np.isnan(l['logit_max']) & np.isnan(l['entropy'])), ('zero', has_zero_logits(l))):
+        for kind,at in (('blind', sees_no_key(l, h.is_broken)), ('zero', has_zero_logits(l))):
             heads = [n for n,dead in zip(l.names, at.all(0), strict=True) if dead]
             if not heads: continue
             what,advice = ("see no key: the mask hides all keys from all queries",

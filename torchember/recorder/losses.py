@@ -267,7 +267,6 @@ class LossReader:
         for name,loss in found.items():
             try: self.read(str(name), loss)
             except Exception as e: self.pipe.buffer.notices.failed(self.pipe.writer.extra.root_name, f'the graph of {name}', e)
-        if found: self.tokens = []
 
     def read(self, name, loss):
         "Read the autograd graph of one loss: make rows for the prediction and target of each term, and collect facts."
