@@ -1066,3 +1066,18 @@ def test_who_stays_hears_on_when_another_leaves(gpu, tmp_path):
         for _ in range(2): g.replay()
     stays.close()
     assert stays.t.df.groupby('step').size().tolist()==[6]*3 and not GraphWatch.former
+
+
+def test_rows_of_a_replay_on_another_stream_are_complete_before_they_move(gpu, tmp_path):
+    "The user does not order the streams of two replays. The rows of the first replay are copied before the second one."
+    net = moved_model(model())
+    opt,xs = sgd(net),data(8)
+    te = torchEmber(net, opt, home=tmp_path, cuda_graphs=True, ttypes=ALL)
+    train_eagerly(net, opt, map(late, xs[:2]))
+    x,g = late(xs[0]),torch.cuda.CUDAGraph()
+    with captured(g): loss_of(net, x).backward()
+    g.replay()
+    side = Stream(cuda())
+    with side: g.replay()
+    te.close()
+    fail_on_faults(gpu)
