@@ -160,3 +160,15 @@ def test_a_mode_of_the_user_sees_no_operation_of_the_comparison():
         if te: te.close()
         return {n for n in mode.names if 'eq' in n or 'ne.' in n or 'bitwise' in n or 'stack' in n}
     assert names(True)==names(False)
+
+
+def test_nothing_is_compared_while_a_cuda_graph_is_captured(monkeypatch):
+    "A replay of the graph would repeat the comparison."
+    from torchember.recorder import losses
+    tokens,found = torch.randint(20, (4, 12)),losses.NextTokens()
+    monkeypatch.setattr(losses, 'is_being_captured', lambda kind: True)
+    found.add([tokens], tokens[:, 1:].flatten())
+    assert not found.compared
+    monkeypatch.undo()
+    found.add([tokens], tokens[:, 1:].flatten())
+    assert found.compared==1
