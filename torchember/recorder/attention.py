@@ -85,7 +85,7 @@ class Attention(PassNumbers):
     def report_missing(self):
         super().report_missing()
         if not self.measured: return
-        called = [st.track for st in self.sources.states if st.watched and st.pass_==self.training.pass_]
+        called = [st.track for st in self.sources.states if st.pass_==self.training.pass_]
         if left := tracks_without_attention(called, {c.name for c in self.measured}): self.warn_of_missing_attention(left)
 
     def warn_of_missing_attention(self, left):
