@@ -435,7 +435,9 @@ def on_inductor_graphs(ops, f):
         matcher = sys.modules['torch._inductor.pattern_matcher']
         targets = {*ops, with_effects}-watched_operators-{None}
         watched_operators.update(targets)
-        def is_ours(match): return operator_call(match.nodes[0])[0] in ops
+        def is_ours(match):
+            "Return True if a match of Inductor's pattern matcher calls one of the operators `ops`, directly or through `with_effects`."
+            return operator_call(match.nodes[0])[0] in ops
         for op in targets:
             register = matcher.register_graph_pattern(matcher.CallFunctionVarArgs(op), pass_dict=post.pass_patterns[0], extra_check=is_ours)
             register(lambda match, *args, **kwargs: f(match.graph))

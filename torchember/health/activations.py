@@ -50,7 +50,9 @@ def has_zero_weights(h, s, at):
     ws = [w for k,w in h.weights.items() if k[0]==layer and len(w)]
     return bool(ws) and all(w.zero[min(at, len(w)-1)] for w in ws)
 
-def is_float(s): return not s.dtype or 'float' in s.dtype or 'complex' in s.dtype
+def is_float(s):
+    "Return True if the dtype of a tensor is floating point, complex or unknown. `s`: `Series` of the tensor."
+    return not s.dtype or 'float' in s.dtype or 'complex' in s.dtype
 
 def find_zeros(h, ss):
     """Find the step from which all outputs, or all inputs, of a module are zero until the end. Return its index, or None.

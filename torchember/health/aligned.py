@@ -75,8 +75,9 @@ class ComparedRun:
         if stat not in self.df or self.df[stat].dtype.kind not in 'iufb': return np.full(len(at), np.nan)
         return self.df[stat].to_numpy(float, na_value=np.nan)[at]
 
-    # Return the values of a text column in the rows with the indices `at`. Missing values are ''
-    def texts(self, name, at): return filled_column(self.df, name)[at]
+    def texts(self, name, at):
+        "Return the values of a text column in the rows with the indices `at`. Missing values are ''."
+        return filled_column(self.df, name)[at]
 
 def map_path(path, paths):
     "Map the path of a module to its path in the other run. `paths`: dict or function that the user passed to `diff`."

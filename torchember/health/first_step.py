@@ -188,7 +188,9 @@ def finite_fact(h):
 # %% ../../nbs/55_health/56_first_step.ipynb #b3ffcd1b
 def make_recorded_check(*ttypes):
     "Make a check that a tensor of the types `ttypes` was recorded: a function of a `History` that returns '' or a sentence."
-    def why(h): return '' if any(s.ttype in ttypes for s in h.all) else f"not recorded. To record them: ttypes=[..., {', '.join(map(repr, ttypes))}]"
+    def why(h):
+        "Return '' if the run has a tensor of one of the types `ttypes`, else a text with the argument that records these types."
+        return '' if any(s.ttype in ttypes for s in h.all) else f"not recorded. To record them: ttypes=[..., {', '.join(map(repr, ttypes))}]"
     return why
 
 def why_no_loss(h):

@@ -47,7 +47,9 @@ def heads_in(df, *columns) -> list:
     "Return the `Heads` of each call of a module, in the order of the rows. Return [] if the table `df` lacks one of the `columns`."
     if not len(df) or not {'path', 'tname', 'step', 'call', *columns}<=set(df.columns): return []
     if 'phase' in df: df = df[df['phase'].isna().to_numpy()]
-    def kind(rows): return re.sub(r'.*\(|\)$', '', str(rows['module'].iloc[0])) if 'module' in rows else None
+    def kind(rows):
+        "Return the class name of the module in these rows, such as 'Attention', or None if the table has no column `module`."
+        return re.sub(r'.*\(|\)$', '', str(rows['module'].iloc[0])) if 'module' in rows else None
     return [Heads(path, int(call), kind(rows), rows) for (path,call),rows in df.groupby(['path', 'call'], sort=False)]
 
 def layers_of(h) -> list:

@@ -22,7 +22,9 @@ def kept_columns(df):
     kept = [c for c in df.columns if c not in dropped_columns and (c in text_columns or c=='shape' or df[c].dtype.kind in 'iufb') and df[c].notna().any()]
     return df[~df['ttype'].isin(('finding', *of_passes))][kept].reset_index(drop=True)
 
-def is_kept_file(run): return isinstance(run, str|os.PathLike) and str(run).endswith('.parquet')
+def is_kept_file(run):
+    "Return True if `run` is the path of a reference file, as `keep_run` writes: the path ends with .parquet."
+    return isinstance(run, str|os.PathLike) and str(run).endswith('.parquet')
 
 # %% ../../nbs/55_health/77_kept.ipynb #ec991d82
 def keep_run(

@@ -39,7 +39,9 @@ def reaches(graph, source, path):
         todo += new
     return False
 
-def contains(outer, path): return outer in ('', path) or path.startswith(outer+'.') # True if `outer` contains the module `path`
+def contains(outer, path):
+    "Return True if the module at the path `outer` is, or contains, the module at `path`. The path '' is the whole model."
+    return outer in ('', path) or path.startswith(outer+'.')
 
 # %% ../../nbs/55_health/47_links.ipynb #10f33ad4
 # tensor types that the backward pass computes

@@ -241,7 +241,9 @@ def variable_name(x, last):
     If several functions have such a variable, choose the outermost function. `last`: as in `find_spots`.
     """
     key,frame,found = storage_key(x)[0],sys._getframe(1),None
-    def shares_memory(v): return isinstance(v, torch.Tensor) and is_readable(v) and storage_key(v)[0]==key
+    def shares_memory(v):
+        "Return True if `v` is a readable tensor that shares its memory (storage) with the tensor `x`."
+        return isinstance(v, torch.Tensor) and is_readable(v) and storage_key(v)[0]==key
     while frame is not None and frame.f_code is not last:
         if is_users_code(frame):
             for n,v in list(frame.f_locals.items()):
@@ -286,7 +288,9 @@ def tensors_in_value(named):
             elif isinstance(x, float) and not math.isfinite(x): odd = True
     return found, odd
 
-def merge_indices(*indices): return tuple(sorted({i for found in indices for i in found})) # Return the union of several tuples of indices, sorted
+def merge_indices(*indices):
+    "Return the union of several collections of indices as a sorted tuple."
+    return tuple(sorted({i for found in indices for i in found}))
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e25
 class StorageTraces:

@@ -226,7 +226,9 @@ def find_first_evaluation(h, far):
         advice="Compare both modes on one batch: model.eval()(x) and model.train()(x). torch.nn.utils.spectral_norm estimates its norm only in training mode: "
         "run some batches in training mode first, or use torch.nn.utils.parametrizations.spectral_norm.")
 
-def is_norm_with_statistics(kind): return any(n in (kind or '') for n in ('BatchNorm', 'InstanceNorm'))
+def is_norm_with_statistics(kind):
+    "Return True if `kind` is the class name of a BatchNorm or InstanceNorm, which can have running statistics. Return False for None."
+    return any(n in (kind or '') for n in ('BatchNorm', 'InstanceNorm'))
 
 # %% ../../nbs/55_health/42_modes.ipynb #7c2f0a16
 def find_never_train_mode(h, least=10):

@@ -15,9 +15,13 @@ linear_kinds = ('Linear', 'Conv', 'Conv1d', 'Conv2d', 'Conv3d', 'NonDynamicallyQ
     'Dense', 'Conv2D', 'Conv3D')
 norm_kinds = ('BatchNorm', 'LayerNorm', 'GroupNorm', 'InstanceNorm', 'RMSNorm', 'LocalResponseNorm')
 
-def is_linear(kind): return kind in linear_kinds or (kind or '').endswith('Linear')
+def is_linear(kind):
+    "Return True if `kind` is the class name of a linear layer or a convolution. Return False for None, an unknown class."
+    return kind in linear_kinds or (kind or '').endswith('Linear')
 
-def is_norm(kind): return any(n in (kind or '') for n in norm_kinds) or (kind or '').endswith('Norm')
+def is_norm(kind):
+    "Return True if `kind` is the class name of a normalization layer. Return False for None, an unknown class."
+    return any(n in (kind or '') for n in norm_kinds) or (kind or '').endswith('Norm')
 
 def count_inputs(w):
     """Count the inputs of each unit (fan-in) of a weight. Return 1 if the shape is unknown.

@@ -28,7 +28,9 @@ def is_in_unit_range(s):
     "Return True if all values of a tensor are between 0 and 1 in all steps, as after a sigmoid. Return False if all values are 0."
     return 'min' in s and 'max' in s and bool(np.nanmin(s['min'])>=0 and 0<finite_max(s['max'])<=1)
 
-def is_probability(h, s): return h.activation(s) in ('Sigmoid', 'Hardsigmoid', 'Softmax') and is_in_unit_range(s)
+def is_probability(h, s):
+    "Return True if an output is a probability: made by a Sigmoid, Hardsigmoid or Softmax, and all values are between 0 and 1."
+    return h.activation(s) in ('Sigmoid', 'Hardsigmoid', 'Softmax') and is_in_unit_range(s)
 
 def lower_end(h, s):
     "Return the lower end of the range of an output's activation: 0 for a sigmoid, -1 for tanh. Return None for other activations."
@@ -144,7 +146,9 @@ def no_gradient(h, share=.9, least=20, solved=1e-4):
     why,advice = explain_no_gradient(h)
     yield no_gradient_finding(h, steps, of, why, advice)
 
-def list_zero_steps(steps, of): return f"in all {of:,} steps" if len(steps)==of else f"in {len(steps):,} of {of:,} steps, from step {steps[0]} on"
+def list_zero_steps(steps, of):
+    "Return a text such as 'in 5 of 8 steps, from step 3 on', about `steps` with only zero gradients. `of`: number of recorded steps."
+    return f"in all {of:,} steps" if len(steps)==of else f"in {len(steps):,} of {of:,} steps, from step {steps[0]} on"
 
 def no_gradient_finding(h, steps, of, why, advice):
     """Return a finding about the steps in which all gradients are zero.

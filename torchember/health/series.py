@@ -35,7 +35,9 @@ def count_shape_elements(shapes):
     starts = np.flatnonzero(np.diff(ids, prepend=0))
     return np.repeat([float(elements_of_row(as_tuple(s))) for s in shapes[starts]], np.diff(starts, append=len(shapes)))
 
-def as_tuple(shape): return tuple(shape) if isinstance(shape, list|tuple|np.ndarray) else None
+def as_tuple(shape):
+    "Return a shape (a list, tuple or array) as a tuple. Return None for other values, which stand for a missing shape."
+    return tuple(shape) if isinstance(shape, list|tuple|np.ndarray) else None
 
 # %% ../../nbs/55_health/06_series.ipynb #db7397b4
 class SeriesColumns:
@@ -253,7 +255,9 @@ def find_lost_values(df, values):
     often = {call: {c: int(h[calls==call].sum()) for c,h in has.items()} for call in set(calls.tolist())}
     tnames = df['tname'].astype(object).to_numpy() if 'tname' in df else np.full(len(df), 'log', object)
     by_user = {c for c,h in has.items() if not builtin_scalar_name(c) or h[~np.isin(tnames, computed)].any()}
-    def may_have(i, c): return builtin_scalar_name(c)==tnames[i] if tnames[i] in computed else c in by_user
+    def may_have(i, c):
+        "Return True if row `i` may contain the logged number `c`. A row with the `tname` 'lr', for example, contains only learning rates."
+        return builtin_scalar_name(c)==tnames[i] if tnames[i] in computed else c in by_user
     n = np.nan_to_num(to_floats(df['nan'])).astype(int)
     for i in np.flatnonzero(n>0):
         holes = [c for c,v in values.items() if np.isnan(v[i]) and steps[i] not in known[c] and may_have(i, c)]

@@ -185,7 +185,9 @@ def broadcast(h):
 # %% ../../nbs/55_health/47_targets.ipynb #1ea6ff22
 reach = {'sigmoid': (0, 1), 'softmax': (0, 1), 'hardsigmoid': (0, 1), 'tanh': (-1, 1), 'relu': (0, math.inf), 'softplus': (0, math.inf), 'exp': (0, math.inf)}
 
-def normal_share(x): return .5*math.erfc(-x/math.sqrt(2)) # fraction of a standard normal distribution that is below x
+def normal_share(x):
+    "Return the share of a standard normal distribution that is below `x`."
+    return .5*math.erfc(-x/math.sqrt(2))
 
 def share_out_of_reach(s, low, high):
     """Return the estimated share of targets that are out of reach: below `low` or above `high`.

@@ -45,7 +45,9 @@ def count_nonfinite(s, i):
 step_order = dict(weight=0, buffer=0, input=1, output=1, probe=1, output_grad=3, input_grad=3, unclipped_grad=4, weight_grad=4,
     optimizer=5, update=6)
 
-def order_of(s): return step_order.get(s.ttype, 1) # position in the order in which the tensors of a step are computed
+def order_of(s):
+    "Return the position of a tensor in the order of computation in a step, such as 0 for a weight. `s`: `Series` of the tensor."
+    return step_order.get(s.ttype, 1)
 
 def find_nonfinite_loss(h):
     "Find the first NaN or infinite loss. Return (step, `LoggedSeries` of the loss), or None if the loss is always finite."

@@ -145,8 +145,9 @@ class KnownFindings:
         self.open.update({k: f for k,f in now_found.items() if k not in self.open})
         return new, over
 
-# Return a key of a finding. Findings about the same fault have equal keys
-def identity_of(f): return f['rule'], f['path'], f['ttype'], f['pname'], *([f['text']] if f['rule'] in own_rows else [])
+def identity_of(f):
+    "Return a tuple that identifies the fault of a finding. Findings about the same fault have equal tuples."
+    return f['rule'], f['path'], f['ttype'], f['pname'], *([f['text']] if f['rule'] in own_rows else [])
 
 own_rows = 'died', 'recording' # rules that only repeat messages that the recorder has already shown
 
@@ -240,7 +241,9 @@ class RuleWatch:
         self.has_new = self.is_asked = self.had_trouble = False
         self.expected = Expected(typed_columns) # columns of the latest rows, to read the next rows faster
         seconds = recording or (lambda: t.file.seconds)
-        def keep(rows, lines): return self.keep(rows, lines, seconds)
+        def keep(rows, lines):
+            "Keep the rows and log lines of a step by the method `keep`. Return True if it is time to run the rules."
+            return self.keep(rows, lines, seconds)
         self.listening = listen_to_run(t, self.run_if_new, 'rules of health', convert=lambda lines: lines, accepts=keep)
 
     seconds = property(lambda self: self.pace.took, doc="CPU seconds that all looks took.")

@@ -35,8 +35,13 @@ class MeanTID(_BatchNormGap):
     than training for this reason alone. Batches are too small, or differ too much (as in text), or `momentum` is too high.
     """
     needs = Need('input', reduce_to_means),
-    def _compute_ones(self, global_step): return self.reduced()
-    def _compute(self, global_step): return mean_gap(self.cache, self._module.running_mean, self._module.running_var)
+    def _compute_ones(self, global_step):
+        "Return the mean of each channel of the input in this step."
+        return self.reduced()
+
+    def _compute(self, global_step):
+        "Return the mean distance of the cached batch means from `running_mean`, divided by the norm of sqrt(`running_var`)."
+        return mean_gap(self.cache, self._module.running_mean, self._module.running_var)
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #8b31a30c
 class VarTID(_BatchNormGap):
@@ -50,8 +55,13 @@ class VarTID(_BatchNormGap):
     Look for: the same as for `MeanTID`. `VarTID` is usually smaller than `MeanTID`. If `VarTID` is larger, single channels have outliers.
     """
     needs = Need('input', reduce_to_stats),
-    def _compute_ones(self, global_step): return self.reduced()[1]
-    def _compute(self, global_step): return std_gap(self.cache, self._module.running_var)
+    def _compute_ones(self, global_step):
+        "Return the unbiased standard deviation of each channel of the input in this step."
+        return self.reduced()[1]
+
+    def _compute(self, global_step):
+        "Return the mean distance of the cached standard deviations from sqrt(`running_var`), divided by the norm of sqrt(`running_var`)."
+        return std_gap(self.cache, self._module.running_var)
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #60e80c2a
 class WeightParamJump(MultiStepQuantity):
@@ -78,7 +88,9 @@ class WeightParamJump(MultiStepQuantity):
         "Keep the sign changes of this step in the cache, merged with the sign changes of earlier steps."
         if one is not None: self.cache[:] = [self.cache[0]|one if self.cache else one]
 
-    def _compute(self, global_step): return count_bits(self.cache[0])/max(self.last.numel, 1) if self.cache else 0.
+    def _compute(self, global_step):
+        "Return the fraction of weight elements with a changed sign since the last due step. Return 0 if no two steps were compared."
+        return count_bits(self.cache[0])/max(self.last.numel, 1) if self.cache else 0.
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #a647f169
 class UpdateEffectiveRank(MultiStepQuantity):
@@ -94,7 +106,7 @@ class UpdateEffectiveRank(MultiStepQuantity):
     """
     needs,unfit = (Need('weight', None),),WeightEffectiveRank.unfit
     last = None # weight at the last due step
-    def _compute_ones(self, global_step): pass
+    def _compute_ones(self, global_step): "Return None, because the value depends only on the weights at two due steps."
     def _keep(self, one):
         "Keep nothing, because the value depends only on the weights at two due steps, and not on the steps between."
         pass
@@ -127,14 +139,20 @@ class GradSNR(MultiStepQuantity):
     """
     needs,unfit = (Need('weight_grad', lambda x, axis, module: sketch(x)),),classmethod(missing_parameter)
     sums = cached_property(lambda self: SignalToNoise())
-    def _compute_ones(self, global_step): return self.reduced()
+    def _compute_ones(self, global_step):
+        "Return a sketch of the weight's gradient in this step: a random projection to at most 4096 numbers."
+        return self.reduced()
+
     def _keep(self, one):
         "Keep the gradient of this step in the running sums."
         self.sums.add(one)
     def _restart(self):
         "Restart the running sums, after the value was computed."
         self.sums = SignalToNoise()
-    def _compute(self, global_step): return self.sums.value
+
+    def _compute(self, global_step):
+        "Return the signal-to-noise ratio of the gradients since the last due step, NaN for fewer than two steps."
+        return self.sums.value
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #1e9337ed
 class UnitActivity(MultiStepQuantity):
@@ -148,10 +166,15 @@ class UnitActivity(MultiStepQuantity):
     Look for: zeros that stay. `dead_units` names these units, and the step since when. `surface(run, stat='UnitActivity')` shows them as dark lines.
     """
     needs = Need('output', lambda x, axis, module: activity(x, axis)),
-    def _compute_ones(self, global_step): return self.reduced()
+    def _compute_ones(self, global_step):
+        "Return the fraction of outputs above 0, for each unit, in this step."
+        return self.reduced()
+
     def _keep(self, one):
         "Keep the fractions of a step: add them to the sum of fractions in the cache."
         total,n = self.cache or (0., 0)
         self.cache[:] = [total+one, n+1]
 
-    def _compute(self, global_step): return self.cache[0]/self.cache[1]
+    def _compute(self, global_step):
+        "Return the fraction of outputs above 0, for each unit, as a mean over the steps since the last due step."
+        return self.cache[0]/self.cache[1]

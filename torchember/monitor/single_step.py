@@ -55,7 +55,9 @@ class InputCovMaxEig(_InputCov):
     Look for: the largest stable learning rate of a layer falls as 1/λ₀. If λ₀ grows from layer to layer, or during training, the layer with the
     largest λ₀ diverges first. Centring and normalising keep λ₀ near 1.
     """
-    def _compute(self, global_step): return self.spectrum.largest
+    def _compute(self, global_step):
+        "Return the largest eigenvalue of the covariance of the input."
+        return self.spectrum.largest
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #699cda7b
 class InputCovStableRank(_InputCov):
@@ -68,13 +70,17 @@ class InputCovStableRank(_InputCov):
     Look for: the number of directions in which inputs vary noticeably. Near 1, one direction has nearly all variance: the features have collapsed, or
     a mean that differs between samples outweighs all else.
     """
-    def _compute(self, global_step): return self.spectrum.stable_rank()
+    def _compute(self, global_step):
+        "Return the stable rank of the covariance of the input, NaN if the variance is 0."
+        return self.spectrum.stable_rank()
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #d0355dd6
 class _InputCovConditionAt(_InputCov):
     "Base class of quantities: largest eigenvalue of the input's covariance, divided by the eigenvalue at the fraction `at` of the spectrum."
     at = None
-    def _compute(self, global_step): return self.spectrum.condition(self.at)
+    def _compute(self, global_step):
+        "Return the largest eigenvalue of the covariance, divided by the one at the fraction `at` of the spectrum (None: the smallest)."
+        return self.spectrum.condition(self.at)
 
 class _OutputGradCovConditionAt(_InputCovConditionAt, _OutputGradCov):
     "Base class of quantities: as `_InputCovConditionAt`, for the covariance of the gradient of a module's output."
@@ -139,7 +145,9 @@ class OutputGradCovMaxEig(_OutputGradCov):
 
     Look for: gradients that explode or vanish from layer to layer. The product with `InputCovMaxEig` is the curvature that limits the learning rate.
     """
-    def _compute(self, global_step): return self.spectrum.largest
+    def _compute(self, global_step):
+        "Return the largest eigenvalue of the covariance of the gradient of the output."
+        return self.spectrum.largest
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #5cbf6b2a
 class OutputGradCovStableRank(_OutputGradCov):
@@ -152,7 +160,9 @@ class OutputGradCovStableRank(_OutputGradCov):
     Look for: the number of directions of a layer's output that the loss changes at once. Near the end of a network with few classes it is always small.
     A sudden fall elsewhere means that one batch, or one class, overrides the others.
     """
-    def _compute(self, global_step): return self.spectrum.stable_rank()
+    def _compute(self, global_step):
+        "Return the stable rank of the covariance of the gradient of the output, NaN if the variance is 0."
+        return self.spectrum.stable_rank()
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #e1911f7f
 class OutputGradCovCondition(_OutputGradCovConditionAt):
@@ -213,7 +223,9 @@ class WeightNorm(SingleStepQuantity):
     layer down. Without weight decay the norm keeps growing; with weight decay it settles.
     """
     needs,unfit = (Need('weight', reduce_to_summary),),classmethod(missing_parameter)
-    def _compute(self, global_step): return self.reduced().l2
+    def _compute(self, global_step):
+        "Return the Euclidean norm of the weight."
+        return self.reduced().l2
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #42a96a6d
 class WeightGradNorm(SingleStepQuantity):
@@ -226,7 +238,9 @@ class WeightGradNorm(SingleStepQuantity):
     Look for: layers whose norm differs from their neighbours' by orders of magnitude; and spikes in time, which gradient clipping removes.
     """
     needs,unfit = (Need('weight_grad', reduce_to_summary),),classmethod(missing_parameter)
-    def _compute(self, global_step): return self.reduced().l2
+    def _compute(self, global_step):
+        "Return the Euclidean norm of the gradient of the weight."
+        return self.reduced().l2
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #6e6bfb4d
 class InputMean(SingleStepQuantity):
@@ -240,7 +254,9 @@ class InputMean(SingleStepQuantity):
     surface is steep in one direction.
     """
     needs,derived = (Need('input', reduce_to_means),),{'InputMeanScalar': np.mean}
-    def _compute(self, global_step): return self.reduced()
+    def _compute(self, global_step):
+        "Return a vector with the mean of each channel of the input."
+        return self.reduced()
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #26bb4e3a
 class InputStd(SingleStepQuantity):
@@ -253,7 +269,9 @@ class InputStd(SingleStepQuantity):
     Look for: at the first step, the signal should keep its scale from layer to layer. Later, it should not grow with depth or in time.
     """
     needs = Need('input', reduce_to_summary),
-    def _compute(self, global_step): return self.reduced().std
+    def _compute(self, global_step):
+        "Return the unbiased standard deviation of all elements of the input."
+        return self.reduced().std
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #4e547dd7
 class InputSndNorm(SingleStepQuantity):
@@ -266,7 +284,9 @@ class InputSndNorm(SingleStepQuantity):
     Look for: the same as for `InputStd`, but the norm includes the mean. Compare only steps with equal batch sizes.
     """
     needs = Need('input', reduce_to_summary),
-    def _compute(self, global_step): return self.reduced().l2
+    def _compute(self, global_step):
+        "Return the Euclidean norm of the input, over all its elements."
+        return self.reduced().l2
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #f10cd05d
 class OutputGradSndNorm(SingleStepQuantity):
@@ -279,7 +299,9 @@ class OutputGradSndNorm(SingleStepQuantity):
     Look for: the change of the norm with depth. If the factor from layer to layer is not near 1, gradients vanish or explode.
     """
     needs = Need('output_grad', reduce_to_summary),
-    def _compute(self, global_step): return self.reduced().l2
+    def _compute(self, global_step):
+        "Return the Euclidean norm of the gradient of the output, over all its elements."
+        return self.reduced().l2
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #03f43de5
 class RankMe(SingleStepQuantity):
@@ -294,7 +316,9 @@ class RankMe(SingleStepQuantity):
     before a downstream task shows the collapse. The rank cannot exceed the number of samples, so use batches larger than the rank that you expect.
     """
     needs = Need('output', lambda x, axis, module: rankme(x)),
-    def _compute(self, global_step): return self.reduced()
+    def _compute(self, global_step):
+        "Return the effective rank of the output, as defined in the paper on RankMe."
+        return self.reduced()
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #474f7c89
 class WeightEffectiveRank(SingleStepQuantity):
@@ -317,7 +341,9 @@ class WeightEffectiveRank(SingleStepQuantity):
         if w is None: return 'it has no weight'
         return 'its weight is a vector, which has rank 1' if not nn.parameter.is_lazy(w) and w.dim()<2 else None
 
-    def _compute(self, global_step): return self.reduced()
+    def _compute(self, global_step):
+        "Return the effective rank of the weight matrix, NaN for a weight of zeros."
+        return self.reduced()
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #e705ab0c
 class LinearDeadNeuronNum(SingleStepQuantity):
@@ -332,7 +358,9 @@ class LinearDeadNeuronNum(SingleStepQuantity):
     `dead_units` consider all batches, and name the units and the steps.
     """
     needs = Need('output', lambda x, axis, module: dead_share(x, axis)),
-    def _compute(self, global_step): return self.reduced()
+    def _compute(self, global_step):
+        "Return the fraction of dead units: all outputs of such a unit in the batch are at most 0."
+        return self.reduced()
 
 # %% ../../nbs/47_monitor/20_single_step.ipynb #9d4f6a19
 def activation_bounds(module):
@@ -360,4 +388,6 @@ class SaturatedUnits(SingleStepQuantity):
         "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
         return None if activation_bounds(module) else 'it is not a bounded activation function'
 
-    def _compute(self, global_step): return self.reduced()
+    def _compute(self, global_step):
+        "Return the fraction of saturated units: all outputs of such a unit in the batch are near a bound of the activation."
+        return self.reduced()

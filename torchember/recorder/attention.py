@@ -71,18 +71,22 @@ class Attention(PassNumbers):
         self.tracks,self.calls = {},Counter()
 
     def attach(self):
+        "Start watching attention calls, also in compiled code."
         self.wants.switch_attention(True)
         self.watch.attach()
 
     def detach(self):
+        "Stop watching attention calls, also in compiled code."
         self.watch.detach()
         self.wants.switch_attention(False)
 
     def begin(self, state, phase, writes, eager=True):
+        "Begin to measure attention in a new pass, eager or compiled, if the schedule selects the pass."
         super().begin(state, phase, writes)
         if self.path is not None: self.tracks = {id(st.track.module): st.track for st in self.sources.states}
 
     def report_missing(self):
+        "Warn if a pass has no attention call: in the whole model, or in modules with the class name of an attention module."
         super().report_missing()
         if not self.measured: return
         called = [st.track for st in self.sources.states if st.pass_==self.training.pass_]
@@ -94,6 +98,7 @@ class Attention(PassNumbers):
         self.buffer.notices.once('other attention', other_attention.format(modules=names, advice=no_attention.split('. ', 1)[1]), 'info')
 
     def clear(self):
+        "Clear the measured calls of the pass, the known modules, and the number of calls of each module."
         super().clear()
         self.tracks,self.calls = {},Counter()
 
@@ -111,13 +116,17 @@ class Attention(PassNumbers):
     def attention_products(self, q, k, mask, causal, scale, compiled=False):
         "Measure one attention call from its queries, keys and mask."
         given,(q,k,mask) = q,map(local_part, (q, k, mask))
-        def measure(heads): return measure_products(*with_four_dimensions(q, k, mask, heads), causal, scale)
+        def measure(heads):
+            "Return statistics of each head, measured from queries, keys and mask. `heads`: number of heads of the module, or None."
+            return measure_products(*with_four_dimensions(q, k, mask, heads), causal, scale)
         self.measure(given, lambda: (q.shape[-2], k.shape[-2]), measure, compiled)
 
     def attention_logits(self, x, dim, compiled=False):
         "Measure one attention call from its logits (input of the softmax). Do nothing for a softmax that is not attention."
         own = local_part(x)
-        def measure(heads): return measure_logits(split_heads(own, heads)) if is_attention(own, dim, heads) else None
+        def measure(heads):
+            "Return statistics of each head, measured from logits. Return None if the softmax is not attention. `heads`: number of heads, or None."
+            return measure_logits(split_heads(own, heads)) if is_attention(own, dim, heads) else None
         self.measure(x, lambda: own.shape[-2:], measure, compiled)
 
     def measure(self, given, sizes, measure, compiled):

@@ -115,4 +115,6 @@ class PassNumbers:
         "Report that a pass of the whole model had no measured call. A derived class may extend this method."
         if not self.found and self.path=='': self.warn_unseen()
 
-    def warn_unseen(self): self.buffer.notices.once(self.ttype, self.unseen.format(model=self.sources.states[0].track.name), 'info')
+    def warn_unseen(self):
+        "Warn once that nothing was found to measure in the model. The text is the attribute `unseen`."
+        self.buffer.notices.once(self.ttype, self.unseen.format(model=self.sources.states[0].track.name), 'info')

@@ -92,9 +92,13 @@ class Routers(PassNumbers):
         # id of an expert's module -> `RoutedCall` of the router that chose among these experts last
         self.expert_calls = {}
 
-    def attach(self): self.watch.attach()
+    def attach(self):
+        "Start watching choices of experts."
+        self.watch.attach()
 
-    def detach(self): self.watch.detach()
+    def detach(self):
+        "Stop watching choices of experts."
+        self.watch.detach()
 
     def begin(self, state, phase, writes, eager=True):
         "Begin to count the experts' tokens in a new pass, if the schedule selects the pass."
@@ -102,10 +106,13 @@ class Routers(PassNumbers):
         if self.path is not None: self.tracks = {t.id: t for t in all_tracks(self.sources.states[0].track)}
 
     def clear(self):
+        "Clear the measured calls of the pass, the known modules, and the link from each expert to its router's call."
         super().clear()
         self.tracks,self.expert_calls = {},{}
 
-    def needs(self, ttype): return self.path is not None and ttype=='input'
+    def needs(self, ttype):
+        "Return True if `flow` must get the tensors of a type: the inputs of modules, while a pass is measured."
+        return self.path is not None and ttype=='input'
 
     def flow(self, state, ttype, named, call, phase=None):
         "Count the tokens that flow into an expert."

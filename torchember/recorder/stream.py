@@ -69,10 +69,12 @@ class Stream(PassNumbers):
         except ValueError as e: self.failed(state.track, e)
 
     def clear(self):
+        "Clear the measured calls of the pass, and the measurements of inputs of running blocks."
         super().clear()
         self.inputs = {}
 
     def end(self, micro):
+        "End the measurement of a pass: create its log rows, without blocks inside other blocks. `micro`: number of its micro-batch."
         kept = outermost_blocks(self.measured)
         self.nested |= {c.path for c in self.measured}-{c.path for c in kept}
         self.measured = kept

@@ -72,14 +72,22 @@ class Entry(NamedTuple):
     name:str
     info:dict # type, size and other properties of the file, as the store returns them
 
-    def is_dir(self, follow_symlinks=True): return self.info['type']=='directory'
+    def is_dir(self, follow_symlinks=True):
+        "Return True if the entry is a folder. The argument `follow_symlinks` has no effect."
+        return self.info['type']=='directory'
 
-    def is_file(self, follow_symlinks=True): return self.info['type']=='file'
+    def is_file(self, follow_symlinks=True):
+        "Return True if the entry is a file. The argument `follow_symlinks` has no effect."
+        return self.info['type']=='file'
 
-    def is_symlink(self): return False
+    def is_symlink(self):
+        "Return False, because no entry behind a URL counts as a symbolic link."
+        return False
 
     @property
-    def size(self): return self.info['size']
+    def size(self):
+        "Size of the file in bytes, None if the store does not know the size."
+        return self.info['size']
 
 def list_folder(folder):
     "List a folder: return its entries as `os.DirEntry` or `Entry`, [] if there is no folder. Send one request to a remote store."
@@ -120,9 +128,13 @@ class RangedFile(io.RawIOBase):
         # at: position of the next read; data: byte range that was read last, which begins at byte `start`; ask: number of bytes of the next request
         self.at,self.start,self.data,self.ask = 0,0,b'',self.least
 
-    def readable(self): return True
+    def readable(self):
+        "Return True, because the file can be read."
+        return True
 
-    def seekable(self): return True
+    def seekable(self):
+        "Return True, because `seek` can set any position of the file."
+        return True
 
     def tell(self):
         "Return the position of the next read in bytes."

@@ -24,7 +24,9 @@ class Place:
     model: object = None # The `Model` that contains the module. None if the model is unknown
 
 @cache
-def root_place(cls, model=None): return Place('', f'model({cls})', model)
+def root_place(cls, model=None):
+    "Return the `Place` (path and display name) of a whole flax model. `cls`: class name of the model; `model`: its `Model`, None if unknown."
+    return Place('', f'model({cls})', model)
 
 @cache
 def child_place(where, key, cls):
@@ -133,8 +135,9 @@ def place_of_nested(frame, module):
     cls = user_class_name(type(module))
     return replace_class(frame[0], cls) if is_flax_bridge(type(frame[1])) else child_place(frame[0], cls, cls)
 
-# A flax bridge makes a linen module usable in nnx (ToNNX), or an nnx module usable in linen (ToLinen)
-def is_flax_bridge(cls): return cls.__module__.startswith('flax.nnx.bridge')
+def is_flax_bridge(cls):
+    "Return True if a class is a flax bridge, which makes a linen module usable in nnx (ToNNX), or an nnx module usable in linen (ToLinen)."
+    return cls.__module__.startswith('flax.nnx.bridge')
 
 def linen_place(module, path, stack):
     "Return the `Place` of a linen module that begins to run: its path and display name in its model."

@@ -91,7 +91,9 @@ def has_nnx_variables(tree):
     Variable = nnx_class('Variable')
     return any(isinstance(x, Variable) for x in jax.tree.leaves(tree, is_leaf=lambda x: isinstance(x, Variable)))
 
-def is_train_state(tree): return hasattr(tree, 'opt_state') and hasattr(tree, 'params') # both attributes exist only in flax's TrainState
+def is_train_state(tree):
+    "Return True if a tree is a TrainState of flax, which has the attributes `opt_state` and `params`."
+    return hasattr(tree, 'opt_state') and hasattr(tree, 'params') # both attributes exist only in flax's TrainState
 
 def items_in(tree):
     "Return a pair (key, value) for each direct child of a JAX tree, such as each item of a dict."

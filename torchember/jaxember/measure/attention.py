@@ -70,7 +70,9 @@ class Limits:
         if key_lengths is not None: visible &= key<key_lengths[:, None, None, None]
         return logits, visible
 
-def limits_of_tree(causal_and_window, arrays): return Limits(*arrays, *causal_and_window)
+def limits_of_tree(causal_and_window, arrays):
+    "Rebuild the `Limits` of an attention call from the parts of its JAX tree: the static pair (causal, window), and the arrays."
+    return Limits(*arrays, *causal_and_window)
 
 jax.tree_util.register_pytree_node(Limits, lambda x: (x.arrays, (x.causal, x.window)), limits_of_tree)
 

@@ -130,7 +130,9 @@ lanes,chunk = 256,1<<15
 
 def apply_in_chunks(f, x):
     "Apply `f` to each chunk of a flat array, in float32. Return the stacked results of all full chunks, then the results of the rest."
-    def apply_to_chunk(c, lanes=lanes): return f(c.reshape(-1, lanes).astype(np.float32))
+    def apply_to_chunk(c, lanes=lanes):
+        "Apply `f` to a chunk of the flat array, as a float32 matrix with `lanes` columns."
+        return f(c.reshape(-1, lanes).astype(np.float32))
     whole = x.size//chunk*chunk
     filled = x.size//lanes*lanes
     got = []
@@ -281,7 +283,9 @@ def primitive(name, shape, f, on_cpu):
     "Create a JAX primitive that computes summary rows, by `on_cpu` on a CPU, else by `f`. `shape`: function that returns the shape of the rows."
     p = Primitive(name)
     @partial(jax.jit, static_argnames=('names', 'values'))
-    def bind_in_jit(x, names, values): return p.bind(x, **dict(zip(names, values, strict=True)))
+    def bind_in_jit(x, names, values):
+        "Run the primitive on an array `x` in compiled code. `names`, `values`: names and values of the primitive's parameters, as tuples."
+        return p.bind(x, **dict(zip(names, values, strict=True)))
     def compute_now(x, **params):
         "Compute the summary row of `x` immediately, outside of compiled functions."
         # with `disable_jit`, JAX would call `compute_now` recursively without end

@@ -34,9 +34,17 @@ class Summaries:
     def __hash__(self): return hash((self.wanted, self.alone))
     width = property(lambda self: row_length(self.wanted), doc="Number of uint32 values in a row")
 
-    def measurements(self, key, x): return [summary_row(x, self.wanted, not self.alone)], None
-    def empty_measurement(self, piece): return empty_rows(self.wanted, piece.shape[:-1])
-    def merge_two(self, one, two): return merged_row(jnp.stack([one, two]), self.wanted)
+    def measurements(self, key, x):
+        "Measure an array: return a list with its summary row, and None, because summary rows need no description of their form."
+        return [summary_row(x, self.wanted, not self.alone)], None
+
+    def empty_measurement(self, piece):
+        "Return summary rows of arrays without elements, in the shape of the summary rows `piece`."
+        return empty_rows(self.wanted, piece.shape[:-1])
+
+    def merge_two(self, one, two):
+        "Merge two summary rows of a value, from different iterations. Return the summary row of all elements."
+        return merged_row(jnp.stack([one, two]), self.wanted)
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #c93119e3
 class UserStatistic:
@@ -64,12 +72,19 @@ class UserStatistic:
         return {'error': error}
 
     def measurements(self, key, x):
+        "Measure an array by the user's function: return the arrays in the result, and a form from which `rebuild_statistic` makes the result."
         leaves,form = jax.tree.flatten(self.call_function(x))
         arrays = [isinstance(v, jax.Array|np.ndarray) for v in leaves]
         form = form,tuple(None if a else v for v,a in zip(leaves, arrays, strict=True)),tuple(arrays)
         return [jnp.asarray(v) for v,a in zip(leaves, arrays, strict=True) if a], form
-    def empty_measurement(self, piece): return jnp.zeros(piece.shape, piece.dtype)
-    def merge_two(self, one, two): return two
+
+    def empty_measurement(self, piece):
+        "Return zeros in the shape and dtype of `piece`, an array in the result of the user's function."
+        return jnp.zeros(piece.shape, piece.dtype)
+
+    def merge_two(self, one, two):
+        "Return the later of two measurements, `two`, because results of a user's function cannot be merged."
+        return two
 
 def rebuild_statistic(form, pieces):
     "Rebuild the dict that a user's statistic has returned. `form`: structure of the dict. `pieces`: the arrays in the dict."
@@ -264,7 +279,9 @@ def add_scan_outputs(params, twin):
 @cache
 def form_of_outputs(carried, stacked) -> dict: # number of carried values, and number of stacked outputs
     "Return the parameters that describe the outputs of a `scan` operation, copied from a small example `scan` with the same number of outputs."
-    def example_body(carry, x): return [c+1 for c in carry], [x+i for i in range(stacked)]
+    def example_body(carry, x):
+        "Run one iteration of the example `scan`: return all carried values, and `stacked` outputs."
+        return [c+1 for c in carry], [x+i for i in range(stacked)]
     e, = jax.make_jaxpr(lambda carry, xs: lax.scan(example_body, carry, xs))([0]*carried, np.arange(2)).eqns
     return {k: v for k,v in e.params.items() if k=='ft_out'}
 
@@ -294,7 +311,9 @@ def scan_every_kth(self, params, vals, twin, k):
     def measuring_body(carry, x):
         "Run iteration `i` of the loop. Measure tagged values if `i` is a multiple of k."
         state,kept,(i,*x) = *carry,x
-        def run_unmeasured(*args): return [*jaxpr_as_fun(plain)(*args), *map(self.empty, pieces)]
+        def run_unmeasured(*args):
+            "Run the original body of the loop. Return its outputs, and empty measurements."
+            return [*jaxpr_as_fun(plain)(*args), *map(self.empty, pieces)]
         out = lax.cond(i%k==0, lambda *args: [*jaxpr_as_fun(twin)(*args)], run_unmeasured, *vals[:c], *state, *x)
         # an iteration without measurements writes to an additional last element, removed in the `return` below
         at = jnp.where(i%k==0, i//k, size)

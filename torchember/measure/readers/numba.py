@@ -587,16 +587,27 @@ def converting(blocks, work, name):
     # make the name unique, because numba's cache confuses functions with equal names and signatures
     read_integers.__qualname__ += f'_{name}'
     inner = njit(nogil=True)(read_integers)
-    def read_converted(x, n, dims, sizes, strides, how, out, desk): inner(x, n, dims, sizes, strides, how, out, desk)
+    def read_converted(x, n, dims, sizes, strides, how, out, desk):
+        "Measure a tensor of integers: convert its elements to floats, and add them to the summary vector `out`."
+        inner(x, n, dims, sizes, strides, how, out, desk)
     read_converted.__name__ += f'_{name}'
     return read_converted
 
 def float32(x, n, dims, sizes, strides, how, out, desk):
     "Measure a tensor of float32 numbers: add its elements to the summary vector `out`."
     through_float32(x, n, dims, sizes, strides, how, out, desk)
-def float64(x, n, dims, sizes, strides, how, out, desk): through_float64(x, n, dims, sizes, strides, how, out, desk)
-def bfloat16(x, n, dims, sizes, strides, how, out, desk): through_bfloat16(x, n, dims, sizes, strides, how, out, desk)
-def float16(x, n, dims, sizes, strides, how, out, desk): through_float16(x, n, dims, sizes, strides, how, out, desk)
+
+def float64(x, n, dims, sizes, strides, how, out, desk):
+    "Measure a tensor of float64 numbers: add its elements to the summary vector `out`."
+    through_float64(x, n, dims, sizes, strides, how, out, desk)
+
+def bfloat16(x, n, dims, sizes, strides, how, out, desk):
+    "Measure a tensor of bfloat16 numbers: add its elements to the summary vector `out`."
+    through_bfloat16(x, n, dims, sizes, strides, how, out, desk)
+
+def float16(x, n, dims, sizes, strides, how, out, desk):
+    "Measure a tensor of float16 numbers: add its elements to the summary vector `out`."
+    through_float16(x, n, dims, sizes, strides, how, out, desk)
 entries = dict(float32=(float32, types.float32), float64=(float64, types.float64), bfloat16=(bfloat16, types.uint16), float16=(float16, types.uint16))
 # integers that float32 cannot represent exactly are converted to float64, as in `format_for`
 entries |= {k: (converting(blocks64, np.float64, k), getattr(types, k)) for k in ('int64', 'int32')}
@@ -644,12 +655,15 @@ def kernel(fmt):
 def call_kernel(typing, at, x, n, dims, sizes, strides, how, out, desk):
     "Call the machine code at the address `at` with the arguments of the function `float32`. Pointers are passed as integers."
     def make(context, b, signature, arguments):
+        "Generate LLVM code for the call, with the LLVM builder `b`. Return a dummy value, because the call returns nothing."
         address,*rest = arguments
         b.call(b.inttoptr(address, ir.FunctionType(ir.VoidType(), [word]*8).as_pointer()), rest)
         return context.get_dummy_value()
     return types.void(*(types.int64,)*9), make
 
-def run_kernel(at, x, n, dims, sizes, strides, how, out, desk): call_kernel(at, x, n, dims, sizes, strides, how, out, desk)
+def run_kernel(at, x, n, dims, sizes, strides, how, out, desk):
+    "Run the machine code at the address `at` with the arguments of the function `float32`. Pointers are passed as integers."
+    call_kernel(at, x, n, dims, sizes, strides, how, out, desk)
 
 def compile_integer_function(function, arguments, returns=types.void):
     "Compile a function with integer arguments. Its calls keep the GIL, but are fast, because numba does not inspect argument types."
