@@ -91,10 +91,13 @@ def network(name):
     return m.train(),lambda m: m(input_ids=ids()[None], labels=ids()[None]).loss
 
 
-def record(monkeypatch, plan, name, scenario=None, steps=5, **how):
-    "Train a model. Return its rows, the values that a user sees in each step, the final parameters, and the number of planned calls."
+def record(monkeypatch, plan, name, scenario=None, steps=5, prepare=lambda model: None, **how):
+    """Train a model. Return its rows, the values that a user sees in each step, the final parameters, and the numbers of planned rows.
+
+    `name`: name of a network, or a function that returns a model and its loss."""
     monkeypatch.setenv('TORCHEMBER_PLAN', plan)
-    model,loss = network(name)
+    model,loss = network(name) if isinstance(name, str) else name()
+    prepare(model)
     opt = torch.optim.SGD(model.parameters(), lr=.01)
     how = {'optimizer': opt} | how
     if how['optimizer'] is None: del how['optimizer']
@@ -108,7 +111,7 @@ def record(monkeypatch, plan, name, scenario=None, steps=5, **how):
         opt.zero_grad()
         current = te.current_mt
         seen.append((x.item(), list(te.mt_log), current and current.name, [(t.name, t.input_dt, t.output_dt) for t in copy.copy(te.tracks)].__repr__()))
-    written = te.recorder.events.planned.written
+    written = te.recorder.events.planned.written,te.recorder.events.merged.written
     te.close()
     rows = [json.dumps({k: v for k,v in r.items() if k!='ts'}, sort_keys=True) for r in te.t.lines()]
     return rows,seen,[p.tolist() for p in model.parameters()],written
@@ -116,7 +119,12 @@ def record(monkeypatch, plan, name, scenario=None, steps=5, **how):
 
 def check(monkeypatch, name, scenario=None, planned=True, **how):
     general,got = (record(monkeypatch, plan, name, scenario, **how) for plan in ('0', '1'))
-    assert general[3]==0 and (got[3]>0)==planned
+    assert general[3]==(0, 0) and (got[3][0]>0)==planned
+    compare(general, got)
+
+
+def compare(general, got):
+    "Assert that two results of `record` have equal rows, values and parameters."
     for a,b in zip(general[0], got[0], strict=False): assert a==b
     assert len(general[0])==len(got[0])
     assert general[1]==got[1] and general[2]==got[2]

@@ -7,6 +7,7 @@ __all__ = ['entered', 'exited', 'grads_arrived', 'probed', 'missed', 'began', 'e
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #90f2b484
 import functools, itertools, json, weakref
+from typing import Any, NamedTuple
 
 import torch
 
@@ -34,6 +35,10 @@ def holder_of(key):
     "Return the holder of a key tensor: the object that it represents in compiled code. Return None if the object was deleted."
     return holders.get(key.item())
 
+def holders_of(keys):
+    "Return the holder of each key tensor, as `holder_of`. For 40 keys, one call of torch takes half as long as 40 calls of `item`."
+    return [holders.get(n) for n in torch.cat(keys).tolist()]
+
 # %% ../../nbs/10_capture/15_compiled.ipynb #daf885c8
 lib = torch.library.Library('torchember', 'FRAGMENT')
 
@@ -45,7 +50,7 @@ def unused_name(name):
     names = (f'{name}_{i}' if i>1 else name for i in itertools.count(1))
     return next(n for n in names if not hasattr(torch.ops.torchember, n))
 
-operators = {} # name of an operator with mergeable calls -> function that the operator calls
+operators = {} # name of an operator with mergeable calls -> its name without a number, and the function that the operator calls
 mergeable = {} # operator with mergeable calls -> True if an effect token keeps the order of the operator
 
 def define_operator(name, arguments, f, token=True, tensors='Tensor[]', merges=True):
@@ -61,7 +66,7 @@ def define_operator(name, arguments, f, token=True, tensors='Tensor[]', merges=T
         holder.memory_reused()
         f(holder, xs, *rest)
     op,token = add_operator(name, f'{tensors} xs, Tensor key{arguments}', run, token)
-    if merges: operators[op.name()],mergeable[op] = f,token
+    if merges: operators[op.name()],mergeable[op] = (name, f),token
     return op
 
 def add_operator(name, arguments, run, token):
@@ -98,12 +103,12 @@ def make_holder_call(method):
     return f
 
 def report_gradients(holder, xs, ttype, names):
-    "Report gradients `xs` of the tensors `names` to the object `holder`. A gradient is None if the backward pass did not compute it."
+    "ReportedCall gradients `xs` of the tensors `names` to the object `holder`. A gradient is None if the backward pass did not compute it."
     named = [(n, x.detach()) for n,x in zip(names, xs, strict=True) if x is not None]
     if named: holder.grads_arrived(ttype, named)
 
 def report_pending(holder, xs, last):
-    "Report that calls from the module of `holder` to the module of `last` are pending: a compiled graph begins, and reports the calls later."
+    "ReportedCall that calls from the module of `holder` to the module of `last` are pending: a compiled graph begins, and reports the calls later."
     if not recomputing() and (end := holder_of(last)) is not None: holder.compiled_graph_began(end)
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #e291353d
@@ -119,20 +124,37 @@ ended = define_operator('ended', '', lambda holder, xs: recomputing() or holder.
 pending = define_operator('pending', ', Tensor last', report_pending, merges=False)
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #6e120021
+class ReportedCall(NamedTuple):
+    "A call of one of torchember's operators, which a merged call replaces."
+    key:int # Index of its key among the keys of the merged call
+    operator:str # Name of the operator, such as 'entered'
+    call:Any # Function that the operator calls
+    at:list # Indices of its tensors among the tensors of the merged call, -1 for None
+    arguments:list # Further arguments, such as the names of the tensors
+
+    def run(self, holder, xs):
+        "Run the operator with some of the tensors `xs` of the merged call."
+        self.call(holder, [None if i<0 else xs[i] for i in self.at], *self.arguments)
+
 @functools.lru_cache(4096)
 def events_of(text):
-    """Parse the events in a JSON text: return the calls that a merged call replaces.
+    "Parse the events in a JSON text: return the calls that a merged call replaces, as a list of `ReportedCall`s."
+    return [ReportedCall(key, *operators[name], at, arguments) for name,key,at,*arguments in json.loads(text)]
 
-    Each call is a tuple: index of its key, its function, indices of its tensors (-1 for None), and its further arguments."""
-    return [(key, operators[name], at, rest) for name,key,at,*rest in json.loads(text)]
+def plan_of_merged(events, holders):
+    "Return the plan of a merged call, by the first holder with only one listener. Return None without a plan. `events`: JSON for `events_of`."
+    listener = next(filter(None, (getattr(h, 'listener', None) for h in holders)), None)
+    return None if listener is None else listener.plan_of_merged(events, holders)
 
 def run_merged(xs, keys, events):
-    "Run an operator that replaces several calls: call their functions in order. `events`: JSON for `events_of`."
-    found = [holder_of(k) for k in keys]
+    "Run an operator that replaces several calls: run their plan, or call their functions in order. `events`: JSON for `events_of`."
+    found = holders_of(keys)
+    plan = plan_of_merged(events, found)
+    if plan is not None: return plan.run(xs)
     for holder in found:
         if holder is not None: holder.memory_reused()
-    for key,f,at,rest in events_of(events):
-        if found[key] is not None: f(found[key], [None if i<0 else xs[i] for i in at], *rest)
+    for report in events_of(events):
+        if found[report.key] is not None: report.run(found[report.key], xs)
 
 # list of tuples (operator that replaces several calls, True if an effect token keeps the order of its calls)
 merged = [add_operator(name, 'Tensor?[] xs, Tensor[] keys, str events', run_merged, token)

@@ -123,6 +123,11 @@ class Listener(Protocol):
         See `recorder.call_plans.CallPlan`. `names`: result of `argument_names` for the module's `forward`.
         This method is not called for a module with several listeners."""
 
+    def plan_of_merged(self, text, holders):
+        """Return a plan for a merged call of compiled code: an object that records the calls and gradients that it reports. Return None without a plan.
+
+        See `recorder.merged_plans.MergedPlan`. `text`: JSON of the reports; `holders`: objects that get the reports."""
+
     def probe(self, state, name:str, tensor): "Called when the user records a tensor of a module by `te.probe`."
 
     def probe_here(self, name:str, tensor): "Called when the user records a tensor by `te.probe` in the module that is running now."

@@ -48,10 +48,17 @@ class PendingGradients:
         # (tensor type, tensor name) -> number of its gradients that have arrived in this pass, minus 1
         self.counts = {}
 
-    def expect(self, ttype, names, call, listener):
-        "Expect gradients of the tensors `names` for a call: add the call to their queues. `call`: number and phase of the call."
+    def expect(self, ttype, names, call, listener, first=None):
+        """Expect gradients of the tensors `names` for a call: add the call to their queues. `call`: number and phase of the call.
+
+        `first`: first step whose calls may still get gradients, from `Listener.lasting` by default.
+        """
         now = listener.step
-        if self.step!=now: self.step,self.calls = now,{k: c for k,c in self.calls.items() if c.keep_steps(now-listener.lasting, now)}
+        if self.step!=now:
+            first = now-listener.lasting if first is None else first
+            # usually, all calls are from earlier steps
+            calls = {} if self.step is None or self.step<first else {k: c for k,c in self.calls.items() if c.keep_steps(first, now)}
+            self.step,self.calls = now,calls
         for n in names: self.calls.setdefault((ttype, n), PendingCalls()).expect(*call, now)
 
     def next_call(self, ttype, name, calls):
@@ -83,6 +90,10 @@ class CompiledPasses:
         self.calls = Counter() # thread id -> number of running calls of the module
         # flags for inputs and outputs, read by compiled loops: 1 if the `moduleTrack` has the shapes of these tensors
         self.shapes_known = array('q', (0, 0))
+
+    def count(self, n):
+        "Count the running calls of the module in this thread. `n`: 1 for a call that begins, -1 for a call that ends."
+        self.calls[get_ident()] += n
 
 def remove_thread(threads):
     "Remove the id of this thread from a set of thread ids. Return True if the set had this id."
@@ -179,7 +190,7 @@ class ModuleState:
         "Report that compiled code entered the module. `named`: (name, tensor) pairs of the inputs."
         # do nothing if this listener wants no inputs: another listener has caused this call by compiled code
         if not (self.wants.inputs and self.watched and self.wants.compiled): return
-        self.passes.calls[get_ident()] += 1
+        self.passes.count(1)
         if not self.root and not self.listener.inside():
             # a torch.compile guard checks `outermost`, so torch compiles a new graph that reports the start of passes
             self.passes.outermost = True
@@ -192,7 +203,7 @@ class ModuleState:
         has_inputs = self.wants.inputs
         # report nothing if the listener wants no outputs, or was installed after this call began
         if not (self.wants.outputs and self.watched and (self.passes.calls[get_ident()] if has_inputs else self.wants.compiled)): return
-        self.passes.calls[get_ident()] -= has_inputs
+        self.passes.count(-has_inputs)
         if self.is_recorded(): self.expect('output_grad', hooked, self.listener.call_ends(self, named, True))
         if remove_thread(self.passes.by_call): self.ended()
 

@@ -199,6 +199,8 @@ class Patch:
         if not isinstance(module, torch.jit.ScriptModule): self.attributes['__prepare_scriptable__'] = types.MethodType(refuse_scripting, module)
         self.set_states([])
 
+    listener = property(lambda self: self.states[0].listener if len(self.states)==1 else None, doc="The module's only listener, None if it has several.")
+
     def set_states(self, states):
         "Set the `ModuleState`s of the listeners. The forward for each listener calls the forward for the next listener."
         self.states,call = tuple(states),self.covered

@@ -92,7 +92,6 @@ class Merge:
         self.table = self.table.drop(columns=[c for c in shard_columns if c in self.table])
 
     def column(self, name, missing=None):
-        "Return a column of the rows to merge. If the rows lack the column, return a column filled with `missing`."
         return column_of(self.rows, name, missing)
 
     def fill(self):
@@ -181,7 +180,6 @@ class Merge:
         out.loc[sums, [c for c in self.rows.columns if c in derived]] = np.nan
         means = self.column('mean', np.nan).to_numpy(float)*self.factor
         def make_term(i):
-            "Make a `Term` of row `i`: the contribution of one rank to a sum over ranks."
             return Term(float(means[i]), float(self.count[i]), plan.roles_of(i), int(plan.rank[i]))
         if 'mean' in out: out.loc[sums, 'mean'] = [mean_of_sum([*map(make_term, groups[o])], plan.axes) for o in sums]
         if 'exponents' in out: out['exponents'] = out['exponents'].astype(object).where(~np.isin(np.arange(plan.n), sums), None)

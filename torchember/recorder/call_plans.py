@@ -295,12 +295,12 @@ class CallPlan:
         if not run.calls.here.stack: run.pipe.remover.refused.hook_outputs(tensors)
         run.calls.current = run.calls.innermost() or st.track
 
-    def measure_parameters(self):
-        "Measure the parameters of the module, unless they were measured in this step."
+    def measure_parameters(self, learns=True):
+        "Measure the parameters of the module, unless they were measured in this step. `learns`: False to learn nothing for compiled code."
         sources,run = self.run.sources,self.run
         if ttypes := sources.parameter_types[run.steps.manual]:
             with self.state.listener.lock: sources.parameters.after_call(self.state, False, ttypes)
-        if run.steps.manual: self.learn_parameters()
+        if learns and run.steps.manual: self.learn_parameters()
 
     def learn_parameters(self):
         "Learn the names and taps of the module's own parameters, for a check by compiled code."

@@ -20,6 +20,7 @@ from ..capture.tree import unwrap
 from ..measure.elements import Unmeasurable
 from .call_plans import CallPlan, PlannedPass
 from .calls import raise_recursion_limit
+from .merged_plans import MergedPlans
 from .modes import ModeFacts
 from .optimizer import optimizer_names
 from .pipe import begin_pass
@@ -229,17 +230,16 @@ class ModelEvents(Listener):
     def __init__(self, recorder, pipe, lock, only_training:bool=False):
         self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: read by callers of `find_exclusive_listener`
         self.steps,self.sources,self.buffer,self.cost,self.calls = pipe.steps,pipe.sources,pipe.buffer,pipe.cost,pipe.buffer.calls
-        self.pass_events,self.planned = PassEvents(pipe, only_training),PlannedPass(pipe)
-        self.passes = RunningPasses(self.pass_events, self.planned, lock)
-        self.on = False # True if the current step is measured
+        self.on,self.merged,self.pass_events = False,MergedPlans(),PassEvents(pipe, only_training)
+        self.passes = RunningPasses(self.pass_events, PlannedPass(pipe), lock)
         self.wants = WantedTypes(**{t: t in self.sources.ttypes for t in ('input_grad', 'output_grad')})
 
-    step,running = property(lambda self: self.steps.number),property(lambda self: self.passes.running)
+    step,running,planned = (property(f) for f in (lambda self: self.steps.number, lambda self: self.passes.running, lambda self: self.passes.planned))
     lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)),
         doc="Number of earlier steps that may be micro-batches of the open step.")
 
     def turn(self, on):
-        "Turn the measurement of module calls on or off."
+        "Turn the measurement of module calls on or off, if the current step is measured or not."
         self.on = on
         self.planned.stop()
         self.wants.switch(on)
@@ -261,23 +261,16 @@ class ModelEvents(Listener):
         here.depth += 1
         return True
 
-    def pass_fails(self, state):
-        "Handle an exception in a pass of the model: mark the pass as failed, unless other threads are in this pass."
-        self.pass_events.fail(self.calls.here)
+    def pass_fails(self, state): self.pass_events.fail(self.calls.here)
 
     def pass_ends(self, state, compiled):
-        "Handle the end of a pass of the model. After compiled code, switch the reports of compiled code on or off for the next pass."
         here = self.calls.here
         here.depth -= 1
         if not here.depth and (on := self.passes.end(here, compiled)) is not None: self.wants.switch(on)
 
-    def inside(self):
-        "Return True if a pass of the model is running in this thread."
-        return self.calls.here.depth>0
+    def inside(self): return self.calls.here.depth>0
 
-    def records(self):
-        "Return True if module calls in this thread are recorded. Return False in an unrecorded pass, and in a user's statistics function."
-        return not (self.calls.here.measuring or self.calls.here.skipped)
+    def records(self): return not (self.calls.here.measuring or self.calls.here.skipped)
 
     def call_begins(self, state, inputs, compiled=False):
         "Handle the begin of a module call: measure its inputs. Return the number and the phase of the call."
@@ -309,7 +302,6 @@ class ModelEvents(Listener):
         return call, here.phase
 
     def returned(self, state, outputs, call, phase=None):
-        "Measure the returned outputs of a tensor-parallel module, after the hooks of this module have summed them over ranks."
         if not self.on or not self.sources.states: return
         since = clock()
         state.passes.shapes_known[1] = 0
@@ -318,26 +310,20 @@ class ModelEvents(Listener):
         self.cost.add_work(since)
 
     def plan_of(self, state, names): # None for the root: Python code handles its calls, because they begin passes
-        "Return a `CallPlan`, which records a module's calls faster. Return None for the root, or while no compiled code is loaded."
         return CallPlan(state, names, self.planned) if self.planned.compiled is not None and not state.root else None
+    def plan_of_merged(self, text, holders): return self.merged.find(self, text, holders)
 
-    def compiled_graph_begins(self, state, last):
-        "Note in the black box that a compiled graph runs. `state`, `last`: `ModuleState`s of the first and the last module of the graph."
-        self.calls.note_pending(state.track.name, last.track.name)
+    def compiled_graph_begins(self, state, last): self.calls.note_pending(state.track.name, last.track.name)
 
-    def call_fails(self, state):
-        "Handle an exception in a module call: end this call, and note the failure in the black box."
-        self.calls.fail(state.track.name)
+    def call_fails(self, state): self.calls.fail(state.track.name)
 
     def probe_here(self, name, x):
-        "Measure a tensor that the user records by `te.probe` in the running module. Without a running module, assign the tensor to the model."
         if not self.on or (self.inside() and self.calls.here.skipped): return
         track,states = self.calls.innermost(),self.sources.states
         self.probe(next((st for st in states if st.track is track), states[0]), name, x)
 
     @timed
     def probe(self, state, name, x):
-        "Measure a tensor of a module that the user records by `te.probe`. Do nothing in a step that is not measured."
         here = self.calls.here
         if self.on and self.sources.states:
             # number of the module's running call, because the tensor belongs to this call; else number of the last call
@@ -347,27 +333,18 @@ class ModelEvents(Listener):
 
     @timed
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
-        "Measure the gradient of an input or output of a module. Do nothing in a step that is not measured."
         if not self.on or not self.sources.states: return
         self.steps.note_content()
         self.buffer.measure(state, ttype, tname, grad, None, call, phase, backward, self.sources.optimizers.scale())
 
     @timed
-    def recomputed(self, state, inputs, outputs):
-        "Handle a module that a checkpoint recomputes: install gradient hooks on the new inputs or outputs."
-        self.sources.gradients.recomputed(state, inputs, outputs)
+    def recomputed(self, state, inputs, outputs): self.sources.gradients.recomputed(state, inputs, outputs)
 
-    def memory_reused(self):
-        "Forget all cached summaries of tensors, because compiled code may have reused the memory of these tensors."
-        self.buffer.rows.forget_cached_summaries()
+    def memory_reused(self): self.buffer.rows.forget_cached_summaries()
 
-    def failed(self, state, ttype, tname, error):
-        "Report the error in the recording of a tensor: warn, or raise the error if `on_error` is 'raise'."
-        self.buffer.notices.failed(state.track.name, tname, error, self.buffer.stats.get(ttype))
+    def failed(self, state, ttype, tname, error): self.buffer.notices.failed(state.track.name, tname, error, self.buffer.stats.get(ttype))
 
-    def missed(self, state, ttype, names):
-        "Report that compiled code could not record some tensors of a module, because they are DTensors. `names`: their names."
-        report_missed(self, state, ttype, names)
+    def missed(self, state, ttype, names): report_missed(self, state, ttype, names)
 
 # %% ../../nbs/40_recorder/79_model_events.ipynb #962d98b3
 class OptimizerEvents(Listener):

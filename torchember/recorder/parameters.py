@@ -180,7 +180,7 @@ class Parameters:
         The complete gradients replace gradients measured during the passes. `wanted`: ids of the parameters, None for
         all; `scale`: factor to divide out of the gradients; `plan`: result of `current_plan`, None to call it here.
         """
-        if scale is None and self.measure_planned(wanted, plan): return
+        if not {'weight', 'weight_grad'} & set(self.ttypes) or scale is None and self.measure_planned(wanted, plan): return
         which = list(self.each(wanted))
         if 'weight' in self.ttypes: self.measure_missed(which)
         if 'weight_grad' in self.ttypes: self.measure_again(('weight_grad',), which, scale)

@@ -206,6 +206,7 @@ class ArmedModel:
         "Forget the modules of the model, and stop the clock of the training until recording starts again."
         self.sources.armed([])
         self.owner = self.same_modules = None
+        self.events.merged.plans.clear() # the plans refer to the modules
         self.cost.pause()
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #9e5eebef

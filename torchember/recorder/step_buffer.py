@@ -516,7 +516,6 @@ class StepBuffer:
         self.functions.lock,self.calls.box,self.rows = lock,None,StepRows(self.notices, lock)
 
     def handle_step_end(self):
-        "Prepare the buffer for the next step: forget the rows of the ended step, and number micro-batches from 0 again."
         self.rows.handle_step_end()
         self.micro,self.gradients = 0,None
         self.on_device = any(b.device.type!='cpu' for b in self.rows.arena.blocks)

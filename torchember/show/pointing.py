@@ -465,7 +465,6 @@ class Interactive:
     def locked(self, f):
         "Wrap a handler of control changes by a lock: only one handler runs at a time, and its exceptions become messages in the notebook."
         def g(*args):
-            "Call the handler `f` while no other handler runs. Show the text of an exception in the notebook."
             with self.lock:
                 try: f(*args)
                 except Exception as e: self.layout.show_message(error_text(e))
@@ -494,7 +493,6 @@ class Interactive:
         return ' '.join(out)
 
     def draw(self, arguments, values):
-        "Draw the picture with these values of its arguments. For a heat map, store the values to find clicked cells."
         self.picture.draw(arguments, values, self.cursor and self.cursor.pinned)
         if self.patches and arguments is self.stack[0]: self.patches.store_arguments(values)
 

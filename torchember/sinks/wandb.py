@@ -97,9 +97,7 @@ class Wandb(Sink):
             self.open_row[axis] = step,present|keys
         self.run.log({**outdated, **data, **dict.fromkeys(keys_of_axis, step)}, commit=False)
 
-    def scalars(self, step, numbers):
-        "Add the scalars (numbers) of a step to the current row of W&B."
-        self.put(step, numbers)
+    def scalars(self, step, numbers): self.put(step, numbers)
 
     def histograms(self, step, counts):
         "Add the histograms of a step to the current row of W&B."

@@ -312,6 +312,4 @@ class JaxRecorder:
         self.watching.release()
         self.t.end()
 
-    def warn(self, text, severity=None):
-        "Show a warning, unless it was shown before. With a severity, also store the warning as a finding of the current step."
-        self.reporter.warn(text, severity, self.step)
+    def warn(self, text, severity=None): self.reporter.warn(text, severity, self.step)

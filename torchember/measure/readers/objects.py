@@ -738,6 +738,25 @@ def write_gradients(run, parameters, n, start):
         if not write_gradient(run, parameters+8*gradient_words*i, to): return i
     return n
 
+# %% ../../../nbs/20_measure/52_objects.ipynb #6a9e0002
+# words of a row to write for a merged call: index of its tensor (-1: the parameters of a module), index of its call number in the
+# array `numbers`, and the words of its tap (for parameters: address of the module's plan)
+ITEM,CALL_AT,ITEM_TAP,item_words = 0,1,2,2+tap_words
+
+def write_merged(run, items, numbers, n, start, xs):
+    """Write the rows of a merged call's tensors from number `start` on. Return the number of the first row that Python code must write, `n` if there is none.
+
+    `items`: words of all rows. `numbers`: call numbers, -1 if Python code must write the row. `xs`: list of the tensors."""
+    to = room()
+    for i in range(start, n):
+        p = items+8*item_words*i
+        k,call = load(p+8*ITEM),load(numbers+8*load(p+8*CALL_AT))
+        if k<0:
+            measured = load(run+8*MEASURED)
+            if measured!=0 and (measured==-1 or not write_weights(run, load(p+8*ITEM_TAP), to)): return i
+        elif call<0 or not write_row(run, list_item(address(xs), k), p+8*ITEM_TAP, call, to): return i
+    return n
+
 # %% ../../../nbs/20_measure/52_objects.ipynb #d5bff800
 own_checksum = source_checksum(__name__)
 
@@ -748,17 +767,17 @@ def entry(function, *arguments):
 
 @cache
 def entries():
-    """Return the entry points of compiled code: `enter_call`, `leave_call`, `write_gradients`, `check_dicts` and `check_lists`.
+    """Return the entry points of compiled code: `enter_call`, `leave_call`, `write_gradients`, `check_dicts`, `check_lists` and `write_merged`.
 
     Compile them first, or load them from numba's cache."""
     number,o = types.int64,python_object
     return (entry(enter_call, number, o, o, number), entry(leave_call, number, o, number), entry(write_gradients, *(number,)*4),
-        entry(check_dicts, number, number), entry(check_lists, number, number))
+        entry(check_dicts, number, number), entry(check_lists, number, number), entry(write_merged, *(number,)*5, o))
 
 def are_cached() -> bool:
     "Return True if the compiled functions for this source code are cached on disk by numba. Then `entries` takes less than 0.1 s."
     # `entries` compiles this function last: if the cache has this function, it has all functions
-    last = check_lists
+    last = write_merged
     last.__qualname__ = name_in_cache(last, own_checksum)
     try: folder = njit(cache=True)(last).stats.cache_path
     # numba raises RuntimeError if it finds no writable folder for its cache
