@@ -66,6 +66,18 @@ def test_iterations_of_a_scan_are_calls_and_those_of_a_while_loop_are_merged():
     np.testing.assert_allclose(got, np.concatenate([*steps, merged, steps[0]]), 1e-4)
 
 
+def test_size_of_the_values():
+    "In the last form, two query heads share the values of a group. Values of single examples and of the iterations of a loop are merged."
+    more = jnp.tile(q, (1, 1, 2, 1))
+    forms = [attend, lambda q: jax.vmap(one)(q, k, v), until(lambda i, q: attend(q)), lambda q: jax.nn.dot_product_attention(more, k, v)]
+    _,df,_ = recorded(jax.jit(lambda q: [f(q) for f in forms]), q)
+    rms = np.sqrt(np.square(np.asarray(v, np.float64)).mean((0, 1, 3)))
+    np.testing.assert_allclose(df.sort_values(['call', 'tname']).value_rms.astype(float), [*rms]*3+[rms[0]]*2+[rms[1]]*2, 1e-6)
+    net = nn.MultiHeadDotProductAttention(num_heads=2) # linen computes the weights in a function without values
+    x = q.reshape(3, 10, 8)
+    assert 'value_rms' not in recorded(jax.jit(lambda x: net.apply(net.init(jax.random.key(0), x), x)), x, name='linen')[1]
+
+
 # Compiles two programs with optimization; the notebook of `track` tests a smaller model
 @pytest.mark.release
 def test_blocks_in_scan_and_remat_have_paths_of_their_modules_and_the_training_keeps_its_bits(optimized):

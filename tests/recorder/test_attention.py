@@ -95,6 +95,39 @@ def test_numbers_equal_those_of_explicit_weights(name, implementation):
     if implementation=='sdpa' and 'T5' not in name: assert (rows.logit_max<=rows.logit_bound*1.0001).all()
 
 
+# models whose projection to queries, keys and values is known, and a function that returns the values (sequences, tokens, heads, size) from its output
+projections = {'GPT2LMHeadModel': ('c_attn', lambda x: x.chunk(3, -1)[2].unflatten(-1, (4, 4))),
+    'LlamaForCausalLM': ('v_proj', lambda x: x.unflatten(-1, (2, 4)).repeat_interleave(2, 2))}
+
+
+@pytest.mark.parametrize('name', projections)
+def test_size_of_the_values_equals_explicit_arithmetic(name):
+    "Of 20 sequences, those with the numbers 0, 3, 6, ... are in the sample. In Llama, two heads share the values of a group."
+    tf = pytest.importorskip('transformers')
+    cls,(projection,values_of) = getattr(tf, name),projections[name]
+    config = cls.config_class(**models[name])
+    model = cls._from_config(config, attn_implementation='sdpa')
+    values = []
+    for n,m in model.named_modules():
+        if n.endswith(projection): m.register_forward_hook(lambda m, args, out: values.append(values_of(out.detach())))
+    te = torchEmber(model.train(), attention=True)
+    model(input_ids=torch.randint(3, 60, (20, 12)))
+    te.disarm()
+    rows = heads(te)
+    expected = [v[::3].double().square().mean((0, 1, 3)).sqrt() for v in values]
+    assert len(expected)==2 and list(rows.tname)==[f'head_{i}' for _ in range(2) for i in range(4)]
+    torch.testing.assert_close(torch.tensor(rows.value_rms.to_numpy(float)), torch.cat(expected), rtol=1e-6, atol=0)
+    assert rows.value_rms.nunique()==(4 if 'Llama' in name else 8)
+
+
+def test_size_of_the_values_is_unknown_if_only_the_softmax_is_seen():
+    model = hand_written(['method', 'sdpa', 'F'])
+    te = torchEmber(model, attention=True)
+    model(torch.randn(3, 12, 8))
+    te.disarm()
+    assert heads(te).value_rms.notna().tolist()==[False]*2+[True]*2+[False]*2
+
+
 class Attention(nn.Module):
     "Causal attention with two heads. `how`: the way the attention is computed. The attention weights are kept in `weights`."
     def __init__(self, how, size=8):
@@ -292,7 +325,7 @@ def test_compiled_code_has_the_same_rows_and_bits(backend, parts):
     assert len(compiled)==3*(3*2+2)
     same = ['step', 'module', 'tname', 'call', 'dtype', 'queries', 'keys', 'reach']
     assert compiled[same].equals(eager[same])
-    for c in ('logit_max', 'logit_bound', 'entropy', 'effective_length', 'first_token', 'top_share', 'future'):
+    for c in ('logit_max', 'logit_bound', 'entropy', 'effective_length', 'first_token', 'top_share', 'future', 'value_rms'):
         got,want = (torch.tensor(rows[c].to_numpy(float)) for rows in (compiled, eager))
         torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5, equal_nan=True, msg=c)
 

@@ -57,7 +57,7 @@ def test_rows_of_two_ranks_are_merged(tmp_path):
     programs.ranks(tmp_path/'program.py')
     place = ['path', 'tname']
     for ttype,rows,merged in (
-            ('attention', 6, dict(entropy='mean', future='mean', logit_max='max', logit_bound='max')),
+            ('attention', 6, dict(entropy='mean', future='mean', value_rms='mean', logit_max='max', logit_bound='max')),
             ('router', 8, dict(entropy='mean', top_share='mean', load='mean', tokens='mean')),
             ('stream', 2, dict(rms_input='mean', added='mean', largest='max', median_ratio='max', numel='sum'))):
         each,both = (read('both', home=tmp_path, ttype=ttype, per_rank=p).set_index(place) for p in (True, False))
@@ -68,7 +68,7 @@ def test_rows_of_two_ranks_are_merged(tmp_path):
     squares = (each.rms**2*each.numel).groupby(place).sum()/each.numel.groupby(place).sum()
     np.testing.assert_allclose(both.rms.sort_index(), squares.sort_index()**.5, rtol=1e-6)
     # with tensor parallelism, each rank has rows only of its own attention heads
-    columns = ['tname', 'logit_max', 'logit_bound', 'entropy', 'first_token', 'future']
+    columns = ['tname', 'logit_max', 'logit_bound', 'entropy', 'first_token', 'future', 'value_rms']
     whole,split = (read(name, home=tmp_path, ttype='attention').sort_values('tname')[columns] for name in ('whole', 'split'))
     assert whole.tname.tolist()==split.tname.tolist()==[f'head_{i}' for i in range(4)]
     np.testing.assert_allclose(split[columns[1:]].astype(float), whole[columns[1:]].astype(float), rtol=1e-4)

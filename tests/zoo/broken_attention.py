@@ -1,5 +1,6 @@
 "Broken trainings: transformers with a fault in their attention"
 import torch
+from torch.nn.utils import prune
 
 from . import is_broken
 from .heads import Reader, causal, everything
@@ -91,3 +92,15 @@ def a_temperature_that_falls_after_the_loss_has_fallen(arm):
         passes[0] += 1
         return .25*1.2**min(max(passes[0]-100, 0), 60)
     train(arm, Reader([causal]*2, scale=scale), n=200)
+
+
+@is_broken('dead_heads', paths='layers.1.attn')
+def a_head_whose_values_are_pruned(arm):
+    "A mask of `torch.nn.utils.prune` keeps the value weights of one head at zero"
+    torch.manual_seed(510)
+    model = Reader([causal]*2)
+    values,kept = model.layers[1].attn.v,torch.arange(32)>=16
+    prune.custom_from_mask(values, 'weight', kept[:, None].expand(32, 32))
+    prune.custom_from_mask(values, 'bias', kept)
+    train(arm, model)
+    assert values.weight[:16].abs().max()==0

@@ -101,3 +101,27 @@ def an_encoder_and_a_decoder(arm):
             return self.head(self.both(self.embed(x.flip(1))+place, self.embed(x)+place, tgt_mask=mask))
     model = Translator()
     fit(arm, model, torch.optim.AdamW(model.parameters(), 1e-3), passages(60, 16), of_tokens, attention=True)
+
+
+@is_healthy
+def output_projections_that_start_at_zero(arm):
+    "In the first step, attention adds nothing and the values get no gradient. From the second step on, all heads learn"
+    torch.manual_seed(610)
+    model = Reader([causal]*2)
+    with torch.no_grad():
+        for layer in model.layers: layer.attn.out.weight.zero_(); layer.attn.out.bias.zero_()
+    losses = train(arm, model)
+    assert losses[-1]<2.5 and all(layer.attn.out.weight.abs().mean()>.01 for layer in model.layers)
+
+
+@is_healthy
+def values_that_start_at_zero(arm):
+    "The value weights of one head start at zero, and the learning rate rises slowly from zero"
+    torch.manual_seed(611)
+    model = Reader([causal]*2)
+    with torch.no_grad(): model.layers[1].attn.v.weight[:16] = 0; model.layers[1].attn.v.bias[:16] = 0
+    opt = torch.optim.AdamW(model.parameters(), 3e-3)
+    warmup = torch.optim.lr_scheduler.LambdaLR(opt, lambda n: min(n/100, 1))
+    opt.register_step_post_hook(lambda *_: warmup.step())
+    train(arm, model, opt)
+    assert model.layers[1].attn.v.weight[:16].abs().mean()>.01

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['most_sequences', 'most_queries', 'most_logits', 'hidden_below', 'spaced_queries', 'choose_queries', 'select_queries',
            'query_logits', 'visible_keys', 'mean_over', 'weights_and_entropy', 'future_and_reach', 'attention_numbers',
-           'logit_bound', 'spaced_sequences', 'measure_products', 'measure_logits']
+           'logit_bound', 'rms_of_values', 'spaced_sequences', 'measure_products', 'measure_logits']
 
 # %% ../../nbs/20_measure/57_attention.ipynb #e71a2be3
 import torch
@@ -105,24 +105,33 @@ def logit_bound(q, k, scale=None):
     norm = lambda x: torch.linalg.vector_norm(x, dim=-1, dtype=torch.float32).amax((0, 2))
     return norm(q)*norm(k).repeat_interleave(q.shape[1]//k.shape[1])*abs(q.shape[-1]**-.5 if scale is None else scale)
 
+def rms_of_values(v, heads:int):
+    """Return the rms of the values of each head. `v`: (sequences, heads, length, size), where fewer heads than `heads` are each for a group.
+
+    First reduce the last dimension, which is contiguous: on a CPU, this is more accurate and 4 times faster than one norm of all dimensions."""
+    mean_squares = torch.linalg.vector_norm(v, dim=-1, dtype=torch.float32).square().mean((0, 2))/v.shape[-1]
+    return mean_squares.sqrt().repeat_interleave(heads//v.shape[1])
+
 # %% ../../nbs/20_measure/57_attention.ipynb #12d3bb3b
 def spaced_sequences(x, heads, rows, keys):
     "Return at most 8 evenly spaced sequences of `x`, or fewer if their sampled logits would exceed `most_logits`."
     most = max(1, min(most_sequences, most_logits//max(heads*rows*keys, 1)))
     return x[::-(-len(x)//most)]
 
-def measure_products(q, k, mask=None, causal=False, scale=None) -> dict:
-    """Measure attention from the products of queries and keys: return the columns of `attention_numbers`, and `logit_bound`.
+def measure_products(q, k, v, mask=None, causal=False, scale=None) -> dict:
+    """Measure attention from queries, keys and values: return the columns of `attention_numbers`, `logit_bound`, and `value_rms`.
 
-    `q`, `k`: (sequences, heads, length, size), where `k` may have fewer heads. `mask` has four dimensions.
+    `q`, `k`, `v`: (sequences, heads, length, size), where `k` and `v` may have fewer heads. `mask` has four dimensions.
     Other arguments: as in `query_logits`.
     """
     heads,queries,keys = q.shape[1],q.shape[2],k.shape[2]
-    at = spaced_sequences(torch.arange(len(q)), heads, 2*min(most_queries, queries), keys).to(q.device)
+    sizes = heads,2*min(most_queries, queries),keys
+    at = spaced_sequences(torch.arange(len(q)), *sizes).to(q.device)
     some = q[at]
     rows,n = choose_queries(some)
     logits,visible = query_logits(some, k[at], rows, mask if mask is None or len(mask)==1 else mask[at], causal, scale)
-    return attention_numbers(logits, visible, rows, n, queries) | {'logit_bound': logit_bound(q, k, scale)}
+    return attention_numbers(logits, visible, rows, n, queries) | {
+        'logit_bound': logit_bound(q, k, scale), 'value_rms': rms_of_values(spaced_sequences(v, *sizes), heads)}
 
 def measure_logits(x) -> dict:
     "Measure masked logits of shape (sequences, heads, queries, keys): return the statistics of `attention_numbers`."

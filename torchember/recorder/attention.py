@@ -30,15 +30,15 @@ def statistics_of_head(numbers, i) -> dict:
     return {k: int(v) if k=='reach' and math.isfinite(v) else float(f'{v:.7g}') for k,v in row.items()}
 
 # %% ../../nbs/40_recorder/37_attention.ipynb #d7bfcf76
-def with_four_dimensions(q, k, mask, heads:int|None) -> tuple:
-    "Reshape queries, keys and mask to four dimensions, of which the first two are sequences and heads. `heads`: number of heads, or None."
+def with_four_dimensions(q, k, v, mask, heads:int|None) -> tuple:
+    "Reshape queries, keys, values and mask to four dimensions, of which the first two are sequences and heads. `heads`: number of heads, or None."
     if mask is not None:
         if type(mask) is not torch.Tensor: raise NotImplementedError(f'an attention mask must be a tensor, got a mask of the type {type(mask).__name__}')
         mask = mask.expand(*mask.shape[:-1], k.shape[-2])
-    if q.dim()==4: return q, k.expand(len(q), *k.shape[1:]), mask if mask is None else mask[(None,)*(4-mask.dim())]
-    own,others = split_heads(q, heads),split_heads(k.expand(*q.shape[:-2], *k.shape[-2:]), heads)
+    if q.dim()==4: return q, *(x.expand(len(q), *x.shape[-3:]) for x in (k, v)), mask if mask is None else mask[(None,)*(4-mask.dim())]
+    own,*others = (split_heads(x.expand(*q.shape[:-2], *x.shape[-2:]), heads) for x in (q, k, v))
     if mask is not None: mask = mask.expand(*q.shape[:-2], *mask.shape[-2:]).reshape(*own.shape[:2], *mask.shape[-2:])
-    return own, others, mask
+    return own, *others, mask
 
 # %% ../../nbs/40_recorder/37_attention.ipynb #6fe506f2
 no_attention = ("No attention was found in {model}, so the run has no rows of the type 'attention'. torchember finds calls of "
@@ -113,12 +113,12 @@ class Attention(PassNumbers):
         here = self.buffer.calls.here
         return self.path is not None and here.depth>0 and not here.measuring and not here.skipped
 
-    def attention_products(self, q, k, mask, causal, scale, compiled=False):
-        "Measure one attention call from its queries, keys and mask."
-        given,(q,k,mask) = q,map(local_part, (q, k, mask))
+    def attention_products(self, q, k, v, mask, causal, scale, compiled=False):
+        "Measure one attention call from its queries, keys, values and mask."
+        given,(q,k,v,mask) = q,map(local_part, (q, k, v, mask))
         def measure(heads):
-            "Return statistics of each head, measured from queries, keys and mask. `heads`: number of heads of the module, or None."
-            return measure_products(*with_four_dimensions(q, k, mask, heads), causal, scale)
+            "Return statistics of each head, measured from queries, keys, values and mask. `heads`: number of heads of the module, or None."
+            return measure_products(*with_four_dimensions(q, k, v, mask, heads), causal, scale)
         self.measure(given, lambda: (q.shape[-2], k.shape[-2]), measure, compiled)
 
     def attention_logits(self, x, dim, compiled=False):

@@ -17,9 +17,10 @@ from .select import find_stat, name_of_run, tensors_to_draw
 from .style import canvas, drawn, figure
 
 # %% ../../nbs/60_show/55_attention_map.ipynb #295f34fc
+# name of a statistic of attention heads -> label of the color bar
 labels_of = {'entropy': 'entropy (1: equal weights)', 'logit_max': 'largest logit', 'logit_bound': 'upper bound of the logits',
     'first_token': 'weight of the first key', 'top_share': 'largest mean weight of a key', 'effective_length': 'number of keys in use',
-    'future': 'weight of later keys', 'reach': 'farthest later key'} # name of a statistic of attention heads -> label of the color bar
+    'future': 'weight of later keys', 'reach': 'farthest later key', 'value_rms': 'rms of the values'}
 
 def head_table(rows, stat):
     "Return a table (array) of heads for one statistic, as (layers, heads), NaN if missing, and the layer labels. `rows`: log rows of one step."
@@ -64,7 +65,7 @@ def draw_map(ax, rows, stat):
 def attention_map(
     run, # Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
     path=None, # Modules to draw: a glob, a compiled regex, or a list of paths; default all
-    stat:str='entropy', # Statistic to draw: 'entropy', 'logit_max', 'first_token', 'top_share', 'effective_length', 'future', 'reach'
+    stat:str='entropy', # Statistic to draw: 'entropy', 'logit_max', 'first_token', 'top_share', 'effective_length', 'future', 'reach', 'value_rms'
     step:int|None=None, # Step to draw; default the last step at which attention was recorded
     ax=None # Axes to draw into; default a new figure
 ): # Axes of the picture
@@ -73,7 +74,7 @@ def attention_map(
     Args:
         run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
         path: Modules to draw: a glob, a compiled regex, or a list of paths; default all
-        stat: Statistic to draw: 'entropy', 'logit_max', 'first_token', 'top_share', 'effective_length', 'future', 'reach'
+        stat: Statistic to draw: 'entropy', 'logit_max', 'first_token', 'top_share', 'effective_length', 'future', 'reach', 'value_rms'
         step: Step to draw; default the last step at which attention was recorded
         ax: Axes to draw into; default a new figure
 

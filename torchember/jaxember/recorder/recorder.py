@@ -153,15 +153,15 @@ class RunReporter:
             self.warn(f"this version of JAX has no function {' and '.join(names)}, so jax.nn.dot_product_attention may not be recorded.", 'info', step)
         if any(s.key.ttype=='attention' for f in found for s in f.notes): return
         self.warn("No attention was found, so the run has no rows of the type 'attention'. torchember finds jax.nn.dot_product_attention, "
-            "flax.linen.MultiHeadDotProductAttention, flax.nnx.MultiHeadAttention and dot_product_attention of both. To record attention "
+            "flax.linen.MultiHeadDotProductAttention, flax.nnx.MultiHeadAttention and dot_product_attention of flax.linen and flax.nnx. To record attention "
             "that is written by hand or in Pallas, call one of these functions instead.", 'info', step)
 
     def report_other_trees(self, odd): # odd: list of texts, one for each difference of the names
         "Warn that the arrays given to `step` have other names than the arrays given to `track`."
         self.warn(f"The arrays given to step have other names than the arrays given to track: {'; '.join(odd)}. "
-            "They are recorded nevertheless. Check the order of the arguments, "
-            "and of the result (loss, gradients) of jax.value_and_grad pass only the gradients: "
-            "tracker.step(model_state=params, optimizer_state=state, gradients=grads).")
+            "The arrays are recorded nevertheless. Check the order of the arguments: "
+            "tracker.step(model_state=params, optimizer_state=state, gradients=grads). "
+            "jax.value_and_grad returns the pair (loss, gradients): pass only the gradients.")
 
     def begin(self, states):
         "Begin the run: check `include` and `exclude`, and write the metadata. Called after the first step, when module paths are known."
@@ -169,7 +169,7 @@ class RunReporter:
         seen = dict.fromkeys([*self.display.known, *sorted(paths_by_request[self.asks]),
             *(p.path for _,todo,_ in states for p,_ in todo)])
         if include is not None and seen and not any(include.search(p) for p in seen):
-            raise ValueError(f"include={include.pattern!r} matches no module path. {unknown('module', include.pattern, [p for p in seen if p])}")
+            raise ValueError(unknown('module path matches include=', include.pattern, [p for p in seen if p]))
         if exclude is not None and not any(exclude.search(p) for p in seen):
             self.warn(f"exclude={exclude.pattern!r} matches no module path, so no module is excluded.")
         self.log.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'},
@@ -239,7 +239,7 @@ class JaxRecorder:
         check_not_inside_jax(f, self.current.running, self.watching.below)
         self.current.ran = True
         if not self.is_open:
-            self.warn("the run has ended, so intercept only calls the function. Call intercept inside of `with track(...) as tracker:`.")
+            self.warn("the run has ended, so intercept calls the function without recording. Call intercept inside of `with track(...) as tracker:`.")
         if not self.on: return f(*args, **kwargs)
         self.current.ts,self.current.running,self.current.failed = self.current.ts or now(),True,[]
         self.current.attention = self.attention(self.step)

@@ -60,7 +60,7 @@ class UserStatistic:
         try:
             got = self.f(x)
             if isinstance(got, dict): return got
-            e = TypeError(f"it returned {an(got)} instead of a dict such as {{'largest': jnp.max(x)}}")
+            e = TypeError(f"the function returned {an(got)} instead of a dict such as {{'largest': jnp.max(x)}}")
         except tracing as tracer: e = TypeError(f"{in_jit} ({type(tracer).__name__})")
         except Exception as other: e = other
         return self.failed(e)
@@ -68,7 +68,7 @@ class UserStatistic:
     def failed(self, e):
         "Warn that the user's statistic has failed. Return a dict with the error text, which becomes the row in the log."
         error = f'{type(e).__name__}: {e}'
-        self.say(f"stash_value={self.__name__} failed: {error}. Its rows contain the error in column 'error'. Training continues.")
+        self.say(f"stash_value={self.__name__} failed: {error}. The rows contain this error in the column 'error'. Training continues.")
         return {'error': error}
 
     def measurements(self, key, x):
@@ -95,7 +95,7 @@ def rebuild_statistic(form, pieces):
 tracing = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError,
     jax.errors.TracerBoolConversionError,
     jax.errors.TracerIntegerConversionError, jax.errors.UnexpectedTracerError, jax.errors.NonConcreteBooleanIndexError)
-in_jit = ("inside jit, x is a tracer without values, so the function can neither read its numbers nor store it for later. Compute with jnp, without "
+in_jit = ("inside jit, x is a tracer without values, so the function can neither read the values of x nor store x for later. Compute with jnp, without "
     "float(), .item(), numpy or if, and return arrays: {'largest': jnp.max(x)}. Or run the step without jit, where x is an array with values")
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #5f06aa62
@@ -294,9 +294,10 @@ def scan_stride(self, params, pieces):
     asked = self.every if self.every>1 and trains(params['jaxpr'].jaxpr) else 1
     k = max(asked, -(-length//max(most//max(size, 1), 1)))
     if k>asked:
-        self.warnings[length, size] = (f"a loop of {length:,} iterations would store {bytes_text(size*-(-length//asked))} of measurements"
-            f"{f', with one iteration in {asked:,}' if asked>1 else ''}. One in {k:,} is recorded, {bytes_text(size*-(-length//k))}. "
-            f"To store less, use track(every={2*k}) or more if the loop is a training, select modules (include=), or use stash_value=stash_scalar_stats.")
+        self.warnings[length, size] = (f"the measurements of a loop with {length:,} iterations would need {bytes_text(size*-(-length//asked))} of memory"
+            f"{f', with one iteration in {asked:,} recorded' if asked>1 else ''}. "
+            f"Only one iteration in {k:,} is recorded, which needs {bytes_text(size*-(-length//k))}. "
+            f"To store less, select modules (include=), use stash_value=stash_scalar_stats, or, if the loop is a training, use track(every={2*k}) or more.")
     return k
 
 def bytes_text(size):
@@ -350,7 +351,7 @@ def measure_while(self, e, vals):
     "Run a `while` loop, and merge the measurements of its iterations."
     c,b = e.params['cond_nconsts'],e.params['body_nconsts']
     if e.params['cond_jaxpr'].out_avals[0].shape:
-        self.lost.add('a while loop under vmap, whose examples end one by one,')
+        self.lost.add('a while loop under vmap (the examples end in different iterations)')
         return e.primitive.bind(*vals, **e.params), [], []
     if has_tags(e.params['cond_jaxpr'].jaxpr): self.lost.add('the condition of a while loop')
     check,body,start = vals[:c],vals[c:c+b],vals[c+b:]
