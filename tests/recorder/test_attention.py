@@ -9,7 +9,7 @@ from torch import softmax as imported_softmax
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from torchember import EmberWarning, torchEmber
+from torchember import EmberWarning, diagnose, torchEmber
 
 
 def heads(te):
@@ -446,3 +446,109 @@ def test_only_recorded_layers_that_were_called_are_named():
 def test_a_model_without_visible_attention_has_one_warning():
     _,said = said_about(nn.Sequential(nn.Linear(16, 16), FlexAttention()))
     assert len(said)==1 and 'so the run has no rows' in said[0]
+
+
+@pytest.mark.parametrize('how', ['sdpa', 'method', 'mask'])
+def test_a_model_in_float64_has_the_numbers_of_explicit_weights(how):
+    torch.manual_seed(0)
+    model = nn.Sequential(Attention(how)).double()
+    with torch.no_grad(): model[0].qkv.weight *= 4
+    te = torchEmber(model, attention=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter('error', EmberWarning)
+        model(torch.randn(3, 80, 8, dtype=torch.float64)) # 80 positions: some queries are chosen by their norm
+    te.disarm()
+    rows,w = heads(te),model[0].weights
+    assert list(rows.tname)==['head_0', 'head_1'] and (rows['dtype']=='float64').all() and (rows.reach==0).all()
+    entropy = expected(w)['entropy']
+    torch.testing.assert_close(torch.tensor(rows.entropy.to_numpy(float)), entropy, rtol=.1, atol=0) # means of a sample
+
+
+def test_a_short_sequence_in_float64_has_the_exact_numbers():
+    torch.manual_seed(0)
+    model = hand_written(['sdpa', 'method']).double()
+    te = torchEmber(model, attention=True)
+    model(torch.randn(3, 12, 8, dtype=torch.float64))
+    te.disarm()
+    compare(heads(te), [m.weights for m in model])
+
+
+@pytest.mark.parametrize('implementation', ['eager', 'sdpa'])
+def test_queries_of_padding_that_see_no_key_are_left_out(implementation):
+    "With padding on the left, all keys of the first queries have the mask value `finfo.min`, so their explicit weights are equal."
+    tf = pytest.importorskip('transformers')
+    config = tf.LlamaConfig(**models['LlamaForCausalLM'])
+    torch.manual_seed(0)
+    model = tf.LlamaForCausalLM._from_config(config, attn_implementation=implementation)
+    explicit = tf.LlamaForCausalLM._from_config(config, attn_implementation='eager')
+    explicit.load_state_dict(model.state_dict())
+    ids,padding = torch.randint(3, 60, (3, 20)),torch.ones(3, 20, dtype=torch.long)
+    padding[1, :4] = 0
+    opt = torch.optim.SGD(model.train().parameters(), 0.)
+    te = torchEmber(model, opt, attention=True)
+    for _ in range(5):
+        model(input_ids=ids, attention_mask=padding, labels=ids).loss.backward()
+        opt.step()
+        opt.zero_grad()
+    te.close()
+    with torch.no_grad(): weights = explicit(input_ids=ids, attention_mask=padding, output_attentions=True).attentions
+    for w in weights: w[1, :, :4] = 0
+    rows = heads(te)
+    compare(rows[rows.step==0], weights)
+    assert rows.logit_max.abs().max()<100
+    assert not set(diagnose(te).rule) & {'dead_heads', 'future_attention'}
+
+
+class Masked(nn.Module):
+    "Attention with two heads and a residual connection. The mask hides all keys if `value` is a number: the logits of hidden keys."
+    num_heads = 2
+    def __init__(self, how, value=None, size=8):
+        super().__init__()
+        self.how,self.value,self.qkv = how,value,nn.Linear(size, 3*size)
+
+    def forward(self, x):
+        q,k,v = (t.unflatten(-1, (2, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        n = x.shape[1]
+        mask = torch.zeros(n, n) if self.value is None else torch.full((n, n), self.value)
+        y = F.scaled_dot_product_attention(q, k, v, mask) if self.how=='sdpa' else ((q@k.mT*.5+mask).softmax(-1))@v
+        return x+y.transpose(1, 2).flatten(2)
+
+
+hidden = 'value', [-1e9, torch.finfo(torch.float32).min]
+
+
+def findings_about_dead_heads(*layers):
+    "Train the layers for a few steps. Return path and severity of each finding of `dead_heads`, and the rows."
+    torch.manual_seed(0)
+    model = nn.Sequential(*layers, nn.Linear(8, 1))
+    opt = torch.optim.SGD(model.parameters(), .01)
+    te = torchEmber(model, opt, attention=True)
+    for _ in range(6):
+        loss = model(torch.randn(3, 12, 8)).square().mean()
+        te.log(loss=loss)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+    te.close()
+    found = diagnose(te)
+    return [(f.path, f.severity) for f in found.itertuples() if f.rule=='dead_heads'], heads(te)
+
+
+@pytest.mark.parametrize('how', ['sdpa', 'softmax'])
+@pytest.mark.parametrize(*hidden)
+def test_a_finite_mask_value_that_hides_all_keys_is_found(how, value):
+    found,rows = findings_about_dead_heads(Masked(how), Masked(how, value))
+    assert found==[('1', 'error')]
+    blind,sees = rows[rows.path=='1'],rows[rows.path=='0']
+    for column in ('logit_max', 'entropy', 'effective_length', 'first_token', 'top_share', 'future'):
+        assert blind[column].isna().all() and sees[column].notna().all(), column
+    assert (blind.reach==0).all() and (sees.reach==11).all()
+
+
+@pytest.mark.parametrize('how', ['sdpa', 'softmax'])
+@pytest.mark.parametrize(*hidden)
+def test_a_mask_that_hides_all_keys_in_all_layers_is_found(how, value):
+    found,rows = findings_about_dead_heads(Masked(how, value), Masked(how, value))
+    assert found==[('0', 'error')] and len(rows)>=2*2*4
+    assert 'logit_max' not in rows or rows.logit_max.isna().all()
+    assert findings_about_dead_heads(Masked(how), Masked(how))[0]==[]

@@ -104,3 +104,17 @@ def a_head_whose_values_are_pruned(arm):
     prune.custom_from_mask(values, 'bias', kept)
     train(arm, model)
     assert values.weight[:16].abs().max()==0
+
+
+@is_broken('dead_heads', paths='layers.0.attn')
+def masks_that_hide_all_keys_in_all_layers(arm):
+    "The masks of all layers hide all keys, so no row of the run has a largest logit"
+    torch.manual_seed(511)
+    train(arm, Reader([lambda n: ~everything(n)]*3))
+
+
+@is_broken('future_attention', paths='layers.1.attn')
+def most_layers_without_a_mask(arm):
+    "Only the first of four layers has a causal mask, although the labels are the next letters"
+    torch.manual_seed(512)
+    train(arm, Reader([causal, everything, everything, everything]))

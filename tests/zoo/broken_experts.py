@@ -47,3 +47,12 @@ def an_expert_that_is_masked(arm):
     model = Mixtures(experts=6)
     model.layers[0].bias[5] = -torch.inf
     train(arm, model, .1)
+
+
+@is_broken('router_collapse', 'unused_expert', paths='layers.0')
+def experts_that_are_called_only_with_tokens(arm):
+    "Each router has a large bias for two experts, and an expert without tokens is never called: a consequence of the router"
+    torch.manual_seed(515)
+    model = Mixtures(calls_empty=False)
+    for layer in model.layers: layer.bias[:2] = 30.
+    train(arm, model)

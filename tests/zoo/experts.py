@@ -8,9 +8,9 @@ from .parts import letters
 
 class Mixture(nn.Module):
     "A mixture of experts: each token uses `k` of them. `balance`: load-balancing loss of Switch transformers, 1 at equal load"
-    def __init__(self, d, experts=4, k=2):
+    def __init__(self, d, experts=4, k=2, calls_empty=True): # calls_empty: True to call also experts without tokens
         super().__init__()
-        self.k,self.gate = k,nn.Linear(d, experts)
+        self.k,self.gate,self.calls_empty = k,nn.Linear(d, experts),calls_empty
         self.experts = nn.ModuleList(nn.Sequential(nn.Linear(d, 2*d), nn.GELU(), nn.Linear(2*d, d)) for _ in range(experts))
         # Added to the router scores only to select experts, not to weight their outputs
         self.register_buffer('bias', torch.zeros(experts))
@@ -24,6 +24,7 @@ class Mixture(nn.Module):
         share,out = share/share.sum(-1, keepdim=True),torch.zeros_like(x)
         for i,expert in enumerate(self.experts):
             *at,place = torch.where(chosen==i)
+            if not len(place) and not self.calls_empty: continue
             out = out.index_put(tuple(at), share[*at, place, None]*expert(x[tuple(at)]), accumulate=True)
         return out
 

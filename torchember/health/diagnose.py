@@ -6,7 +6,7 @@
 __all__ = ['findings_class', 'diagnose', 'run_rules', 'findings_table', 'load_history']
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #b8097224
-import json
+import json, re
 from functools import cache
 from html import escape
 
@@ -15,12 +15,13 @@ import numpy as np
 from ..frames.handle import open_run
 from ..ground.messages import an, printable, unknown, warn
 from ..ground.needs import pd
+from ..store.parameters import not_called
 from ..store.table import activations_in
 from . import activations, batches, ends, experts, first_update, gradients, heads, leftover, losses, modes # noqa: F401 each adds its rules
 from . import outputs, precision, rank, replicas, returns, schedules, sizes, stream, targets, values, wiring # noqa: F401 each adds its rules
 from .finding import columns, list_names, low_confidence, severities
 from .history import History
-from .links import can_affect
+from .links import can_affect, contains
 from .rules import Rule, known_rules, statistics_from
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #4954dc66
@@ -48,15 +49,28 @@ def choose_rules(rules) -> list:
 severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of all rules: a rule that finds causes comes before the rules that find their consequences
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
-    'broadcast', 'target_range', 'one_class', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'not_trained', 'resumed', 'schedule_per_batch',
+    'broadcast', 'target_range', 'one_class', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'router_collapse', 'unused_expert',
+    'not_trained', 'resumed', 'schedule_per_batch',
     'clipped_early', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention', 'dead_heads',
-    'attention_logits', 'peaked_attention', 'attention_collapse', 'attention', 'router_collapse', 'unused_expert',
+    'attention_logits', 'peaked_attention', 'attention_collapse', 'attention',
     'no_gradient', 'underflow', 'lost_gradients', 'massive_activations', 'overflow', 'stream_grows', 'idle_blocks', 'autocast',
     'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
     'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'rank_collapse', 'loss_spike',
     'diverging', 'loss_rises', 'loss_below', 'loss_stalls', 'uniform_heads')
 # Name of a rule -> largest time by which its findings may begin before their cause, as a fraction of the training
-late_share = {'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
+late_share = {'not_trained': 1., 'unused_expert': 1., 'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
+
+def is_uncalled_expert(found, routers) -> bool:
+    """Return True if a finding is about an expert of one of the routers that is never called: a module inside the router or the router's parent.
+
+    routers: paths of routers
+    """
+    if (found.get('evidence') or {}).get('reason')!=not_called: return False
+    path = found['path'] or ''
+    # an expert has a number in a list, such as 'mlp.1', or the word 'expert' in its path
+    inside = any(r and contains(r, path) and re.search(r'(?i)expert|\.\d+$', path[len(r):]) for r in routers)
+    beside = (path.removeprefix(f'{parent}.' if parent else '').partition('.')[0] for r in routers if contains(parent := r.rpartition('.')[0], path))
+    return inside or any('expert' in name.lower() for name in beside)
 
 def explains(cause:dict, found:dict, after:dict, length=0, graph=None) -> bool:
     """Return True if the finding `cause` may explain the finding `found`, as its cause.
@@ -66,7 +80,10 @@ def explains(cause:dict, found:dict, after:dict, length=0, graph=None) -> bool:
     graph: `ModuleGraph` of the run, or None if it is unknown
     """
     if found['stands'] or cause['severity']=='info' or cause['rule'] not in after.get(found['rule'], ()): return False
-    if graph is not None and not can_affect(graph, cause, found): return False
+    if found['rule']=='not_trained' and not is_uncalled_expert(found, (cause.get('evidence') or {}).get('routers', ())): return False
+    # routers of all layers collapse for the same reason
+    of_routers = (cause['rule'], found['rule'])==('router_collapse', 'unused_expert')
+    if graph is not None and not of_routers and not can_affect(graph, cause, found): return False
     return cause['first_step']<=max(found['first_step'], 2)+late_share.get(found['rule'], 0)*length
 
 def is_uncertain(f):
@@ -116,7 +133,7 @@ def find_missing_statistics(h, rules) -> list:
         if seen.isdisjoint(r.needs): continue
         for stat in r.stats:
             if not has(stat): out.setdefault(stat, []).append(r.name); break
-    return [(f"faults that {list_names(names)} would find by the statistic {stat}", f"stats=[..., {stat!r}]") for stat,names in out.items()]
+    return [(f"the rules {list_names(names)}, which need the statistic {stat}", f"stats=[..., {stat!r}]") for stat,names in out.items()]
 
 def find_unrecorded(h, rules=()) -> list:
     """Find quantities that were not recorded, so that no rule could check them. Return a list of (quantity, code that records it).
@@ -127,7 +144,7 @@ def find_unrecorded(h, rules=()) -> list:
     out = [(what, f"ttypes=[..., {ttype!r}]") for ttype,(what,could) in wanted_types.items() if ttype not in recorded and could(h)]
     if h.loss is None: out.insert(0, ('the loss', 'te.log(loss=loss)'))
     if not any('zero_frac' in s for s in h.series('output')): out.append(('the fraction of dead units', "stats='full'"))
-    if not h.parameters: out.append(('the parameters of the optimizer', 'torchEmber(model, optimizer=opt), and diagnose(run) instead of a table'))
+    if not h.parameters: out.append(('the parameters of the optimizer', 'torchEmber(model, optimizer=opt), and pass the run to diagnose, not a table'))
     return out+find_missing_statistics(h, rules)
 
 def coverage_phrase(h, rules):

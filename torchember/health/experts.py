@@ -44,17 +44,17 @@ def router_collapse(h, share=.9, half=.5, records=5):
     half: largest number of experts that a token chooses, as a share of all experts, for which a router is checked
     records: number of last records, in all of which the share must be so large
     """
-    for r in routers_of(h):
+    collapsed = [r for r in routers_of(h) if r.choices<=half*len(r.names) and start_of_last_true(r.most_used()>share, records) is not None]
+    for r in collapsed[:1]:
         top,n = r.most_used(),len(r.names)
-        if n<2 or r.choices/n>half or (at := start_of_last_true(top>share, records)) is None: continue
+        at = start_of_last_true(top>share, records)
         names = [r.names[i] for i in sorted(np.argsort(-r.load[-1], kind='stable')[:r.choices])]
         yield finding(r.path, f"The router {r.title} sends nearly all tokens to the same experts. From step {r.steps[at]} on, {list_names(names)} "
             f"(of {n} experts) get {fmt(100*top[-1])}% of the tokens' choices. The other experts are hardly trained.", int(r.steps[at]), int(r.steps[-1]),
-            ttype='router', severity='error' if h.progress.is_bad else None, share=float(top[-1]), experts=names,
+            ttype='router', severity='error' if h.progress.is_bad else None, share=float(top[-1]), experts=names, routers=[c.path for c in collapsed],
             confidence=confidence_from(1-share, max(1-top[-1], 1e-9)), look=f"scalar_line(run, {r.path!r}, 'router', 'load')",
-            advice="Add a load-balancing loss (in Hugging Face models: output_router_logits=True and router_aux_loss_coef=0.01). "
-                "Then check the sign of this loss, or initialize the router with smaller weights.")
-        return
+            advice="Add a load-balancing loss (in Hugging Face models: output_router_logits=True and router_aux_loss_coef=0.01), "
+                "and check the sign of this loss. Or initialize the router with smaller weights.")
 
 # %% ../../nbs/55_health/42_experts.ipynb #50640d88
 def last_unused(r, equal:int, records:int) -> list:
@@ -82,6 +82,6 @@ def unused_expert(h, equal=16, records=5):
     more = f" Other routers have {others} unused expert{'s'*(others>1)}." if others else ''
     yield finding(r.path, f"From step {r.steps[at]} on, {list_names([n for n,_ in unused])} of {r.title} get{'s'*(len(unused)==1)} no token. With "
         f"an equal load, each of the {len(r.names)} experts would get {fmt(r.tokens[-1].sum()/len(r.names))} tokens. An expert without tokens is "
-        f"not trained.{more}", int(r.steps[at]), int(r.steps[-1]), ttype='router', unused=len(unused), experts=len(r.names),
+        f"not trained.{more}", int(r.steps[at]), int(r.steps[-1]), ttype='router', unused=len(unused), experts=len(r.names), routers=[f.path for f,_ in found],
         look=f"scalar_line(run, {r.path!r}, 'router', 'load')",
         advice="Add a load-balancing loss. Or add noise to the logits of the router, or use fewer experts.")

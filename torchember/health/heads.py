@@ -55,7 +55,8 @@ def heads_in(df, *columns) -> list:
 
 def layers_of(h) -> list:
     "Return the `Heads` of each layer with rows about attention, in the order of the rows. `h`: a `History`."
-    return heads_in(h.attention, 'logit_max')
+    # no column is required: no row has `logit_max` if the masks of all layers hide all keys
+    return heads_in(h.attention)
 
 # %% ../../nbs/55_health/41_heads.ipynb #7d719453
 def group_name(layer): # the paths of the layers of a group differ only in numbers, such as 'h.0.attn' and 'h.1.attn'
@@ -71,9 +72,11 @@ def predicts_next_tokens(h, layer, share):
     lengths = {n for e in h.losses if (e.get('next_tokens') or 0)>=share for n in e.get('lengths') or ()}
     return 'queries' in layer and bool(lengths & {*layer.rows['queries'].dropna().astype(int)})
 
-def sees_half_sequence_ahead(layer):
-    "Return True if each head sees a key that is at least half a sequence after the query. With a visible prefix, the distance is usually smaller."
-    return bool((np.nan_to_num(layer['reach']).max(0)>=layer.least_keys/2).all())
+def sees_half_sequence_ahead(layer, heads):
+    """Return True if each of the `heads` sees a key that is at least half a sequence after the query. `heads`: boolean array.
+
+    With a visible prefix, the distance is usually smaller."""
+    return bool((np.nan_to_num(layer['reach']).max(0)>=layer.least_keys/2)[heads].all())
 
 @rule(severity='error', needs='attention')
 def future_attention(h, least=1e-6, keys=8, share=.99):
@@ -90,12 +93,14 @@ def future_attention(h, least=1e-6, keys=8, share=.99):
         group = np.concatenate([seen[id(o)] for o in layers if group_name(o)==group_name(l)])
         heads = [n for n,s in zip(l.names, seen[id(l)], strict=True) if s]
         by_one = seen[id(l)].all() and set(np.unique(l['reach']))=={1}
-        everywhere = all_see and sees_half_sequence_ahead(l) and predicts_next_tokens(h, l, share)
-        if not heads or not by_one and not everywhere and group.mean()>=.5: continue
+        # a layer of an encoder may see all tokens: then each head in layers of its kind does
+        must_hide = (all_see or not group.all()) and sees_half_sequence_ahead(l, seen[id(l)]) and predicts_next_tokens(h, l, share)
+        if not heads or not by_one and not must_hide and group.mean()>=.5: continue
         at = int(np.flatnonzero((np.nan_to_num(l['reach'])>0).any(1))[0])
         weight = float(np.nanmax(l['future']))
         how = "each query sees the key of the next token, which the model has to predict" if by_one else \
-            "the labels of the loss are the next input tokens, but the queries of all layers see later tokens" if everywhere else \
+            "the labels of the loss are the next input tokens, but the queries of all layers see later tokens" if must_hide and all_see else \
+            f"the labels of the loss are the next input tokens, but queries of {list_names(heads)} see later tokens" if must_hide and group.mean()>=.5 else \
             f"queries of {list_names(heads)} see later tokens, but {np.count_nonzero(~group)} of {len(group)} heads in layers of this kind do not"
         yield finding(l.path, f"The mask of {l.title} does not hide later tokens: {how}. Later tokens get up to {fmt(weight)} of the attention weight.",
             int(l.steps[at]), int(l.steps[-1]), ttype='attention', weight=weight, heads=heads, look="attention_map(run, stat='future')",
@@ -142,13 +147,16 @@ def dead_heads(h, records=4, small=1e-6):
     records: number of records, below which a layer is not checked
     small: size of the values of a head, as a fraction of the median of the heads of the layer, below which the values count as zero
     """
-    for l in layers_of(h):
+    layers = layers_of(h)
+    # without any visible key in the run, no row has `logit_max`
+    visible = any('logit_max' in l for l in layers)
+    for l in layers:
         if len(l.steps)<records: continue
         for reason,at in (('blind', sees_no_key(l, h.is_broken)), ('logits', has_zero_logits(l)), ('values', has_zero_values(l, small))):
             heads = [n for n,dead in zip(l.names, at.all(0), strict=True) if dead]
             if not heads: continue
             what,advice = reasons_of_dead_heads[reason]
-            stat = 'value_rms' if reason=='values' else 'logit_max'
+            stat = 'value_rms' if reason=='values' else 'logit_max' if visible else 'reach'
             n = f'All {len(heads)} heads' if len(heads)==len(l.names) else f'{len(heads)} of {len(l.names)} heads ({list_names(heads)})'
             yield finding(l.path, f"{n} of {l.title} {what}. This holds at all {len(l.steps)} recorded steps.", int(l.steps[0]), int(l.steps[-1]),
                 ttype='attention', severity='error' if reason=='blind' else None, heads=heads, look=f"attention_map(run, stat={stat!r})", advice=advice)

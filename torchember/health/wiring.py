@@ -123,15 +123,15 @@ def explain_forgotten(h, known, part, own, held):
     effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'warning' if is_before_all_trained(h, known, own) else 'error')
     if not known.learn and part=='': return (
         f"No parameter of the model is in the optimizer: {what[0].lower()+what[1:]} gets gradients, but {effect}.", severity,
-        "Create the optimizer after the model is final (after .to(device), new heads, load_model), or add the new parameters: "
+        "Create the optimizer after the model is final (after .to(device), new heads, load_model), or add the parameters now: "
         "optimizer.add_param_group({'params': model.parameters()}).")
     named = all(any(w in p['path'].lower() for w in untrained_names) for p in own)
     if named or is_intended(h, known, held): return (
-        f"{what} is not in the optimizer, so it {effect}. It has {known.share(own):.0%} of the model's values.", 'info',
-        "If you train only a part of the model, keep this part fixed: requires_grad_(False) also saves the time for its gradients.")
+        f"{what} is not in the optimizer, so it {effect}. This part has {known.share(own):.0%} of all parameter values.", 'info',
+        "If this part of the model should stay fixed, call requires_grad_(False), which also saves the time to compute the gradients of this part.")
     return (f"{what} is not in the optimizer, so it {effect}{', although it gets gradients' if has_gradient else ''}.", severity,
-        "Pass its parameters to the optimizer: torch.optim.Adam(model.parameters()), or optimizer.add_param_group({'params': ...}) for new parameters. "
-        "To keep it fixed, call requires_grad_(False).")
+        "Pass the parameters of this module to the optimizer: torch.optim.Adam(model.parameters()), or optimizer.add_param_group({'params': ...}) "
+        "for new parameters. If the module should stay fixed, call requires_grad_(False).")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #94c07f74
 def explain_cut_off(h, known, part, own):
@@ -139,20 +139,20 @@ def explain_cut_off(h, known, part, own):
     if not known.learn or not len(h.steps): return None
     what = describe_part(part, own)
     if later := find_trained_users(h, own, known.learn): return (
-        f"{what} is called, but never gets a gradient. Later modules ({list_names(later)}) are trained, so the autograd graph is cut between them.",
+        f"{what} is called, but never gets a gradient. Later modules ({list_names(later)}) are trained, so the autograd graph is cut before these modules.",
         # only a warning if the optimizer lacks parameters: torch.no_grad() may then freeze them on purpose
         'error' if all(p.get('optimizer') for p in own) else 'warning',
-        "Search for .detach(), .data, .item(), .numpy(), torch.no_grad() or torch.tensor(...) between this part and the loss, "
-        "and for comparisons or rounding (argmax, >, round).")
-    return (f"{what} requires gradients, but never gets one. The loss does not depend on it.",
+        "Search the code between this part and the loss for .detach(), .data, .item(), .numpy(), torch.no_grad() and torch.tensor(...). "
+        "Also search for operations without a gradient: argmax, round and comparisons (>).")
+    return (f"{what} requires gradients, but never gets any, because the loss does not depend on this part of the model.",
         # severity 'info' for a called module, because its output may have another purpose than the loss
         'info' if any(p['path'] in h.graph.calls for p in own) else 'warning',
-        "If its output should matter, use it in the loss. If not, remove the part, or call requires_grad_(False).")
+        "If the output of this part should matter, use this output in the loss. If not, remove the part, or call requires_grad_(False).")
 
 def explain_not_called(part, own):
     "Explain a module that is not called in any step. Return a sentence, the severity of the finding, and advice."
     return (f"{describe_part(part, own)} is never called, so it has no effect.", 'warning',
-        "Call this module in forward(), or remove it from the model. A parameter used without a call of its module would get gradients; this one got none.")
+        "Call this module in forward(), or remove it from the model. forward() does not use the parameters directly either, because they get no gradients.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #4303e381
 frozen_names = ('pos', 'embed', *untrained_names) # words in the names of modules that are usually frozen on purpose
@@ -171,11 +171,11 @@ def is_unexpected(h, known, own, part):
 def explain_frozen(h, known, part, own, most):
     "Explain a frozen module. Return a sentence, the severity of the finding, and advice."
     what = describe_part(part, own)
-    if not known.learn: return f"{what} is frozen, so nothing is trained.", 'warning', "To train it: model.requires_grad_(True)."
+    if not known.learn: return f"{what} is frozen, so nothing is trained.", 'warning', "To train the model, call model.requires_grad_(True)."
     if is_unexpected(h, known, own, most): return (f"{what} is frozen, while the layers before and after it are trained.", 'warning',
-        "Call requires_grad_(True) if this is a leftover of an earlier fine-tuning. If it is intended, change nothing.")
-    return (f"{what} is frozen. It has {known.share(own):.0%} of the model's values.", 'info',
-        "To train it, call requires_grad_(True) before you create the optimizer. If freezing is intended, change nothing.")
+        "If this part was frozen by mistake, as in an earlier fine-tuning, call requires_grad_(True). If freezing is intended, change nothing.")
+    return (f"{what} is frozen. This part has {known.share(own):.0%} of all parameter values.", 'info',
+        "To train this part, call requires_grad_(True) before you create the optimizer. If freezing is intended, change nothing.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #6e0f5c1a
 # value of 'reason' in a finding about parameters of an optimizer that was not passed to torchEmber
@@ -192,11 +192,11 @@ def find_trained_elsewhere(known, h):
         parts,n = [part or 'the model' for part,_ in known.parts(own)],total_elements(own)
         its,them,verb = ('its', 'it', 'is') if len(parts)==1 else ('their', 'them', 'are')
         reason = f"but {its} values change: another optimizer trains {them}." if changes else (
-            f"but another optimizer has {them}. No change of {its} values is known in {len(h.steps):,} recorded steps.")
-        yield finding(own[0]['path'] if len(own)==1 else '', f"{list_names(parts)} {verb} not in the optimizer that torchEmber was given "
-            f"({len(own):,} parameter{'s'*(len(own)>1)}, {n:,} values), {reason}", h.steps[0], h.steps[-1], severity='info',
+            f"but another optimizer has {them}. In {len(h.steps):,} recorded steps, no change of {its} values was observed.")
+        yield finding(own[0]['path'] if len(own)==1 else '', f"{list_names(parts)} ({len(own):,} parameter{'s'*(len(own)>1)}, "
+            f"{n:,} values) {verb} not in the optimizer that was passed to torchEmber, {reason}", h.steps[0], h.steps[-1], severity='info',
             look="updates(run)", ttype='weight', parameters=len(own), values=n, reason=other_optimizer,
-            advice="Give torchEmber all optimizers: optimizer=[a, b]. Then a step ends after the steps of all optimizers, "
+            advice="Pass all optimizers: torchEmber(model, optimizer=[a, b]). Then a step ends after the steps of all optimizers, "
             "and all updates and states are recorded.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #77b5d3b8
@@ -239,7 +239,7 @@ def report_no_change(h, still):
     return finding('', f"No weight changed in {len(h.steps)} steps, although there are gradients: {n} the same numbers in the first "
         "and the last step.", h.steps[0], h.steps[-1], look="updates(run)", ttype='weight', parameters=len(still),
         advice="Print optimizer.param_groups[0]['lr'], which may be 0. Check that optimizer.step() is called, and that the optimizer has the parameters "
-        "of this model (it may have been created before the model was final).")
+        "of this model. An optimizer that was created before the model was final has other parameters.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #5d1e0a62
 def find_only_frozen(h, known):
@@ -249,10 +249,10 @@ def find_only_frozen(h, known):
     # True if parameters change, so that an optimizer unknown to torchEmber trains them
     others = any(p.get('changes') for p in known.ps)
     names = list_names([part or 'the model' for part,_ in known.parts(held)])
-    yield finding('', f"The optimizer trains nothing: it has only {names}, and {'this is' if len(held)==1 else 'all of this is'} frozen "
-        "(requires_grad is False).", h.steps[0], h.steps[-1], severity='info' if others else 'error', ttype='weight', look="updates(run)",
+    yield finding('', "The optimizer trains nothing, because all its parameters are frozen (requires_grad is False): "
+        f"{names}.", h.steps[0], h.steps[-1], severity='info' if others else 'error', ttype='weight', look="updates(run)",
         parameters=len(held), values=total_elements(held), reason=frozen,
-        advice="Call requires_grad_(True) for the parameters that the optimizer has. If a loop freezes all parameters, run it before you add new layers.")
+        advice="Call requires_grad_(True) for the parameters of the optimizer. If a loop freezes all parameters, add new layers after this loop.")
 
 def longest_pause(s):
     """Return the longest pause (number of steps) between two changes of a weight.
@@ -281,10 +281,10 @@ def find_all_stopped(h, least):
     now = [float(n.values[-1]) for n in rates]
     if not all(v>.01*np.max(n.values)>0 for v,n in zip(now, rates, strict=True)) or not has_gradients_after(h, step): return
     yield finding('', f"No weight changes from step {step} on, although there are gradients and the learning rate is {fmt(max(now))}. "
-        f"The optimizer does nothing in the last {(h.steps>step).sum():,} of {len(h.steps):,} steps.", step, h.steps[-1],
+        f"The optimizer has no effect in the last {(h.steps>step).sum():,} of {len(h.steps):,} steps.", step, h.steps[-1],
         ttype='weight', look="updates(run)", rate=max(now),
-        advice="Check that optimizer.step() is still called, and is not compiled or captured in a step without gradients. "
-        "Check that the model has not been copied or moved: the optimizer must have list(model.parameters()).")
+        advice="Check that optimizer.step() is still called. If it was compiled or captured in a graph, gradients must have existed at that time. "
+        "Check that the model was not copied or moved: the optimizer must have the tensors of model.parameters().")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #5d1e0b02
 def explain_unreached(h):
@@ -303,7 +303,7 @@ def find_unreached(h, known, least):
     yield finding('', f"No weight changed in {len(h.steps)} steps, and no gradient of any weight was recorded. Probably, {explain_unreached(h)}.",
         h.steps[0], h.steps[-1], look="updates(run)", ttype='weight', parameters=len(held), severity='error' if h.loss is not None or h.losses else 'warning',
         advice="Search for .detach(), .data, .item(), .numpy(), torch.tensor(...), torch.no_grad() or argmax between the model and the loss. "
-        "Check that loss.backward() is called before optimizer.step(). If you record no gradients, check that the learning rate is not zero.")
+        "Check that loss.backward() is called before optimizer.step(). If this run does not record gradients, also check that the learning rate is not zero.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #b31c9d70
 class StoppedWeight:
@@ -366,9 +366,9 @@ def is_worth_reporting(s, tiny=1e-4):
     return s.gradient=='none' or s.gradient=='zero' and s.p['requires_grad'] is None
 
 # Value of `StoppedWeight.gradient` -> sentence about the reason why the weight stopped changing
-stop_reasons = {'none': 'It no longer gets a gradient: it is frozen or cut off.',
-    'zero': 'Its gradients are exactly zero: it is frozen or cut off.',
-    'some': 'It still gets gradients: its learning rate is zero, or the optimizer no longer has it.', None: 'It may be frozen.'}
+stop_reasons = {'none': 'This part no longer gets a gradient: it is frozen, or cut off from the loss.',
+    'zero': 'The gradients of this part are exactly zero: it is frozen, or cut off from the loss.',
+    'some': 'This part still gets gradients: its learning rate is zero, or the optimizer no longer has its parameters.', None: 'This part may be frozen.'}
 
 def explain_stopped(h, part, own, s, by_mistake=False):
     """Explain why weights of a module stopped being trained. Return a sentence, the severity of the finding, and advice.
@@ -378,16 +378,16 @@ def explain_stopped(h, part, own, s, by_mistake=False):
     """
     what = f"{describe_part(part, own)} was trained at first, but"
     if not s.frozen: return (
-        f"{what} does not change from step {s.step} on, while other weights do. {stop_reasons[s.gradient]}", 'info',
-        "Search for requires_grad_(False), detach() or a mask. Check the learning rate of its parameter group, and that the module is called. "
+        f"{what} does not change from step {s.step} on, while other weights change. {stop_reasons[s.gradient]}", 'info',
+        "Search for requires_grad_(False), detach() or a mask. Check the learning rate of the parameter group of this part, and that the module is called. "
         "If this is intended, change nothing.")
-    moves,goes_on = "Its values stay the same.",h.loss is not None and h.loss.steps[-1]>s.step
-    if s.still_moves: moves = "It still changes through momentum or weight decay, because its gradient is zero and not None."
-    held = " The optimizer still has its parameters."*(s.p.get('optimizer') is True)
+    moves,goes_on = "The values of this part no longer change.",h.loss is not None and h.loss.steps[-1]>s.step
+    if s.still_moves: moves = "The values of this part still change through momentum or weight decay, because the gradient is zero and not None."
+    held = " The optimizer still has these parameters."*(s.p.get('optimizer') is True)
     severity = 'warning' if goes_on and (not part or by_mistake) else 'info'
     return (f"{what} is frozen from step {s.step} on (requires_grad is False). {moves}{held}", severity,
-        "Search for requires_grad_(False) in code that runs after the start, such as train(), and call requires_grad_(True) for each part to train. "
-        "If this is intended, change nothing.")
+        "Search for requires_grad_(False) in code that runs after the start of the training, such as train(). Call requires_grad_(True) for each part that "
+        "should be trained. If freezing is intended, change nothing.")
 
 def is_late_freeze(h, known, groups, most=.5, longer=1.5):
     """Return True if a small part of the model was frozen late, in one step, but stays in the optimizer: probably by mistake.
@@ -417,7 +417,7 @@ def find_stopped_parts(h, known, reported, least, share=.1):
             yield report_part(h, part, own, explain_stopped(h, part, own, stops[0], late and stops[0].frozen), stops[0].step, 'stopped')
 
 # %% ../../nbs/55_health/25_wiring.ipynb #d15e1e3e
-@rule(severity='error', needs=('weight', 'weight_grad'))
+@rule(severity='error', needs=('weight', 'weight_grad'), after=('router_collapse', 'unused_expert'))
 def not_trained(h, held=.6, part=.5, least=5, tiny=1e-4, most=6):
     """Find parameters that do not learn: not in the optimizer, cut off from the loss, never called, frozen, or unchanged despite gradients
 
