@@ -51,7 +51,7 @@ def __getattr__(name):
     except ModuleNotFoundError as e:
         if e.name!='torch': raise
         raise ModuleNotFoundError(f"torchember.{name} needs torch, which is not installed. Run: pip install torch. "
-            "Reading logs works without it: torchember.emberTracker('<run>').df", name='torch') from None
+            "Logs can be read without torch: torchember.emberTracker('<run>').df", name='torch') from None
     globals()[name] = value
     return value
 

@@ -227,7 +227,7 @@ def stop_earlier_recording(model):
     earlier = getattr(find_exclusive_listener(model), 'recorder', None)
     if earlier is None: return
     what = 'The model' if any(st.listener is earlier.events for st in states_of(model)) else 'A part of the model'
-    warn(f"{what} is already recorded as the run {earlier.t.fname}. This recording ends now, because only one torchEmber can record a model at a time.")
+    warn(f"{what} is already recorded as the run {earlier.t.fname}. The earlier recording ends now, because only one torchEmber can record a model at a time.")
     earlier.owner().disarm()
 
 def watched_modules(tracks, include, exclude):
@@ -355,7 +355,7 @@ class ArmedModel(RecordedRun):
         if is_unarmed:
             if find_exclusive_listener(inner) is not None:
                 raise RuntimeError("another torchEmber already records this model. "
-            "Call plan() of that torchEmber, or stop its recording first with its disarm().")
+            "Call plan() of the other torchEmber, or stop the other recording first with disarm().")
             r.sources.armed(arm(self.tracks, r.events, self.watched(self.tracks)))
         try: return plan_of(inner, r, args, kwargs, self.model_name)
         finally:
@@ -589,7 +589,7 @@ class torchEmber(ArmedModel):
 
     if not TYPE_CHECKING: # hidden from type checkers, which would accept any attribute name because of `__getattr__`
         def __getattr__(self, name):
-            hint = f" Its run has this attribute: te.t.{name}." if not name.startswith('_') and hasattr(emberTracker, name) else ''
+            hint = f" The tracker te.t has this attribute: te.t.{name}." if not name.startswith('_') and hasattr(emberTracker, name) else ''
             raise AttributeError(f"a torchEmber has no attribute {name!r}.{hint}", name=name, obj=self)
 
 # %% ../nbs/57_ember.ipynb #d08ba4de
@@ -609,4 +609,5 @@ class EmberCopy:
 
     def __getattr__(self, name):
         if name.startswith('__') or not hasattr(torchEmber, name): raise AttributeError(name)
-        raise AttributeError(f"{self!r} cannot record, so it has no {name!r}. To record this copy of the model, call torchEmber(model).")
+        raise AttributeError(f"{name!r} is not available, because this torchEmber is a copy, made together with a copy of its model. "
+            f"The copy can only read the run {self.fname!r}. To record the copied model, call torchEmber(model).")

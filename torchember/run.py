@@ -218,6 +218,6 @@ def run_command(argv) -> int: # returns an exit code: 0 if the program ended wit
     "Run a program, and record the models that it trains. Exceptions of the program are raised, also SystemExit."
     words,is_module,program = split_arguments(argv)
     options = options_in(words, usage=usage)
-    if not program: options_parser('torchember run', usage).error('the program is missing')
+    if not program: options_parser('torchember run', usage).error('the program to run is missing: give a Python file, or -m and a module')
     found = load_program(program, is_module)
     return 2 if found is None else run_source(found, Recording(options), is_module)

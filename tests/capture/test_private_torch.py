@@ -173,7 +173,7 @@ def test_one_warning_on_a_newer_torch(monkeypatch):
     assert heard()==[]
     private_torch.private('torch.library.gone', None, 'nothing else is')
     [(line, where)] = heard()
-    assert 'uses: torch.library.gone: nothing else is.' in line and where==__file__
+    assert 'effect: torch.library.gone: nothing else is.' in line and where==__file__
     assert heard()==[]
 
 

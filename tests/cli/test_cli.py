@@ -283,7 +283,7 @@ def test_exit_codes(run_here):
         got = run_here(*args.split())
         assert got.returncode==2 and got.stderr and not got.stdout, args
     for c in typed: assert code(c, '--no-such-option')==2, c
-    assert '-n must be a number of lines' in run_here('tail', 'before', '-n', '-1').stderr
+    assert '-n, the number of lines to print, must be at least 0' in run_here('tail', 'before', '-n', '-1').stderr
 
 
 def test_export_replaces_a_file_only_with_force_and_when_complete(run_here, monkeypatch):

@@ -151,7 +151,7 @@ def test_row_names_as_in_seaborn(lf):
     with pytest.raises(TypeError, match='xticklabels must be True or False'): labels(xticklabels=2)
 
 
-@pytest.mark.parametrize('bad,message', [({'mask': 1}, 'takes no mask=: leave layers out'),
+@pytest.mark.parametrize('bad,message', [({'mask': 1}, 'takes no mask=: select layers with path='),
     ({'anot': True}, "No argument of a heat map 'anot'"), ({'ax': 1}, 'takes no ax=')])
 def test_errors_of_heat_maps(lf, bad, message):
     with pytest.raises(TypeError, match=message): scalar_global_heatmap(lf, 'Activation', 'std', **bad)
@@ -179,7 +179,7 @@ def test_palettes_markers_and_legends(lf):
 
 
 @pytest.mark.parametrize('kind', ['line', 'scatter'])
-@pytest.mark.parametrize('bad,message', [({'hue': 'x'}, 'layers and statistics are told apart'), ({'estimator': 'mean'}, 'each value is drawn'),
+@pytest.mark.parametrize('bad,message', [({'hue': 'x'}, 'choose layers, tensor types'), ({'estimator': 'mean'}, 'each recorded value is drawn'),
     ({'lww': 1}, "No argument of a picture of lines 'lww'")])
 def test_errors_of_line_plots(lf, kind, bad, message):
     with pytest.raises(TypeError, match=message): scalar_line(lf, 'fc1', 'Activation', 'std', kind=kind, **bad)
@@ -190,8 +190,8 @@ def test_errors_of_line_plots(lf, kind, bad, message):
 @pytest.mark.parametrize('name', ['compute_trust_ratio', 'compute_noise_scale', 'get_update', 'plot_heatmap', 'TorchTracker',
     'exp_histogram', 'ScheduleSelector', 'VisualByTensor'])
 def test_error_for_an_old_name_names_the_replacement(name):
-    with pytest.raises(AttributeError, match=f"no '{name}', which was .*(instead|now)"): getattr(torchember, name)
-    with pytest.raises(ImportError, match=f"no '{name}', which was .*(instead|now)"): exec(f'from torchember import torchEmber, {name}')
+    with pytest.raises(AttributeError, match=f"no '{name}' .a name in .*(instead|now)"): getattr(torchember, name)
+    with pytest.raises(ImportError, match=f"no '{name}' .a name in .*(instead|now)"): exec(f'from torchember import torchEmber, {name}')
     assert not hasattr(torchember, name) and getattr(torchember, name, 3)==3 and name not in dir(torchember)
 
 
@@ -207,7 +207,7 @@ def test_replacements_exist():
     assert {'trust_ratio', 'noise_scale', 'from_together', 'stash_hist', 'rankme', 'runs', 'read', 'updates'}<=known
     import torchember.monitor as quantities
     for n,(_,what) in gone.items():
-        if what.startswith('it is a class of torchember.monitor'): assert isinstance(getattr(quantities, n), type), n
+        if what.startswith('this class is now in torchember.monitor'): assert isinstance(getattr(quantities, n), type), n
 
 
 # ---- intended differences, as listed in the reference
@@ -236,8 +236,8 @@ def test_listed_differences_are_true(tmp_path, monkeypatch, lf):
     np.testing.assert_allclose(got['2']['InputMean'][0], out[0].mean((0, 2, 3)).numpy(), rtol=1e-5)
 
 
-@pytest.mark.parametrize('kind,bad,message', [('kde', {'gridsize': 100}, 'takes no gridsize=: the curve is drawn from counts'),
-    ('bar', {'n': 10000}, 'takes no n=: the counts'),
+@pytest.mark.parametrize('kind,bad,message', [('kde', {'gridsize': 100}, 'takes no gridsize=: the curve is computed from recorded'),
+    ('bar', {'n': 10000}, 'takes no n=: the recorded counts'),
     ('line', {'linewith': 2}, "Did you mean 'linewidth'")])
 def test_errors_of_histograms(lf, kind, bad, message):
     with pytest.raises(TypeError, match=message): exp_hist(lf, 'fc1', 'Weights', 2, kind=kind, sp_kws=bad)

@@ -386,7 +386,7 @@ def test_rows_that_a_device_does_not_give(gpu, monkeypatch, tmp_path):
     net = moved_model(model())
     opt,at,send = adam(net),iter(range(99)),arenas.to_host
     monkeypatch.setattr(arenas, 'to_host', lambda x: failing('lost') if next(at)==1 else send(x))
-    with pytest.warns(UserWarning, match='rows of this step on a device.*CUDA error: lost') as said, torchEmber(net, opt, home=tmp_path) as te:
+    with pytest.warns(UserWarning, match='the tensors on a device of this step.*CUDA error: lost') as said, torchEmber(net, opt, home=tmp_path) as te:
         plain(net, opt, late)
     assert len(said)==1
     want = recorded(plain, model(), torch.clone, tmp_path/'cpu', {}, 'one by one').t.df

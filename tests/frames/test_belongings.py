@@ -110,7 +110,7 @@ refused = {
     'of a process that runs': (lambda p: put(p.parents[1], p.name, base={'pid': os.getppid(), 'host': gethostname(), 'end': None}), ValueError,
         f'by process {os.getppid()} on this machine'),
     'of another machine': (lambda p: put(p.parents[1], p.name, base={'pid': 7, 'host': elsewhere, 'end': None}), ValueError,
-        f'still being written, probably: it was started on {elsewhere}.*after 10 minutes')}
+        f'still being written, probably: the run was started on {elsewhere}.*after 10 minutes')}
 
 
 def drop_end(home):
@@ -155,7 +155,7 @@ def test_what_is_not_written_any_more(tmp_path, how, capsys):
 def test_just_under_ten_minutes(tmp_path):
     os.utime(put(tmp_path, 'w', base={'pid': 7, 'host': elsewhere, 'end': None}), (time.time()-590,)*2)
     drop_end(tmp_path)
-    with pytest.raises(ValueError, match='its last rows were written 59. s ago'): rm('w', tmp_path)
+    with pytest.raises(ValueError, match='the last rows were written 59. s ago'): rm('w', tmp_path)
 
 
 # ---- removing runs

@@ -88,7 +88,7 @@ def test_torn_lines(tmp_path, spoil):
     "A row of one rank cannot be read. A warning is given, and all other rows are right."
     write(tmp_path, (0, rows(0), about(0)), (1, ''.join(spoil(lines(rows(1)).splitlines(True))), about(1)))
     df,said = merged(tmp_path)
-    assert len(off(df))<=1 and 'Invalid lines in the log of rank 1: 1. Merged rows lack their values.' in said
+    assert len(off(df))<=1 and 'The log of rank 1 has 1 invalid lines. Merged rows lack the values of these lines.' in said
 
 
 def test_empty_logs(tmp_path):
@@ -115,7 +115,7 @@ def test_names(tmp_path):
     (tmp_path/'log'/'run.rank2').mkdir()
     (tmp_path/'log'/'run.rank3').symlink_to('/nowhere')
     df,said = merged(tmp_path)
-    assert not off(df) and 'run.rank00, run.rank01' in said and 'these files were not read' in said
+    assert not off(df) and 'run.rank00, run.rank01' in said and 'files with another ending were not read' in said
     write(tmp_path, *((r, rows(r), about(r)) for r in range(2)), name='a.rank1')
     for name in 'a.rank1', 'a.*': assert not off(merged(tmp_path, name)[0].drop(columns='run', errors='ignore'))
     (tmp_path/'log'/'run').write_text(lines(rows(0)))
@@ -131,7 +131,7 @@ def test_metadata_that_makes_no_sense(tmp_path, meta):
     "The valid metadata of the other rank is used. A warning names the invalid metadata if it is a dict."
     write(tmp_path, (0, rows(0), meta if isinstance(meta, str) else json.dumps(meta)), (1, rows(1), about(1)))
     df,said = merged(tmp_path)
-    assert not off(df) and ('The metadata of rank 0 is left out' in said)==isinstance(meta, dict)
+    assert not off(df) and ('The metadata of rank 0 is ignored' in said)==isinstance(meta, dict)
 
 
 @pytest.mark.parametrize('part', [5, [], '', ':', 'dp', 'dp:', 'dp:X', 'x'*99, 'dp:S', None])
@@ -173,7 +173,8 @@ def test_resumed_with_fewer_processes(tmp_path):
     early = [(r, [row for row in rows(r-2) if row['step']<1], {'rank': r, 'world': 4, 'axes': {'dp': [0, 1, 2, 3]}}) for r in (2, 3)]
     write(tmp_path, *((r, rows(r), about(r)) for r in range(2)), *early)
     df,said = merged(tmp_path)
-    assert 'The ranks disagree about their number: 2 (rank 0, rank 1), 4 (rank 2, rank 3)' in said and 'rank 2 has no rows after step 0' in said
+    assert 'The logs of the ranks contain different numbers of ranks: 2 (rank 0, rank 1), 4 (rank 2, rank 3)' in said
+    assert 'rank 2 has no rows after step 0' in said
     assert {s for s,_ in off(df)}=={0} and len(df[df.ttype=='weight'])==3
 
 
@@ -202,7 +203,7 @@ def test_what_each_process_has_whole(tmp_path):
     out,grad = (got[got.ttype==t] for t in ('output', 'output_grad'))
     assert not off(df[df['path']=='fc']) and out['shape'].tolist()==[(1, 5)]*3 and np.allclose(out['l1'], np.abs(one).sum())
     assert np.allclose(grad['mean'], (grads.sum(0)/2).mean((1, 2))) and grad[['std', 'l1', 'max']].isna().all(axis=None)
-    assert '3 rows describe sums over ranks' in said and 'tensor output_0 (output_grad) of pos' in said
+    assert '3 rows describe tensors that are summed over ranks' in said and 'tensor output_0 (output_grad) of pos' in said
     assert df[df['path']=='zero']['shape'].tolist()==[(8, 5)]*2
 
 
@@ -215,7 +216,7 @@ def test_a_sum_that_is_not_added_up_yet(tmp_path, halves, role, mean):
     df,said = merged(tmp_path)
     want = np.nan if mean is None else mean([terms(r).mean()/2 for r in range(4)])
     np.testing.assert_allclose(df['mean'], [want], rtol=1e-12)
-    assert df[['std', 'l1', 'min', 'max']].isna().all().all() and '1 rows describe sums over ranks' in said, said
+    assert df[['std', 'l1', 'min', 'max']].isna().all().all() and '1 rows describe tensors that are summed over ranks' in said, said
 
 
 def test_scan_says_who_is_missing(tmp_path):
@@ -234,6 +235,6 @@ def test_scan_says_who_is_missing(tmp_path):
     write(tmp_path, (1, '', about(1)))
     assert said()=='run: Of 2 ranks, rank 1 left no rows, so shards are missing.'
     write(tmp_path, (1, rows(1), {'rank': 1, 'world': 'two', 'axes': {}}))
-    assert "The metadata of rank 1 is left out: 'world' is 'two'" in said()
+    assert "The metadata of rank 1 is ignored, because 'world' has the invalid value 'two'" in said()
     write(tmp_path, (1, [r|{'step': None} for r in rows(1)], about(1)))
     assert said()==''

@@ -105,7 +105,7 @@ def test_as_one_process(home_of, case):
     # Only this case has more rows: tensors in tuples and dicts, which plain hooks do not see
     if case!='hugging_face_2': assert {p[0] for p in got}<={'@pp0', '@pp1'}
     if case in exact: assert not said
-    elif case=='tensor_parallel_2': assert '30 rows describe sums over ranks' in said and unknown=={('weight_grad', 'norm')}
+    elif case=='tensor_parallel_2': assert '30 rows describe tensors that are summed over ranks' in said and unknown=={('weight_grad', 'norm')}
     else: assert 'parameters of its own in moe.experts.0, moe.experts.1' in said and "each rank's own loss" in said
 
 
@@ -127,7 +127,7 @@ def test_positions_that_each_process_has_whole(ran, case):
         elif want['abs_max']>1e-18 and (bad := off(row, want)): wrong.append((place, bad))
     assert not wrong and n>1000, (len(wrong), wrong[:3])
     assert sums=={('position_embeddings' if 'bert' in case else 'relative_attention_bias', 'output_grad')}
-    assert 'describe sums over ranks' in said
+    assert 'describe tensors that are summed over ranks' in said
 
 
 @pytest.mark.release
@@ -189,7 +189,7 @@ def test_what_compiled_code_cannot_tell_of(ran):
         return {(r['ttype'], str(r['path'])) for r in df.to_dict('records') if r['ttype'] in ('input', 'output', 'output_grad')}
     for rank in 0, 1:
         said,none = (json.loads((ran/f'compiled_2_{kind}.said{rank}').read_text()) for kind in ('spread', 'plain'))
-        assert not none and len(said)==1 and 'input of model(Sequential).0(Linear) is not measured: it is a DTensor in compiled code' in said[0]
+        assert not none and len(said)==1 and 'input of model(Sequential).0(Linear) is not measured: this tensor is a DTensor in compiled code' in said[0]
     assert seen('spread')=={(t, '') for t in ('input', 'output', 'output_grad')}
     assert seen('plain')=={(t, p) for t in ('input', 'output', 'output_grad') for p in ('', '0')}
 
@@ -254,7 +254,7 @@ def test_shards_that_do_not_add_up(ran):
     for d in 'log','data':
         for f in (ran/d).glob('*sharded_2.rank0*'): shutil.copy(f, f.with_name(f.name.replace('sharded_2', 'half')))
     _,said = merged(ran, 'half')
-    assert re.search(r'do not add up to the whole tensor. The first is .*: its shards together have \d+ elements, but the whole tensor has \d+', said)
+    assert re.search(r'have different numbers of elements. The first is .*: the shards together have \d+ elements, but the whole tensor has \d+', said)
     assert 'rank 1 left no rows' in said
 
 

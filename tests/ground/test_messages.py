@@ -298,7 +298,7 @@ def test_log_and_mark_explain_wrong_arguments():
         assert 'of shape (3,). Pass one number: te.log(loss=loss.mean())' in told(TypeError, lambda: te.log(loss=torch.ones(3)))
         assert 'Write te.log(loss=loss)' in told(TypeError, lambda: te.log({'loss': 1.}))
         assert 'Write te.mark(epoch=3)' in told(TypeError, lambda: te.mark(3))
-        assert told(TypeError, lambda: te.log(loss=None))=='te.log takes numbers, but loss is None.'
+        assert told(TypeError, lambda: te.log(loss=None))=='te.log takes numbers, but loss is None. Pass one number, or leave out loss.'
         te.log(loss=torch.ones(1, 1))
     assert te.t.df.query("ttype=='scalar'").loss.tolist()==[1.]
 
@@ -359,7 +359,7 @@ def test_a_model_that_is_never_called_warns():
 def test_unknown_attributes_suggest_known_names():
     import torchember
     te = torchEmber(Net())
-    assert told(AttributeError, lambda: te.df)=="a torchEmber has no attribute 'df'. Its run has this attribute: te.t.df."
+    assert told(AttributeError, lambda: te.df)=="a torchEmber has no attribute 'df'. The tracker te.t has this attribute: te.t.df."
     assert told(AttributeError, lambda: te.lerning)=="a torchEmber has no attribute 'lerning'."
     assert not hasattr(te, '__array__') and told(AttributeError, lambda: te._nothing)=="a torchEmber has no attribute '_nothing'."
     assert "Did you mean 'scalar_line'" in told(AttributeError, lambda: torchember.scalarline)

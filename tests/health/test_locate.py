@@ -339,7 +339,7 @@ def test_weights_that_were_bad_before_the_step_are_named(layer):
     assert (got.phase, got.made, got.count, got.tensor, got.op)==('before', 'inf', 1, f'`{layer}.weight`', 'aten.addmm')
     assert (got.path, got.kind)==(str(layer), 'Linear')
     n = model[layer].weight.numel()
-    assert str(got).startswith(f'1 of {n} values of `{layer}.weight` are inf, but no operation of this step caused this. '
+    assert str(got).startswith(f'1 of {n} values of `{layer}.weight` are inf, but no operation of this step wrote these values. '
         'The first operation that reads this tensor is aten.addmm')
 
 
@@ -401,7 +401,7 @@ def test_a_mask_is_no_fault(mask):
         F.cross_entropy(causal(model(x), mask), y).backward()
         opt.step()
     got = locate(step)
-    assert not got and got.op is None and got.reached==() and str(got).startswith('No NaN or infinity is left after this step.')
+    assert not got and got.op is None and got.reached==() and str(got).startswith('No result of this step has a NaN or infinity.')
 
 
 @pytest.mark.parametrize('make', [lambda: torch.full((6, 6), -inf).triu(1),

@@ -63,8 +63,8 @@ def matrices_and_vectors(m):
 def test_parameters_of_a_second_optimizer_are_not_called_unchanged():
     found,report = fit(m := split(), matrices_and_vectors(m), name='two')
     assert facts(found)==[('info', 'not_trained', '', 0)] and found.healthy
-    assert found.text[0]==("`backbone.0.bias`, `backbone.2.bias`, `head.bias` are not in the optimizer that torchEmber was given (3 parameters, 18 values), "
-        "but their values change: another optimizer trains them.")
+    assert found.text[0]==("`backbone.0.bias`, `backbone.2.bias`, `head.bias` (3 parameters, 18 values) are not in the optimizer that was "
+        "passed to torchEmber, but their values change: another optimizer trains them.")
     assert 'optimizer=[a, b]' in found.advice[0]
     assert report['remarks']==[]
     assert [p.get('changes') for p in load_history('two').recorded_parameters]==[None, True]*3
@@ -100,7 +100,7 @@ def test_a_second_optimizer_that_has_not_stepped_yet_is_an_info():
     a,b = matrices_and_vectors(m := split())
     found,_ = fit(m, [a], n=12, name='not yet')
     assert facts(found)==[('info', 'not_trained', '', 0)] and b is not None
-    assert found.text[0].endswith("but another optimizer has them. No change of their values is known in 12 recorded steps.")
+    assert found.text[0].endswith("but another optimizer has them. In 12 recorded steps, no change of their values was observed.")
     assert [p.get('elsewhere') for p in load_history('not yet').recorded_parameters]==[None, True]*3
 
 
@@ -191,12 +191,12 @@ def backbone_is_frozen(found, step=20):
 
 def test_a_part_that_is_frozen_during_the_run_is_named():
     found,_ = fit(m := split(), [adam(m)], before=at(20, lambda: m.backbone.requires_grad_(False)))
-    assert backbone_is_frozen(found).endswith('Its values stay the same. The optimizer still has its parameters.')
+    assert backbone_is_frozen(found).endswith('The values of this part no longer change. The optimizer still has these parameters.')
 
 
 def test_a_frozen_part_that_momentum_moves_is_named():
     found,_ = fit(m := split(), [adam(m)], before=at(20, lambda: m.backbone.requires_grad_(False)), set_to_none=False)
-    assert 'It still changes through momentum' in backbone_is_frozen(found)
+    assert 'The values of this part still change through momentum' in backbone_is_frozen(found)
 
 
 def test_a_frozen_part_is_named_when_only_weights_are_recorded():
@@ -250,7 +250,7 @@ def test_a_part_that_is_frozen_in_every_second_step_is_no_fault():
 
 def test_a_part_that_is_cut_off_during_the_run_is_named():
     found,_ = fit(m := split(), [adam(m)], before=at(20, lambda: setattr(m, 'cut', True)))
-    assert facts(found)==[('info', 'not_trained', 'backbone', 20)] and 'It no longer gets a gradient: it is frozen or cut off.' in found.text[0]
+    assert facts(found)==[('info', 'not_trained', 'backbone', 20)] and 'This part no longer gets a gradient: it is frozen' in found.text[0]
 
 
 def test_a_learning_rate_of_zero_in_one_group_is_no_schedule():
@@ -306,7 +306,8 @@ def test_a_part_that_is_frozen_in_jax_is_named():
                 w = {k: v-.01*grads[k]*(0 if masked and i>=20 and k=='backbone' else 1) for k,v in w.items()}
                 tracker.step(model_state=w, gradients=grads)
         return diagnose(name)
-    for name,masked,stopped,why in (('mask', True, False, 'It still gets gradients'), ('stop', False, True, 'Its gradients are exactly zero')):
+    for name,masked,stopped,why in (('mask', True, False, 'This part still gets gradients'),
+            ('stop', False, True, 'The gradients of this part are exactly zero')):
         found = run(name, masked, stopped)
         assert [f for f in facts(found) if f[1]=='not_trained'][0][0]=='info', found
         assert why in found[found.rule=='not_trained'].text.iloc[0] and 'backbone' in found[found.rule=='not_trained'].text.iloc[0]

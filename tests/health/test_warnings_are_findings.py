@@ -57,7 +57,7 @@ def test_an_optimizer_that_is_made_anew_is_a_finding_of_the_run():
     texts,te = warned(lambda: lose_optimizer(name='lost'))
     found = diagnose('lost')
     assert facts(found)==[('warning', 'recording', 20)] and not found.healthy
-    assert found.text.tolist()==texts and 'all of this is recorded as step 20' in texts[0]
+    assert found.text.tolist()==texts and 'So step 20 does not end' in texts[0]
     rows = read('lost', ttype='finding')
     assert rows[['rule', 'tname', 'severity', 'step', 'path', 'module']].values.tolist()==[['recording', 'stalled', 'warning', 20, '', 'model(Sequential)']]
     assert te.t.latest_df.ttype.isin(['finding']).sum()==0
@@ -96,8 +96,8 @@ def test_one_of_several_optimizers_that_stops_is_a_warning_and_a_finding(who_ste
     texts,te = warned(lambda: fit_two(who_steps, renewed(*which), name='several'))
     found = diagnose(te)
     assert facts(found)==[('warning', 'recording', 20)] and found.text.tolist()==texts
-    assert texts[0].startswith(f"The optimizer{waits} stepped since step 19, but {why}: all of this is recorded as step 20, "
-        f"which has {passes} training passes so far.")
+    assert texts[0].startswith(f"The optimizer{waits} stepped since step 19, but {why}. So step 20 does not end, "
+        f"and has {passes} training passes so far.")
     assert 'te.close()' in texts[0] and 'resume=True' in texts[0] and 'te.step()' in texts[0]
 
 

@@ -494,7 +494,7 @@ def test_a_long_loop_keeps_fewer_iterations_and_warns(monkeypatch, tmp_path):
     from torchember.jaxember.recorder import twins
     monkeypatch.setattr(twins, 'most', 5*3*544*4)
     p,xs = stack.init(jax.random.key(0), jnp.ones(2)),jnp.arange(11.)
-    with pytest.warns(EmberWarning, match=r'a loop of 11 iterations would store 0.0\d+ MB.*One in 3 is recorded'), track(home=tmp_path) as tracker:
+    with pytest.warns(EmberWarning, match=r'a loop with 11 iterations would need 0.0\d+ MB.*one iteration in 3 is recorded'), track(home=tmp_path) as tracker:
         tracker.intercept(looped, p, xs)
         tracker.step()
     rows = means(table(tracker), 0, ttype='output', path='')

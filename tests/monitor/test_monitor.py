@@ -332,7 +332,7 @@ def test_numbers_of_steps(steps):
 def test_irregular_steps_lose_few_values():
     model,steps = made(),[0, 1, 10, 11, 20, 21, 30, 31, 40, 41, 50, 51, 60, 61]
     monitor = Monitor(model, {'fc1': [['InputStd', 10]]})
-    with pytest.warns(EmberWarning, match='another step number was expected'):
+    with pytest.warns(EmberWarning, match='the Monitor expected another number for this step'):
         for (x,_),step in zip(batches(len(steps), 4), steps, strict=True):
             model(x)
             monitor.track(step)
@@ -537,7 +537,7 @@ def test_failing_quantity_does_not_affect_others():
 
 
 @pytest.mark.parametrize('config, message', [({'fc3': ['WeightNorm']}, "Did you mean 'fc"), ({'fc1': ['WieghtNorm']}, "Did you mean 'WeightNorm'"),
-    ({'relu': ['WeightNorm']}, 'it has no weight'), ({'bn': ['WeightEffectiveRank']}, 'is a vector'), ({'conv': ['MeanTID']}, 'it has no running_mean'),
+    ({'relu': ['WeightNorm']}, 'has no weight'), ({'bn': ['WeightEffectiveRank']}, 'is a vector'), ({'conv': ['MeanTID']}, 'has no running_mean'),
     ({'relu': ['SaturatedUnits']}, 'not a bounded activation'), ({'fc1': [['WeightNorm', 'lineer(5, 2)']]}, "WeightNorm of 'fc1': cannot read the schedule"),
     ({'fc1': [['WeightNorm', 'linear(5, 2)', 3]]}, r'\[name, schedule\]'), ({'fc1': [lambda input: 0]}, 'A lambda has no name'),
     ({'fc1': [nn.Linear]}, 'got the class Linear'), ({nn.Conv3d: ['WeightNorm']}, 'No module matches')])
@@ -851,7 +851,7 @@ def test_failed_pass_explains_only_its_own_step(tmp_path):
         with pytest.raises(KeyError): model(torch.ones(1, 2), 'raise')
         with pytest.raises(AttributeError, match="the last pass that called 'a' raised an error"): monitor.track(0)
         model(torch.ones(1, 2), 'without a').sum().backward()
-        with pytest.raises(AttributeError, match="no call of 'a' was seen since the last tracked step|another step number was expected"): monitor.track(1)
+        with pytest.raises(AttributeError, match="no call of 'a' was seen since the last tracked step|expected another number"): monitor.track(1)
         model(torch.full((1, 2), 5.), 'with').sum().backward()
         monitor.track(2)
     assert monitor.output['a']['Seen']=={2: 5.}

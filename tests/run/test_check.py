@@ -115,7 +115,7 @@ def test_a_program_that_raises_shows_its_traceback(tmp_path):
 
 def test_wrong_use(tmp_path):
     def said(*words): return programs.run(by_fork, 'check', *words, after=libraries, PYTHONPATH=root, cwd=tmp_path)
-    for words,why in {(): 'the program is missing', ('--steps', '0', 'x.py'): 'must be at least 1', ('x.py',): "cannot run x.py",
+    for words,why in {(): 'the program to run is missing', ('--steps', '0', 'x.py'): 'must be at least 1', ('x.py',): "cannot run x.py",
             ('--rules', 'nope', 'x.py'): "nope"}.items():
         assert said(*words).returncode==2 and why in said(*words).stderr, words
     assert 'exit codes: 0 no error' in said('--help').stdout
@@ -255,7 +255,7 @@ def test_a_check_changes_neither_training_nor_rows():
 def test_a_check_before_the_first_step_says_when_to_call_it():
     model = seeded()
     with torchEmber(model, momentum(model)) as te:
-        with pytest.raises(RuntimeError, match=r'Call it after the first optimizer.step\(\)'): te.check_step()
+        with pytest.raises(RuntimeError, match=r'Call check_step after the first optimizer.step\(\)'): te.check_step()
         loss_of(model, *batches(1)[0]).backward()
         with pytest.raises(RuntimeError, match='needs one finished step'): te.check_step()
 

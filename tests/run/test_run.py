@@ -246,7 +246,7 @@ def test_invalid_arguments_are_refused(tmp_path, monkeypatch, capsys):
     for args,word in {('--every', '0', 'train.py'): 'n>=1', ('--every', 'x', 'train.py'): 'schedule', ('--ttypes', 'weigth', 'train.py'): "'weight'",
         ('--stats', 'rmx', 'train.py'): 'rmx', ('--overhead', '2', 'train.py'): '.02', ('--rules', 'none', 'train.py'): 'none',
         ('--evry', '1', 'train.py'): 'evry',
-        (): 'program is missing', ('-m',): 'program is missing',
+        (): 'the program to run is missing', ('-m',): 'the program to run is missing',
         ('--store', 'x', 'train.py'): 'parquet', ('nowhere.py',): 'nowhere.py', ('-m', 'no.where'): 'no',
         ('--name',): 'name'}.items():
         code,err = go(*args)

@@ -235,7 +235,7 @@ def test_an_ended_run_is_drawn_once_more(answers, state):
 
 
 @pytest.mark.parametrize(('answer', 'said'), [({'error': 'KeyError: 3'}, 'has stopped: KeyError: 3'), ({'gone': True}, 'has ended: the log of r was removed'),
-    (EOFError(), 'has stopped: its process has ended'), (ValueError('x'), 'has stopped: ValueError: x')])
+    (EOFError(), 'has stopped: the drawing process has ended'), (ValueError('x'), 'has stopped: ValueError: x')])
 def test_an_error_ends_a_view_with_one_warning(answers, answer, said):
     "An error gives one warning, and closes screen and process. After `close(last=False)` there is no warning"
     v = answers([{}, answer], [0])
@@ -308,7 +308,7 @@ def test_an_ember_has_one_view(tmp_path, monkeypatch):
     first,second = live(te), live(te, every=.5)
     assert first.done==['begin', ('close', False)] and second.done==['begin'] and te.views==[first, second] and (first.every, second.every)==(2., .5)
     assert first.is_wanted() and (first.home, first.name())==(t.dir, 'r')
-    with pytest.raises(ValueError, match='would wait for a training'): live(te, wait=True)
+    with pytest.raises(ValueError, match='would wait forever'): live(te, wait=True)
     t(row(0))
     t.barrier()
     base = {'pid': os.getpid(), 'host': gethostname()}

@@ -188,7 +188,7 @@ def test_a_dead_process_gives_one_warning(capfd):
     te = ember()
     view = te.live(every=.05)
     while view.reader is None: time.sleep(.01)
-    with pytest.warns(EmberWarning, match='live picture has stopped: its process has ended') as w:
+    with pytest.warns(EmberWarning, match='live picture has stopped: the drawing process has ended') as w:
         view.reader.kill()
         view.thread.join(60)
     trained(te)

@@ -145,7 +145,7 @@ def test_an_unknown_value_names_the_nearest_meaning(t):
             (scalar_global_heatmap, ('outputt',), "Did you mean 'output'"), (scalar_global_heatmap, ('weight', 'sdt'), "Did you mean 'std'"),
             (scalar_global_heatmap, ('fc3', 'weight'), "Did you mean 'fc"), (surface, ('unitss',), "no statistic 'unitss' in this log")):
         with pytest.raises(ValueError, match=says): f(t, *args)
-    with pytest.raises(TypeError, match='got ttype= twice'): scalar_line(t, ttype='weight', tt='weight')
+    with pytest.raises(TypeError, match='got ttype= and tt=, which are two names of one argument'): scalar_line(t, ttype='weight', tt='weight')
     with pytest.raises(TypeError, match='surface needs a statistic'): surface(t)
     with pytest.raises(TypeError, match="No argument of tree 'qqq'"): tree(t, 'mine', qqq=1)
 

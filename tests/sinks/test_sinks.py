@@ -532,11 +532,11 @@ def test_two_models_in_one_folder_have_different_names(tmp_path, recwarn):
         writer.close()
         return scalars(writer.log_dir) if prefixes else None
     both()
-    said = [str(w.message) for w in recwarn.list if 'under the same names' in str(w.message)]
+    said = [str(w.message) for w in recwarn.list if 'with equal metric names' in str(w.message)]
     assert len(said)==1 and "prefix=" in said[0] and "'gen0'" in said[0] and "'dis0'" in said[0]
     recwarn.clear()
     found = both(gen='gen/', dis='dis/')
-    assert not [w for w in recwarn.list if 'same names' in str(w.message)]
+    assert not [w for w in recwarn.list if 'equal metric names' in str(w.message)]
     for n in ('gen', 'dis'):
         assert set(found[f'{n}/weight/model.weight/rms'])=={0, 1, 2}
     assert all(k.startswith(('gen/', 'dis/')) for k in found)

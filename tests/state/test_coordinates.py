@@ -73,7 +73,7 @@ def test_a_planted_fault_is_named_first(kind, fault, first):
     c = check(kind, **fault)
     assert named(c)[0]==first[:2] and named(c)[0][0] in repr(c)
     # with SGD, slopes are less exact, and initial weights change the gradients of other layers
-    if kind is torch.optim.Adam: assert f"of `{first[1][0]}` by {first[2]}" in c.findings['advice'][0]
+    if kind is torch.optim.Adam: assert f"of layer `{first[1][0]}` by {first[2]}" in c.findings['advice'][0]
     if kind is torch.optim.Adam or first[0]=='learning_rate': assert len(named(c))==1
 
 

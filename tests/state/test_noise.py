@@ -308,7 +308,7 @@ def test_errors_of_arguments():
     for kw,message in ((dict(num_iters=1), 'The noise scale compares gradients'), (dict(num_average=0), 'num_average must be at least 1, got 0'),
             (dict(micro_batch_size=0), 'micro_batch_size must be at least 1, got 0')):
         with pytest.raises(ValueError, match=message): noise_scale(model, good, **dict(micro_batch_size=4, num_average=2) | kw)
-    for f,message in ((twice, 'two gradients in one call'), (zeroes, 'must not call zero_grad'), (clips, 'averaged over ranks, or clipped'),
+    for f,message in ((twice, 'two gradients in one call'), (zeroes, 'were not accumulated'), (clips, 'averaged over ranks, or clipped'),
             (lambda: 3., 'gave no gradient and returned 3.0'), (lambda: None, 'returned None')):
         with pytest.raises(ValueError, match=message): noise_scale(model, f, 4)
     with pytest.raises(ValueError, match='got 4 and 4'): solve_two_sizes(4, 4, 1, 1)

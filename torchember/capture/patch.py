@@ -264,4 +264,5 @@ class Patch:
 def refuse_scripting(module):
     "Refuse `torch.jit.script`: raise TypeError with instructions, because it cannot compile a module with torchember's hooks."
     raise TypeError(f"torch.jit.script compiles the source of `forward`, but torchember replaces the `forward` of this {type(module).__name__} "
-        "while the model is recorded. Stop the recording (model.disarm(), Monitor.close(), Activations.remove()), script the model, and arm the model again.")
+        "while the model is recorded. Stop the recording first (te.disarm(), Monitor.close(), Activations.remove()). "
+        "Then script the model, and record the model again.")

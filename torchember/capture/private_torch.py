@@ -58,7 +58,7 @@ def warn_missing():
     if not new or torch_version()<=newest: return
     warned.update(new)
     warn(f"torch {torch.__version__} is newer than {'.'.join(map(str, newest))}, the newest version that this torchember was "
-            "tested with, and no longer has names that torchember uses: "
+            "tested with, and lacks private names that torchember uses. Each missing name, with the effect: "
         + '; '.join(f"{k}: {missing[k]}" for k in sorted(new)) + ". Update torchember.")
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #6b30bda5
@@ -68,17 +68,19 @@ def torch_version(): # (major, minor)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch14
 # Returns the number of active modes that intercept operations, such as a FLOP counter. Exists in torch 2.0 and later
-count_dispatch_modes = private('torch._C._len_torch_dispatch_stack', lambda: 1, 'every tensor is read as if a mode were active, which takes longer')
+count_dispatch_modes = private('torch._C._len_torch_dispatch_stack', lambda: 1,
+    'every tensor is read as if a TorchDispatchMode were active, which takes longer')
 
 # Returns the number of active modes that intercept functions, such as a default device. Exists in torch 2.0 and later
-count_function_modes = private('torch._C._len_torch_function_stack', lambda: 1, 'every tensor is read as if a mode were active, which takes longer')
+count_function_modes = private('torch._C._len_torch_function_stack', lambda: 1,
+    'every tensor is read as if a TorchFunctionMode were active, which takes longer')
 
 # Returns the innermost running transform of `torch.func`, such as vmap or grad, or None. Exists in torch 2.0 and later
-inside_transform = private('torch._C._functorch.peek_interpreter_stack', lambda: None, 'inside vmap and grad the numbers of one sample may be missing')
+inside_transform = private('torch._C._functorch.peek_interpreter_stack', lambda: None, 'statistics of single samples inside vmap and grad may be missing')
 
 # Contexts that switch off `TorchDispatchMode`, `TorchFunctionMode`, and transforms such as vmap. All exist in torch 2.0 and later
-without_dispatch_modes = private('torch.utils._python_dispatch._disable_current_modes', nullcontext, 'a FLOP counter counts our operations, too')
-without_function_modes = private('torch._C.DisableTorchFunction', nullcontext, 'a mode for functions sees ours, too')
+without_dispatch_modes = private('torch.utils._python_dispatch._disable_current_modes', nullcontext, 'a FLOP counter also counts operations of torchember')
+without_function_modes = private('torch._C.DisableTorchFunction', nullcontext, 'a TorchFunctionMode also gets functions that torchember calls')
 without_transforms = private('torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack', nullcontext, 'tensors inside vmap and grad are not measured')
 
 # `is_wrapped(x)`: True if `x` represents many samples inside vmap or similar. `unwrap(x)`: the tensor of all samples. In torch 2.0 and later
@@ -87,13 +89,13 @@ unwrap = private('torch._C._functorch.get_unwrapped', lambda x: x, 'tensors insi
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch17
 # Returns the number of the backward pass that runs in this thread, -1 if none is running. Exists in torch 2.0 and later
-running_backward = private('torch._C._current_graph_task_id', lambda: -1, 'what activation checkpointing computes again is recorded again')
+running_backward = private('torch._C._current_graph_task_id', lambda: -1, 'modules that activation checkpointing runs again are recorded again')
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #4f60f8aa
 # Functions that return the running autograd node, and the active hooks on saved tensors, in torch 2.1 and later
-running_node = private('torch._C._current_autograd_node', lambda: None, 'what an adjoint solver computes in a backward is not recorded')
+running_node = private('torch._C._current_autograd_node', lambda: None, 'modules that an adjoint solver calls in a backward are not recorded')
 saving_hooks = private('torch._C._autograd._top_saved_tensors_default_hooks', lambda ignore: None,
-    'what is computed again inside a custom backward is recorded again')
+    'modules that a custom backward runs again are recorded again')
 
 # words in the names of autograd Functions that recompute their forward in their backward
 recomputing_words = 'checkpoint', 'compiled', 'recompute', 'revers', 'invert'
@@ -172,7 +174,7 @@ def is_metadata_pass():
     stage = sys.modules.get('torch.distributed.pipelining.stage')
     return stage is not None and any(f.f_globals is stage.__dict__ and f.f_code.co_name in metadata_passes for f in running_frames())
 
-check_trace = private('torch.jit._trace._check_trace', None, 'the run by which torch.jit.trace checks its result is recorded')
+check_trace = private('torch.jit._trace._check_trace', None, 'the pass in which torch.jit.trace checks the traced model is recorded')
 check_trace_code = getattr(inspect.unwrap(check_trace), '__code__', None) if check_trace is not None else None
 
 def is_trace_check():
@@ -191,7 +193,7 @@ def calling_module(known):
     return next((m for m in running if id(m) not in known and not is_graph(m)), None)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #4f60f8ab
-variable_class = private('torch.autograd.variable.Variable', None, 'batches whose gradients are thrown away are merged with later ones')
+variable_class = private('torch.autograd.variable.Variable', None, 'batches with discarded gradients are merged with later batches')
 
 # `call_after_backward` returns False if this version of torch cannot call functions after a backward
 def call_after_backward(f) -> bool:
@@ -228,8 +230,8 @@ def writes_gradients() -> bool:
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e02
 # next_number: number of this thread's next autograd node (torch>=2.0); engine: runs autograd nodes (torch>=2.3)
-next_number = private('torch._C._autograd._get_sequence_nr', lambda: 0, 'locate does not know of which line of the forward a backward is')
-engine = private('torch.autograd.graph._engine_run_backward', None, 'locate takes what is computed again in a backward for a part of what calls that')
+next_number = private('torch._C._autograd._get_sequence_nr', lambda: 0, 'locate cannot name the line of the forward for an operation of a backward')
+engine = private('torch.autograd.graph._engine_run_backward', None, 'locate attributes operations that a backward runs again to the caller of the backward')
 
 def node_number(node):
     "Return the number of an autograd node, -1 if this version of torch does not number nodes."
@@ -273,7 +275,7 @@ def node_shape(node) -> tuple|None:
     except (AttributeError, RuntimeError, TypeError, ValueError): return None
 
 # base class of BatchNorm and InstanceNorm, which have running statistics. Exists in torch 2.0 and later
-norm_base = private('torch.nn.modules.batchnorm._NormBase', torch.nn.modules.batchnorm.BatchNorm2d, 'only BatchNorm2d has running statistics')
+norm_base = private('torch.nn.modules.batchnorm._NormBase', torch.nn.modules.batchnorm.BatchNorm2d, 'only BatchNorm2d is known to have running statistics')
 
 def has_spectral_norm(module):
     "Return True if a module has a spectral norm: it is such a parametrization, or has a hook of the older `spectral_norm`."
@@ -282,7 +284,7 @@ def has_spectral_norm(module):
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #8c0a7e05
 # Base class of modes that intercept each operation, in torch 2.0 and later
-DispatchMode = private('torch.utils._python_dispatch.TorchDispatchMode', nullcontext, 'locate sees no operation, and finds nothing')
+DispatchMode = private('torch.utils._python_dispatch.TorchDispatchMode', nullcontext, 'locate cannot observe operations, and finds nothing')
 reads_number = 'aten._local_scalar_dense' # name of the operation that `Tensor.item` calls, in all versions of torch
 
 # names: all arguments in order; written, unread: subsets of these names; view: True if the result is a view of an input
@@ -323,7 +325,7 @@ else:
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch24
 # functions that make Dynamo skip a code object, in torch 2.7 and later
-note,strategy,action = (private(f'torch._C._dynamo.eval_frame.{n}', None, 'Dynamo looks at our own functions, too, which takes time and changes nothing')
+note,strategy,action = (private(f'torch._C._dynamo.eval_frame.{n}', None, 'Dynamo also examines functions of torchember, which only takes time')
     for n in ('set_code_exec_strategy', '_FrameExecStrategy', '_FrameAction'))
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #b9aaed09
@@ -339,14 +341,14 @@ def warn_no_hooks():
     "Warn once if compiled code of the installed torch version cannot report gradients of activations."
     if hooks_in_graphs or 'hooks' in warned: return
     warned.add('hooks')
-    warn(f"Compiled code of torch {torch.__version__} cannot report the gradients of inputs and outputs, so these are not recorded there. "
-        "They are recorded from torch 2.13 on, and in a model that is not compiled.")
+    warn(f"Code compiled by torch {torch.__version__} cannot report the gradients of inputs and outputs, so these gradients are not recorded "
+        "in compiled models. To record these gradients, use torch 2.13 or newer, or do not compile the model.")
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch30
 def register_ordered_effect(op, lib) -> bool:
     "Register an operator of the library `lib` as an ordered effect, to keep its calls in order. Return False if torch has no effects."
     # torch 2.10 and later: register the effect with the function in `torch.library`, which takes the operator's name
-    with noting_failure('torch.library._register_effectful_op', 'compiled code is kept in order by Inductor alone'):
+    with noting_failure('torch.library._register_effectful_op', 'only Inductor keeps the reports of compiled code in order'):
         torch.library._register_effectful_op(op.name(), torch.library.EffectType.ORDERED, lib=lib)
         return True
     # torch 2.5 to 2.9: register the effect with the function in `torch._higher_order_ops`, which takes the operator
@@ -358,7 +360,7 @@ def register_ordered_effect(op, lib) -> bool:
 
 def never_merge(op):
     "Keep torch.compile from merging two calls of an operator with equal arguments, by listing the operator as random. For torch 2.2 and later."
-    with noting_failure('torch._functorch.compile_utils.rand_ops', 'two equal gradients of compiled code may be one row'):
+    with noting_failure('torch._functorch.compile_utils.rand_ops', 'two equal gradients of compiled code may be merged into one row'):
         known = sys.modules['torch._functorch.compile_utils'].rand_ops
         if op.overloadpacket not in known: known.append(op.overloadpacket)
 
@@ -385,7 +387,7 @@ def keep_in_order(op, token:bool):
         lowering.lowerings[op] = lower
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #2f6cf15c
-unordered = 'rows of compiled code may come in another order'
+unordered = 'rows of compiled code may be in a wrong order'
 
 def lowering_state(lowering):
     "Return the state of lowering in Inductor: graph, number of operations, last operation with a side effect. None if unknown."
@@ -404,7 +406,7 @@ def order_graph_operations(graph, n, last, token):
             if not token: graph.effectful_ops[torch.library.EffectType.ORDERED] = o
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5c20f0a1
-slower = 'compiled code reports each call of a module by itself, which takes longer'
+slower = 'compiled code reports each call of a module separately, which takes longer'
 
 # operator that wraps the calls of operators with an effect token in a graph. Exists in torch 2.5 and later
 with_effects = private('torch._higher_order_ops.effects.with_effects', None, slower)
@@ -467,7 +469,7 @@ norm_clipper = getattr(private('torch.nn.utils.clip_grad._clip_grads_with_norm_'
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch38
 def shared_store():
     "Return the shared key-value store of the default process group, which must be initialized. None if this version of torch hides the store."
-    get = private('torch.distributed.distributed_c10d._get_default_store', None, 'each process names its run by its own clock: give a name')
+    get = private('torch.distributed.distributed_c10d._get_default_store', None, 'each process chooses another name for the run: pass name=')
     return None if get is None else get()
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5f1a7c02

@@ -12,7 +12,7 @@ from ..ground.messages import printable
 
 # %% ../../nbs/10_capture/10_tree.ipynb #b34b704a
 data_parallel_error = ("nn.DataParallel copies the model in every pass, and the copies cannot be recorded. Use DistributedDataParallel, as torch recommends, "
-    "or disarm the model first.")
+    "or stop the recording first: te.disarm().")
 
 # %% ../../nbs/10_capture/10_tree.ipynb #87667a70
 wrappers = dict(OptimizedModule='_orig_mod', DistributedDataParallel='module', FullyShardedDataParallel='_fsdp_wrapped_module')

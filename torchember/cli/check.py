@@ -42,7 +42,7 @@ def check_options_in(words, program, prog='torchember check'):
         description='Run a program up to the end of its first training step, and show what is wrong with its model, optimizer and loss.')
     add_check_options(p)
     found = p.parse_args(words)
-    if not program: p.error('the program is missing')
+    if not program: p.error('the program to run is missing: give a Python file, or -m and a module')
     if found.rules!='default':
         from torchember.health.diagnose import choose_rules
         try: choose_rules(found.rules)

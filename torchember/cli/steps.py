@@ -214,7 +214,7 @@ def tail_arguments(p):
 def tail_command(args):
     """Print a line for each step during a run: logged numbers, time, rows, non-finite values, and findings. Ends with the run.
     Exit code 1 if the process has ended without recording the end of the run"""
-    if args.lines<0: raise ValueError(f"-n must be a number of lines of at least 0, got {args.lines}.")
+    if args.lines<0: raise ValueError(f"-n, the number of lines to print, must be at least 0, got {args.lines}.")
     name = expand_one_name(args.run, home := find_home(args), 'tail')
     p = LinePrinter(find_logs(name, home), args.lines, args.json)
     running = [log.name for log in p.logs if log.is_running()]

@@ -9,14 +9,14 @@ __all__ = ['replacements', 'gone', 'sentence']
 # older tool -> dict: name of a function or class -> advice about its replacement
 replacements = {
     'nnstat': {
-        'compute_trust_ratio': "trust_ratio(update, weight) gives ||update|| / ||weight|| of each layer now, the reciprocal of the earlier result",
-        'compute_noise_scale': "noise_scale(...) measures tr(S) / |G|^2 now, with errors and without the Hessian, and NoiseScale does during training",
+        'compute_trust_ratio': "trust_ratio(update, weight) now returns ||update|| / ||weight|| of each layer, the reciprocal of the earlier result",
+        'compute_noise_scale': "noise_scale(...) now measures tr(S) / |G|^2, with errors and without the Hessian; NoiseScale measures it during training",
         'compute_update': "subtract snapshots instead: (w1-w0)/alpha",
         'compute_adam_update': "calculate with snapshots instead: m/(v.sqrt()+eps), where `_,_,(m,v) = from_together(model, opt, ['exp_avg', 'exp_avg_sq'])`",
-        'get_update': "subtract snapshots instead: w1-w0, both of get_weight(model)",
+        'get_update': "subtract snapshots instead: w1-w0, where w0 and w1 are results of get_weight(model)",
         'get_adam_update': "calculate with snapshots instead: m/(v.sqrt()+eps), where `m = get_optimizer_state(model, opt, 'exp_avg')`",
         **dict.fromkeys(('set_cache_dir', 'get_cache_dir'),
-            "it is a function of torchember.utils now, and to= of a plot sets its file"),
+            "this function is now in torchember.utils, and the argument to= of a plot sets the file of the plot"),
         'itemize': "results are Python numbers now: sd.norm(lw=True), or sd.describe(display=False) for wandb.log",
         'plot_line': "use a plot of pandas instead, df.plot(x=..., y=...), or scalar_line(run) for statistics over the steps",
         'plot_hist': "use StateDict({'name': x}).hist(lw=True, to='file.png') instead",
@@ -24,7 +24,7 @@ replacements = {
         'plot_heatmap': "use StateDict({'name': x}).heatmap(lw=True, to='file.png') instead",
         **dict.fromkeys(('save_obj', 'load_obj'),
             "use sd.save(path) and load(path) instead for tensors, and pickle for other objects"),
-        'columns_group': "it is in torchember.state.tables now, and StateDict.register_reduction adds a column",
+        'columns_group': "this dict is now in torchember.state.tables, and StateDict.register_reduction adds a column",
         **dict.fromkeys(('ForwardHook', 'BackwardHook'),
             "use from_activation(model) and from_activation_grad(model) instead"),
         'functional': "trust_ratio and noise_scale are functions of torchember now"},
@@ -42,7 +42,7 @@ replacements = {
         'read_from_wandb': "use wandb's own artifact.download() instead, and then read_pickle(path)"},
     'Taiyi': {
         'ScheduleSelector': "a schedule is a string, 'linear(5, 0)', or a function such as every(5) now",
-        'QuantitySelector': "write its name in the configuration instead; the classes are in torchember.monitor",
+        'QuantitySelector': "write the name of the quantity in the configuration instead; the classes are in torchember.monitor",
         'ExtensionSelector': "use the classes instead, such as torchember.ForwardInputExtension",
         'Regisiter': "use Monitor instead, which captures tensors, or module.register_forward_hook(extension)",
         'cal_eig_not_sym': "use rankme(x), effective_rank(x) or torch.linalg.svdvals(x) instead",
@@ -50,7 +50,7 @@ replacements = {
         **dict.fromkeys(('InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition', 'InputCovCondition20', 'InputCovCondition50',
             'InputCovCondition80', 'WeightNorm', 'WeightGradNorm', 'InputMean', 'InputStd', 'InputSndNorm',
             'OutputGradSndNorm', 'RankMe', 'LinearDeadNeuronNum', 'MeanTID', 'VarTID', 'WeightParamJump'),
-            "it is a class of torchember.monitor now")},
+            "this class is now in torchember.monitor")},
     'torchember 0.2': {
         'helper': "emberTracker and tracker are classes of torchember now",
         'visual': "use overview(run), scalar_line(run), interactive(scalar_line, run=run) or report(run, 'run.html') instead",
@@ -75,4 +75,4 @@ def sentence(name) -> str|None:
     "Return a sentence for an error about a name of an older tool that torchember does not have. Return None for any other name."
     if name not in gone: return None
     tool,what = gone[name]
-    return f"torchember has no {name!r}, which was {tool}'s: {what}."
+    return f"torchember has no {name!r} (a name in {tool}): {what}."

@@ -45,7 +45,8 @@ libraries = {} # tensor class -> `Library`. The Python modules for torch and JAX
 def find_library(tensor) -> Library:
     "Find the `Library` that measures this tensor. For a value of another class, such as a list, return the first library."
     if not libraries:
-        raise RuntimeError("stash functions such as stash_hist need torch or JAX. Import them from torchember (torch) or torchember.jaxember (JAX).")
+        raise RuntimeError("stash functions such as stash_hist cannot measure tensors yet, because neither torch nor JAX support is imported. "
+            "Import stash_hist from torchember for torch, or from torchember.jaxember for JAX.")
     return next((lib for c,lib in libraries.items() if isinstance(tensor, c)), next(iter(libraries.values())))
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #34dd7322
@@ -156,8 +157,8 @@ def hist_columns(hist, bins):
     "Return the log columns of a histogram of exponents: the counts, and the exponent of the first bin that has its own count."
     bins = [int(b) for b in bins[1:-1]]
     if not bins or bins!=[*range(bins[0], bins[0]+len(bins))] or len(hist)!=len(bins)+2:
-        raise ValueError("an 'exp_hist' needs one count for each bin, and the bins below, lo, lo+1, ..., hi, above. "
-            f"Got {len(hist)} counts, and between the first and the last bin the bins {bins}.")
+        raise ValueError("the bins of an 'exp_hist' must be [below, lo, lo+1, ..., hi, above], with one count for each bin. "
+            f"Got {len(hist)} counts, and the exponents {bins} between the first and the last bin.")
     return {'exponents': hist, 'exponent_min': bins[0]}
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #25019a77
@@ -199,7 +200,8 @@ def compile_pattern(pattern, what): # what: name of the argument, for messages
         return re.compile('|'.join(f'(?:{p.pattern})' for p in parts)) if parts and plain else select(parts)
     try: return re.compile(pattern)
     except (re.error, TypeError) as e:
-        raise ValueError(f"{what}={pattern!r} is not a valid regular expression: {e}. It is searched in module names such as 'layers.0.fc1'.") from None
+        raise ValueError(f"{what}={pattern!r} is not a valid regular expression: {e}. "
+            "Pass an expression to search in module names such as 'layers.0.fc1'.") from None
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #900881db
 @dataclass
@@ -301,7 +303,7 @@ class Tracker:
         lf = self.logframe(self.t.df) if os.path.exists(self.t.log_path) else None
         if lf is None:
             recorded = os.path.exists(self.t.log_path)
-            print(f"No LogFrame was written: it cannot contain the recorded tensor types. Use read({self.name!r})." if recorded
+            print(f"No LogFrame was written, because a LogFrame cannot contain the recorded tensor types. Use read({self.name!r})." if recorded
                 else "Nothing was recorded, so there is no LogFrame.")
             return
         if STAT not in lf:

@@ -148,7 +148,7 @@ def refuse_active_logs(h, name):
     if 'end' in base or 'pid' not in base or not file_exists(h.log/name): return
     ago = time.time()-stat_file(h.log/name).st_mtime
     if ago<recent and base.get('host')!=gethostname():
-        raise ValueError(f"{text}, probably: it was started on {host}, its end was not recorded, and its last rows were written {ago:.0f} s ago. "
+        raise ValueError(f"{text}, probably: the run was started on {host}, its end was not recorded, and the last rows were written {ago:.0f} s ago. "
             f"End the recording on {host}, or try again after {recent//60} minutes without new rows.")
 
 def refuse_shared(h, name, names):
@@ -157,7 +157,7 @@ def refuse_shared(h, name, names):
     if listing is None or not any('holder' in p for p in listing['parts']): return
     [whole] = logs_to_run_names([name])
     if set(h.members(whole))<=set(names): return
-    raise ValueError(f"{name!r} is the log of one process of {whole!r}, and its rows are in files with rows of other processes, so nothing was changed. "
+    raise ValueError(f"{name!r} is the log of one process of the run {whole!r}. All processes of this run share files, so nothing was changed. "
         f"Give the name of the whole run, {whole!r}.")
 
 def select_changeable_runs(run, home):

@@ -124,7 +124,8 @@ class LogDataset(ds.Dataset):
 
     def refuse(self, *args, **kwargs):
         "Refuse a method of `pyarrow.dataset.Dataset` that needs Arrow files: raise NotImplementedError."
-        raise NotImplementedError("Runs are not Arrow files, so this method does not work. Read a table first: rows.to_table(columns=[...], filter=...).")
+        raise NotImplementedError("This method of a dataset needs Arrow files, but a run has none. "
+            "Read a table first: rows.to_table(columns=[...], filter=...).")
 
     get_fragments = filter = join = join_asof = replace_schema = _get_fragments = refuse
     filesystem = property(refuse)

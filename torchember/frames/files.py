@@ -65,7 +65,7 @@ def check_bounds(file, name):
             if op.name=='FRAME' and arg>size:
                 raise InvalidPickle(f"the pickle declares a block of {arg:,} bytes, which is more than the file contains")
             if op.name in keeps and int(arg)>2*n+1000: raise InvalidPickle(
-                f"the pickle stores an object at memo index {int(arg):,}, but contains only {n:,} objects before this index")
+                f"the pickle stores an object under the memo number {int(arg):,}, although only {n:,} objects were stored before")
     except (InvalidPickle, ValueError, OverflowError, MemoryError) as e:
         raise pickle.UnpicklingError(f"{name} is not a pickle file, is truncated, "
             f"or declares more data than it contains: {printable(e, 200)}. Create or copy the file again.") from None
@@ -242,7 +242,7 @@ def build_index(x):
     "Convert a `PicklePart` to a pandas Index of rows or columns."
     kind,d = expect(x, '_new_Index').args
     if not (isinstance(kind, type) and issubclass(kind, PicklePart) and isinstance(d, dict)):
-        raise InvalidPickle("the index of the table is invalid")
+        raise InvalidPickle("the row index or the column index of the table is not a pandas index")
     if kind.what=='RangeIndex': return pd.RangeIndex(d['start'], d['stop'], d['step'])
     if kind.what!='MultiIndex': return pd.Index(build_column(d['data']))
     levels,codes = [build_index(v).tolist() for v in d['levels']],[build_array(c).tolist() for c in d['codes']]

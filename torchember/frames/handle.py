@@ -85,7 +85,8 @@ def recover_boxes(folder):
     if is_url(folder) or not may_have_orphan_box(os.path.join(folder, 'box')): return
     try: from torchember.recorder.recovery import recover_all
     except ImportError as e:
-        return warn(f"A process that has ended left rows in {printable(folder)}{os.sep}box, which cannot be read here: {e}.")
+        return warn(f"A process that has ended left its last rows in {printable(folder)}{os.sep}box. These rows are missing, because an import failed: {e}. "
+            "Install this library, and read the run again.")
     recover_all(folder)
 
 def log_names(home):
@@ -158,7 +159,8 @@ def open_log(run, home=None):
             raise FileNotFoundError(f"There is no log {printable(path)}. Give the path of a log file, or the name of a run.")
         return LogReader(path)
     if not isinstance(t, tracker) and not isinstance(run, str):
-        raise TypeError(f"a run must be a name, a file, a torchEmber or its tracker te.t, got {an(run)}. A table of rows needs no read: use it directly.")
+        raise TypeError(f"a run must be a name, a file, a torchEmber or its tracker te.t, got {an(run)}. "
+            "Do not call read with a table of rows: use the table itself.")
     if not isinstance(t, tracker): t = emberTracker(run, home)
     recover_boxes(t.dir)
     t.barrier() # write queued rows first (if this process records the run)
@@ -266,7 +268,7 @@ class Run:
         "Merge the rows of all ranks, then select rows. Read all rows first, because merging needs the rows of all shards of a tensor."
         shared,after = shared_files({r: log.path for r,log in self.logs.items()})
         df,invalid = read_ranks({r: partial(log.blocks, after[r]) for r,log in self.logs.items()}, self.complete_file(), shared=shared)
-        messages = [f"Invalid lines in the log of rank {r}: {n}. Merged rows lack their values." for r,n in invalid.items() if n]
+        messages = [f"The log of rank {r} has {n} invalid lines. Merged rows lack the values of these lines." for r,n in invalid.items() if n]
         # keep findings (problems found during training) unmerged, because they are sentences
         is_finding = (df['ttype']=='finding').to_numpy(bool)
         rows,more = ranks.merge_and_check(df[~is_finding], self.metadata('ranks'), paths_of_ranks(self.metadata('structure')))
@@ -332,7 +334,8 @@ def open_named(run, home):
     if not (found := rank_logs(run, home)): return open_single_log(open_log(run, home))
     if odd := [n for n in log_files(log) if n.startswith(f'{run}.rank') and n.removeprefix(f'{run}.rank').isdecimal()
             and n not in found.values()]:
-        warn(f"{printable(run)}: the logs of its processes end in .rank0, .rank1, ..., so these files were not read: {printable(', '.join(odd))}.")
+        warn(f"{printable(run)}: the log of each process must end in .rank0, .rank1, ..., so files with another ending "
+            f"were not read: {printable(', '.join(odd))}.")
     return Run(run, {r: open_log(n, home) for r,n in found.items()})
 
 def open_single_log(log):

@@ -147,12 +147,12 @@ def to_logframe(
         if c not in df and 'path' not in df]
     if missing:
         raise ValueError(f"to_logframe needs rows of tensors, but the table has no column {', '.join(missing)}. "
-            f"It has {printable(', '.join(map(str, df)), 2000)}.")
+            f"Columns of the table: {printable(', '.join(map(str, df)), 2000)}.")
     df = clean_types(df)
     if 'module' in df: df = df[df['module'].notna().to_numpy()]
     if 'run' in df and df['run'].nunique()>1:
-        raise ValueError(f"a LogFrame has one run, but these rows are from {df['run'].nunique()} runs. "
-            "Convert them one by one: df[df.run==name].")
+        raise ValueError(f"a LogFrame contains one run, but these rows are from {df['run'].nunique()} runs. "
+            "Convert the runs one by one: to_logframe(df[df.run==name]).")
     more = tuple(t for t in ttypes if t not in types and t not in of_no_tensor)
     kept = (*types, *(more if keep is True else check_ttypes(keep, more)))
     there = df['ttype'].astype(object).dropna().unique().tolist()
@@ -207,8 +207,9 @@ def validate(
     """
     if not isinstance(df, pd.DataFrame): raise SchemaException(f"a LogFrame (a table of tensor statistics) must be a DataFrame, got {an(df)}.")
     if df.columns.nlevels!=2:
-        raise SchemaException(f"a LogFrame has columns of two levels, such as ('metadata', 'name'), got {df.columns.nlevels}: "
-            f"{printable(', '.join(map(str, df.columns[:8])))}. to_logframe converts rows to a LogFrame.")
+        raise SchemaException(f"the column names of a LogFrame have two levels, such as ('metadata', 'name'), but this table has column names of "
+            f"{df.columns.nlevels} level{'s'*(df.columns.nlevels>1)}: {printable(', '.join(map(str, df.columns[:8])))}. "
+            "To convert rows to a LogFrame, call to_logframe.")
     df = with_exponent_labels(df)
     faults = [*find_column_faults(df), *find_type_faults(df)]
     if faults: raise SchemaException(f"This is not a LogFrame (table of tensor statistics): {' '.join(faults)}")
@@ -238,17 +239,17 @@ def find_column_faults(df):
     meta = LogFrame.schema[META]
     missing = [f"('metadata', {c!r})" for c in meta if c not in columns[META]]
     missing += [f"('exponent_counts', float({str(e)!r}))" for e in (-math.inf, math.inf) if e not in columns[EXP]]
-    if missing: yield f"It has no {', '.join(missing)}."
-    if not columns[STAT]: yield "It has no statistic, such as ('scalar_stats', 'mean')."
+    if missing: yield f"The table has no column {', '.join(missing)}."
+    if not columns[STAT]: yield "The table has no column with a statistic, such as ('scalar_stats', 'mean')."
     if not any(isinstance(c, int|np.integer) for c in columns[EXP]):
-        yield "It has no count of an exponent, such as ('exponent_counts', 0)."
+        yield "The table has no column with counts of an exponent, such as ('exponent_counts', 0)."
     for t,c in df.columns:
-        if t not in columns: yield f"{(t, c)} is in none of the groups {', '.join(columns)}."
-        elif t==META and c not in meta: yield f"{(t, c)} is not metadata of the schema. {unknown('column', c, meta)}"
+        if t not in columns: yield f"The column {(t, c)} is in none of the groups {', '.join(columns)}."
+        elif t==META and c not in meta: yield f"{(t, c)} is not a metadata column of a LogFrame. {unknown('column', c, meta)}"
         elif t==STAT and not isinstance(c, str):
-            yield f"{(t, c)} is not the name of a statistic, which must be a string."
+            yield f"The column {(t, c)} needs the name of a statistic: a string instead of {c!r}."
         elif t==EXP and exponent(c) is None:
-            yield f"{(t, c)} is not an exponent: use whole numbers, float('-inf') and float('inf')."
+            yield f"The column {(t, c)} needs an exponent instead of {c!r}: a whole number, float('-inf') or float('inf')."
     again = df.columns[df.columns.duplicated()].unique().tolist()
     if again: yield f"{', '.join(map(str, again))} exists more than once."
 

@@ -441,8 +441,8 @@ def remove_moved(name, home, target):
         wrong = [rel for rel,f in files.items()
             if target.info(rel) is None or target.retry(lambda rel=rel: target.sha(rel))!=f['sha256']]
         if wrong or not files:
-            raise OSError(f"{printable(m)} was not removed on this machine, because "
-                f"{printable(wrong[:1] or 'its list of files')} at the destination differs from the file on this machine. Call sync again.")
+            why = f"the file {printable(wrong[0])} at the destination differs from the sent file" if wrong else "the destination has no list of copied files"
+            raise OSError(f"{printable(m)} was not removed on this machine, because {why}. Call sync again.")
     rm(name, home)
 
 @contextmanager

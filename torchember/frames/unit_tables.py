@@ -59,8 +59,8 @@ def history(rows, label, stat):
     sizes,steps = [v.shape for v in vectors],rows['step'].to_numpy()
     if len(set(sizes))>1:
         at = next(i for i,s in enumerate(sizes) if s!=sizes[0])
-        raise ValueError(f"{stat!r} of {printable(label) or 'the model'} has {sizes[at][0]} numbers at step {steps[at]}, but {sizes[0][0]} before, "
-            f"so the units are different. Select steps with equal lengths: read(run, steps=range({steps[at]})).")
+        raise ValueError(f"{stat!r} of {printable(label) or 'the model'} has {sizes[at][0]} values at step {steps[at]}, but {sizes[0][0]} values at "
+            f"earlier steps, so the number of units has changed. Select steps with the same number of values: read(run, steps=range({steps[at]})).")
     order,value = np.argsort(steps, kind='stable'),np.stack(vectors)
     steps,first = np.unique(steps[order], return_index=True)
     value = value if (order==np.arange(len(order))).all() else value[order]

@@ -79,7 +79,8 @@ def with_new_argument_names(given, known, what='A picture'):
     for typed,v in given.items():
         name = new_argument_names[typed] if typed not in known and new_argument_names.get(typed) in known else typed
         if name in out:
-            raise TypeError(f"{what} got {name}= twice, because {typed}= means the same. Give only one of them.")
+            other = next(k for k in given if new_argument_names.get(k)==name)
+            raise TypeError(f"{what} got {name}= and {other}=, which are two names of one argument. Give only one of them.")
         out[name] = v
     return out
 

@@ -41,7 +41,7 @@ def no_match_message(what, pairs):
     "Return the error message for a selection without a matching module."
     names = list(dict.fromkeys(p for p,_ in pairs if p)) + sorted({k for _,m in pairs for k in kinds_of(m)[:1]})
     return (unknown('module matches', what, names)
-        + " A choice is a path or a glob ('features.*'), a class or its name, a regex, or a predicate.")
+        + " Choose modules by a path, a glob ('features.*'), a class or its name, a regex, or a predicate.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #21b86c02
 class NamedLayer:
@@ -183,7 +183,7 @@ def schedule_of_text(when):
     if m := linear_form.fullmatch(when): return every(max(int(m[1]), 1), int(m[2] or 0))
     m = time_form.fullmatch(when)
     if m and float(m[1])>0: return Schedule(TimeSchedule(float(m[1])*seconds_of[m[2]]), f'every {m[1]} {m[2]}')
-    raise ValueError(f"cannot read the schedule {when!r}. Write 'linear(interval, start)', such as 'linear(5, 2)': every 5 steps from 2. "
+    raise ValueError(f"cannot read the schedule {when!r}. Write 'linear(interval, start)', such as 'linear(5, 2)': every 5 steps from step 2 on. "
         "Or write a time, such as '60s', '5min' or '1h', to record at most one step in this time.")
 
 # %% ../../nbs/05_ground/30_choose.ipynb #3ee9a2db

@@ -77,7 +77,7 @@ def find_nearly_dead(h, share):
         at = find_lasting_start(s['zero_frac']>=share)
         if at is None: continue
         layer,zeros = feeding_layer(h, s),median(s['zero_frac'][at:])
-        yield s.finding(at, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of {s.title} are zero: most of its units are dead (always zero).",
+        yield s.finding(at, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of {s.title} are zero: most units of this module are dead (always zero).",
             s.path if layer is None else layer, stat='zero_frac', severity='warning', zero_frac=zeros, dead=s.path,
             confidence=confidence_from(1-zeros, 1-share),
             advice=dead_advice(s.steps[at]==h.steps[0]))
@@ -85,8 +85,8 @@ def find_nearly_dead(h, share):
 
 def dead_advice(is_first):
     "Return the advice for a layer with zero outputs. `is_first`: True if the outputs are zero from the first step on."
-    default,rate = 'Restore the default initial weights: layer.reset_parameters().','Divide the learning rate by 10: the layer died during training.'
-    return f"{default if is_first else rate} Or use LeakyReLU or GELU, which let gradients pass for negative inputs."
+    default,rate = 'Restore the default initial weights: layer.reset_parameters().','Divide the learning rate by 10, because the layer died during training.'
+    return f"{default if is_first else rate} Or replace the ReLU by LeakyReLU or GELU, which let gradients pass for negative inputs."
 
 def flag_nonpositive(s):
     "Flag the steps in which no value of a tensor is above zero, in a mask. Use the maximum, or `abs_mean` and `mean` without a maximum."
@@ -102,8 +102,8 @@ def find_dead_by_gradient(h):
         grads = [o for k,o in h.grads.items() if k[0]==path]
         if len(s)<5 or not grads or path in h.graph.last_modules or (at := find_lasting_start(flag_nonpositive(s))) is None: continue
         if any((i := find_lasting_start(o.zero)) is None or o.steps[i]>s.steps[at]+1 for o in grads): continue
-        return [s.finding(at, f"The activation after {s.title} is dead from step {s.steps[at]} on. All outputs of this layer are zero "
-            f"or negative (mean {fmt(median(s['mean'][at:]))}). Its weight gradients are exactly zero, so the layer cannot recover.",
+        return [s.finding(at, f"The activation after {s.title} is dead (always zero) from step {s.steps[at]} on, because all outputs of this layer "
+            f"are zero or negative (mean {fmt(median(s['mean'][at:]))}). The weight gradients of the layer are exactly zero, so the layer cannot recover.",
             look="overview(run)", dead=path, advice=dead_advice(s.steps[at]==h.steps[0]))]
     return []
 
@@ -111,7 +111,7 @@ def below_zero_phrase(fed, s, step):
     "Return a phrase about the layer `fed` if all its outputs are below zero, so that a ReLU after `fed` returns zeros. Else return ''."
     if fed is None or fed is s or 'max' not in fed: return ''
     later = fed['max'][fed.steps>=step]
-    return f". All outputs of {fed.title} are then zero or negative (at most {fmt(later[0])})" if len(later) and later[0]<=0 else ''
+    return f". The layer before, {fed.title}, returns no positive value at this step (at most {fmt(later[0])})" if len(later) and later[0]<=0 else ''
 
 def has_gradients(h, layer, step):
     "Return True if a parameter of a layer has a gradient other than zero in more than half of the steps after `step`."
@@ -120,8 +120,8 @@ def has_gradients(h, layer, step):
 
 def recovery_phrase(h, s, layer, alive):
     "Return a sentence that states if a layer can recover after its activation returned only zeros. `alive`: result of `has_gradients`."
-    if alive: return f" Gradients still reach `{layer}` on another path, so the layer may recover."
-    if any(k[0]==layer for k in h.grads): return f" The gradients of `{layer}` are also zero, so the layer cannot recover."
+    if alive: return f" Gradients still reach `{layer}` on another path, so `{layer}` may recover."
+    if any(k[0]==layer for k in h.grads): return f" The gradients of `{layer}` are also zero, so `{layer}` cannot recover."
     return " No gradient passes through this activation, so it cannot recover." if any(r in h.activation(s) for r in zero_range_activations) else ''
 
 # %% ../../nbs/55_health/40_activations.ipynb #72849866
@@ -220,8 +220,8 @@ def saturated(h, slope=.05):
         confidence=confidence_from(left, slope*full_slope[kind], (len(s)-at)/len(s), h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #0cb0c418
-attention_advice = ("Divide the scores by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. If they are "
-    "already divided, apply LayerNorm to queries and keys")
+attention_advice = ("Divide the scores by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. If the scores "
+    "are already divided, apply LayerNorm to queries and keys")
 
 def is_attention_weights(h, s):
     """Return True if a tensor holds attention weights, and is not the output of the model.
@@ -242,7 +242,7 @@ def find_peaked_rows(h, peak):
         if at is None: continue
         size = plain_median(squares[at:])
         yield s.finding(at, f"From step {s.steps[at]} on, the attention of {s.title} puts nearly all weight on one of {s.shape[-1]} "
-            f"positions. The squared weights of a row add up to {fmt(size)} (1: all weight on one position). "
+            f"positions. The sum of the squared weights of a row is {fmt(size)} (1 if all weight is on one position). "
             "Hardly any gradient passes through the softmax.", squares=size,
             confidence=confidence_from(1-size, 1-peak, (len(s)-at)/len(s), h.progress.is_good),
             # 'info' if the training goes well, because the model has then learned to attend to one position
@@ -260,8 +260,9 @@ def find_peaked_start(h, early, masked=.8, least=8):
         if not is_attention_weights(h, s) or s.steps[0]!=h.steps[0] or s.shape[-1]<least or 'min' not in s: continue
         size = float(s.rms[0]**2*s.shape[-1])
         if not size>(early if s['min'][0]>0 else masked): continue
-        yield s.finding(0, f"Before training, the attention of {s.title} already puts most weight on few of {s.shape[-1]} positions. The squared weights "
-            f"of a row add up to {fmt(size)}; equal weights would give {fmt(1/s.shape[-1])}. Only a small gradient passes through the softmax.", squares=size,
+        yield s.finding(0, f"Before training, the attention of {s.title} already puts most weight on few of {s.shape[-1]} positions. The sum of the "
+            f"squared weights of a row is {fmt(size)}; with equal weights, it would be {fmt(1/s.shape[-1])}. "
+            "Only a small gradient passes through the softmax.", squares=size,
             advice=attention_advice+", or use smaller initial weights for queries and keys.")
 
 # %% ../../nbs/55_health/40_activations.ipynb #893f4d6c
@@ -314,7 +315,7 @@ def find_large_products(h, logit):
         if at is None: continue
         # large logits may be intended, so this is an error only if the training goes badly
         severity = 'error' if h.progress.is_bad else 'info' if h.progress.is_good else None
-        yield q.finding(at, f"{logit_text.format(of='')}The rms of {name_module(q.path)} is {fmt(q.rms[n-1])} and that of {name_module(k.path)} "
+        yield q.finding(at, f"{logit_text.format(of='')}The rms of {name_module(q.path)} is {fmt(q.rms[n-1])} and that of {name_module(k.path)} is "
             f"{fmt(k.rms[n-1])}, so the rms of the logits is about {fmt(size[n-1])}. The logits are too large from step {q.steps[at]} on.", severity=severity,
             advice=attention_advice+", use smaller initial weights, or lower the learning rate.",
             logits=float(size[n-1]), confidence=confidence_from(size[n-1], logit, (n-at)/n, h.progress.is_good))
@@ -368,11 +369,12 @@ def find_posterior_collapse(h, least=1e-3):
             at = find_lasting_start(nats<least)
             if at is None or nats[0]<=3*least: continue
             yield m.finding(at, f"From step {m.steps[at]} on, the latent code carries almost no information. {name_module(p)} has an rms of "
-                f"{fmt(m.rms[-1])} and {name_module(q)} an rms of {fmt(v.rms[-1])}, so both match the prior ({fmt(nats[-1])} nats per value).",
-                advice="Start with a small weight of the KL divergence and increase this weight slowly. Or sum the reconstruction error over all values, "
-                "or use free bits.", nats=float(nats[-1]), confidence=confidence_from(nats[-1], least))
+                f"{fmt(m.rms[-1])} and {name_module(q)} an rms of {fmt(v.rms[-1])}, so both match the prior "
+                f"(KL divergence: about {fmt(nats[-1])} nats per value).",
+                advice="Start with a small weight of the KL divergence and increase this weight slowly. Or sum the reconstruction error over all values "
+                "instead of averaging, or use free bits.", nats=float(nats[-1]), confidence=confidence_from(nats[-1], least))
 
-collapse_advice = ("Divide the learning rate and weight_decay by 10. If the loss compares two outputs of the model, equal outputs may be its optimum: "
+collapse_advice = ("Divide the learning rate and weight_decay by 10. If the loss compares two outputs of the model, equal outputs may minimize the loss: "
     "add negative samples, or detach() one of the two outputs.")
 
 def find_rank_collapse(h):
@@ -400,7 +402,7 @@ def collapse(h, small=1e-3):
         return
     s,at = min(found, key=lambda f: (f[0].steps[f[1]], f[0].order))
     std,start = median(s['std'][at:]),median(s['std'][:3])
-    yield s.finding(at, f"The output of {s.title} is almost the same for every input: from step {s.steps[at]} on, its standard deviation is "
-        f"{fmt(std)} (mean {fmt(median(s['mean'][at:]))}). In the first steps, it was {fmt(start)}.",
+    yield s.finding(at, f"The output of {s.title} is almost the same for every input: from step {s.steps[at]} on, the standard deviation of the "
+        f"output is {fmt(std)} (mean {fmt(median(s['mean'][at:]))}). In the first steps, the standard deviation was {fmt(start)}.",
         severity='error' if h.progress.is_bad else None, std=std, start=start, advice=collapse_advice,
         confidence=confidence_from(std/start if start>0 else 0, small, (len(s)-at)/len(s), h.progress.is_good))

@@ -62,7 +62,7 @@ def constant_batch(h, most=.5, least=8):
             f"({list_batch_steps(s.steps[at])}). The data of {'these batches were' if len(at)>1 else 'this batch were'} "
             "lost.", last=at[-1], stands=True, steps=len(at), of=len(s), value=float(values[0]),
             advice="Print x.min() and x.max() of each batch of the DataLoader. If both are equal, check the transforms and the files of these "
-            "samples. If not, wait for the copy to the device: x.to(device) without non_blocking=True.")
+            "samples. If not, the copy to the device may be incomplete when the model reads it: call x.to(device) without non_blocking=True.")
 
 # %% ../../nbs/55_health/48_batches.ipynb #77878e41
 def equal_to_earlier(ins, distance):
@@ -103,17 +103,17 @@ def repeated_data(h, longest=4, groups=16, least=12):
     if n := find_groups(ins, groups): yield report_groups(h, s, n)
     elif n := find_cycle(ins, longest): yield s.finding(0, f"The training repeats {n} batches: {s.tname} of {s.title} has the same statistics "
         f"in every {n}{'nd' if n==2 else 'rd' if n==3 else 'th'} step.", severity='info', stat='mean', batches=n,
-        advice=f"If all data fit in {n} batches, change nothing. Otherwise check that the loop does not create the iterator of the DataLoader again. "
-        "Also set shuffle=True.")
+        advice=f"If all data fit in {n} batches, change nothing. Otherwise check that the loop does not create a new iterator of the DataLoader every "
+        f"{n} steps. Also set shuffle=True.")
 
 def report_groups(h, s, n):
     "Return the finding that each batch of the data input `s` is used in `n` consecutive steps."
     # severity 'info' in adversarial and reinforcement learning, where several steps with one batch are usual
     severity = 'info' if h.progress.verdict=='means nothing' else None
-    return s.finding(0, f"Each batch is used in {n} consecutive steps: {s.tname} of {s.title} has the same statistics in these steps. "
-        "Is this intended?", severity=severity, stat='mean', times=n,
-        advice="Check that the loop fetches a new batch in each step. Then check the seeds of the DataLoader's workers: "
-        "in worker_init_fn, call np.random.seed(torch.initial_seed() % 2**32).")
+    return s.finding(0, f"Each batch is used in {n} consecutive steps: {s.tname} of {s.title} has the same statistics in these "
+        "steps.", severity=severity, stat='mean', times=n,
+        advice="If this is intended, change nothing. Otherwise check that the loop fetches a new batch in each step. Workers of a DataLoader with equal seeds "
+        "return equal random data: in worker_init_fn, call np.random.seed(torch.initial_seed() % 2**32).")
 
 # %% ../../nbs/55_health/48_batches.ipynb #5d5b4582
 def batch_sizes(s):
@@ -217,6 +217,6 @@ def hand_over(h, share=.7, rare=.1):
         yield s.finding(s.at_step(steps[0]), f"In {len(steps)} of {len(s)} steps, the input of {s.title} is not the output of {maker.title}: {instead[kind]} "
             f"({list_batch_steps(steps)}).", last=s.at_step(steps[-1]), severity=None if sure else 'info', stands=True,
             steps=len(steps), of=len(s),
-            advice="Check the code between the two modules: asynchronous copies between devices (call torch.cuda.synchronize()), "
+            advice="Search the code between the two modules for asynchronous copies between devices (then call torch.cuda.synchronize()), "
             "reused buffers, and in-place operations.")
         return

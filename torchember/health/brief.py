@@ -99,7 +99,7 @@ def escape_text(text, most=500):
 def layer_table(h):
     "Return the lines of a Markdown table of the layers with the most unusual output, gradient or update (rms)."
     rows = rank_unusual(layer_sizes(h))
-    if not rows: return ['No sizes were recorded.']
+    if not rows: return ['No rms of an output, gradient or update was recorded.']
     sizes = lambda r: ' | '.join(format_value(r.get(k)) for k in ('output', 'gradient', 'step'))
     lines = [f"| {quote_name(p or 'the model')} | {quote_name(r['class'], 30)} | {sizes(r)} | {c} |" for p,r,c in rows]
     return ['| layer | class | output | gradient | step/weight | unusual |', '|---|---|---|---|---|---|', *lines]

@@ -231,14 +231,15 @@ def describe_difference(d):
     if d.first is None:
         what = f"{len(t):,} rows of {len(tensors):,} tensors in {describe_steps(t['step'].drop_duplicates().tolist())}"
         if most is None: return f"{a} and {b} have the same numbers, to the last digit: {what}."
-        return (f"{a} and {b} differ only by rounding: {what}. The largest difference is in {describe_row_tensor(most)} at step "
-            f"{int(most['step']):,}: {most['distance']:.1g}, relative to the size of the tensor.")
+        return (f"{a} and {b} differ only by rounding: {what}. The largest relative difference is {most['distance']:.1g}, in {describe_row_tensor(most)} "
+            f"at step {int(most['step']):,}.")
     row = t.loc[d.first]
-    how = f"{row['stat']} {format_pair(row['a'], row['b'])}"
+    how = f"the values of `{row['stat']}` are {format_pair(row['a'], row['b'])}"
     if np.isfinite(row['distance']): how += (f". The relative difference is {row['distance']:.2g}, "
         f"but rounding and earlier differences explain at most {row['tolerance']:.1g}")
-    same = '' if not len(far) else f" The {len(far):,} rows before are equal." if most is None else \
-        f" The {len(far):,} rows before have relative differences of at most {most['distance']:.1g}."
+    before = f"The {len(far):,} compared row{'s'*(len(far)!=1)} before"
+    same = '' if not len(far) else f" {before} {'is' if len(far)==1 else 'are'} equal." if most is None else \
+        f" {before} {'has' if len(far)==1 else 'have'} relative differences of at most {most['distance']:.1g}."
     return f"{a} and {b} first differ at step {int(row['step']):,}, in {describe_row_tensor(row)}: {how}.{same}"
 
 # %% ../../nbs/55_health/80_diff.ipynb #06a22f3f
@@ -285,7 +286,7 @@ def check_common(pairs, d, logged):
         "abs_max, or a statistic of your own. Record both runs with the same stats=.")
     first,second = ([f'{t} of {p}' for p,t,*_ in alone] for alone in pairs.alone)
     raise ValueError(f"{a.name} and {b.name} have no tensor in common: {list_first_names(first, 3)} against {list_first_names(second, 3)}. "
-        "If layers have other names, map them: diff(a, b, paths={'layer1': 'Dense_0', ...}).")
+        "If the layers of the two runs have different names, map the names: diff(a, b, paths={'layer1': 'Dense_0', ...}).")
 
 # %% ../../nbs/55_health/80_diff.ipynb #b97ec637
 def diff(

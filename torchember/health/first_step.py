@@ -101,8 +101,8 @@ def find_large_updates(h, ratio=1., many=.34):
     large = [k for k,m in moves.items() if finite_max(m.ratio)>ratio]
     if not large or len(large)<many*len(moves): return
     m = moves[max(large, key=lambda k: finite_max(moves[k].ratio))]
-    yield finding('', f"One step changes {m.s.title} by {fmt(finite_max(m.ratio))} times its rms. {len(large)} of {len(moves)} weights change by more than "
-        f"{ratio:g} times their rms; about 0.001 times is usual.", h.steps[0], h.steps[-1], severity='warning', ttype='weight',
+    yield finding('', f"One step changes {m.s.title} by {fmt(finite_max(m.ratio))} times its rms. {len(large)} of {len(moves)} weight tensors change by "
+        f"more than {ratio:g} times their rms; about 0.001 times the rms is usual.", h.steps[0], h.steps[-1], severity='warning', ttype='weight',
         advice="Lower the learning rate, or start with a warm-up. Check that the data are normalized.", ratio=finite_max(m.ratio), weights=len(large))
 
 # Rules that run only in `check_step`, in addition to the rules of `diagnose`
@@ -190,7 +190,8 @@ def make_recorded_check(*ttypes):
     "Make a check that a tensor of the types `ttypes` was recorded: a function of a `History` that returns '' or a sentence."
     def why(h):
         "Return '' if the run has a tensor of one of the types `ttypes`, else a text with the argument that records these types."
-        return '' if any(s.ttype in ttypes for s in h.all) else f"not recorded. To record them: ttypes=[..., {', '.join(map(repr, ttypes))}]"
+        return '' if any(s.ttype in ttypes for s in h.all) else \
+            f"no tensor of the type {' or '.join(map(repr, ttypes))} was recorded. To record it: ttypes=[..., {', '.join(map(repr, ttypes))}]"
     return why
 
 def why_no_loss(h):
@@ -214,7 +215,7 @@ def make_loss_graph_check(*rules):
 
 def why_no_entries(h):
     "Return the reason why the parameters could not be checked, or '' if the metadata of the run lists the parameters."
-    return '' if h.parameters else "the parameters of the model are unknown. Call check_step with a torchEmber or the name of its run"
+    return '' if h.parameters else "the parameters of the model are unknown. Pass a torchEmber or the name of a run to check_step"
 
 def why_no_optimizer(h):
     "Return the reason why the optimizer could not be checked, or '' if the optimizer is known."
@@ -228,7 +229,7 @@ def why_no_gradient(h):
 
 def why_no_ratio(h):
     "Return the reason why the ratio of update to weight is unknown, or '' if the ratio is known."
-    return explain_unknown_changes(h) or ('' if first_updates(h) else "the change of the weights is unknown. To record it: ttypes=[..., 'update']")
+    return explain_unknown_changes(h) or ('' if first_updates(h) else "the change of the weights is unknown. To record updates: ttypes=[..., 'update']")
 
 # %% ../../nbs/55_health/56_first_step.ipynb #e77d17ee
 class Check(NamedTuple):
@@ -455,5 +456,5 @@ def check_step(
     out.run,out.head = h.name,step_checks_title(h, n)
     return out
 
-no_step = ("check_step needs one finished step. Call it after the first optimizer.step(), or after te.step(). "
-    "If `every` skips the first steps, call it after the first recorded step.")
+no_step = ("check_step needs one finished step. Call check_step after the first optimizer.step(), or after te.step(). "
+    "If `every` skips the first steps, call check_step after the first recorded step.")

@@ -40,9 +40,9 @@ def first_step(h, times=3., many=.5):
     grown = lambda m: float(m.s.rms[1]/m.s.rms[0])
     m = max(thrown.values(), key=grown)
     size = m.s.rms
-    yield finding('' if len(thrown)>1 else m.s, f"The first step changes the weights far too much. It makes {m.s.title} {fmt(grown(m))} times as large "
-        f"(rms {fmt(size[0])} to {fmt(size[1])}). About 0.001 of the rms is usual; later updates change this weight by {fmt(median(m.ratio[1:6]))} of its rms. "
-        f"{len(thrown)} of {len(moves)} weights grow in this way. {loss_sentence(h.progress)}",
+    yield finding('' if len(thrown)>1 else m.s, f"The first step changes the weights far too much: the rms of {m.s.title} becomes {fmt(grown(m))} times "
+        f"as large ({fmt(size[0])} to {fmt(size[1])}). Later updates change this weight by {fmt(median(m.ratio[1:6]))} of its rms; about 0.001 is usual. "
+        f"{len(thrown)} of {len(moves)} weight tensors grow in this way. {loss_sentence(h.progress)}",
         m.steps[0], m.steps[0], severity='error' if is_harmed(h) else None, ttype='weight', look="updates(run)", grown=grown(m),
         weights=len(thrown), of=len(moves), advice="Print the learning rate of the first step: optimizer.param_groups[0]['lr']. "
-        "Divide it by 10 or more, or start with a warm-up.")
+        "Divide this learning rate by 10 or more, or start with a warm-up.")

@@ -55,8 +55,8 @@ def report_vanishing(h, gs, size, lost, lasting, depth):
     s,first,top = gs[keys[lost[0]]],size[lost[0]],finite_max(size[len(size)//2:])
     largest = gs[keys[int(np.nanargmax(size))]].label
     return report_gradients(h, s, f"Gradients vanish in the backward pass: the rms of the gradient of {s.title} is "
-        f"{fmt(first) if first else 'exactly zero'}, and that of `{largest}` is {fmt(top)}. In {len(lost)} of {len(keys)} layers, the rms is less than "
-        f"{depth:g} times that of `{largest}`.", s.steps[0], s.steps[-1], severity=None if is_harmed(h) else 'warning',
+        f"{fmt(first) if first else 'exactly zero'}, and that of `{largest}` is {fmt(top)}. In {len(lost)} of {len(keys)} layers, the rms of the gradient is "
+        f"less than {depth:g} times that of `{largest}`.", s.steps[0], s.steps[-1], severity=None if is_harmed(h) else 'warning',
         confidence=confidence_from(first/top if top else 0, depth, against=h.progress.is_good),
         advice="Use ReLU or GELU instead of sigmoid or tanh. Then try normalization layers, residual connections, "
         "and another initialization: torch.nn.init.kaiming_normal_(layer.weight).", first=first, last=top, layers=len(lost))
@@ -79,7 +79,7 @@ def find_vanished_later(h, gs, over_time, many=.7):
         f"from {fmt(start[k])} to {fmt(plain_median(s.rms[i:]))}. The gradients vanish in {len(gone)} of {len(gs)} layers.",
         s.steps[i], s.steps[-1], start=start[k], layers=len(gone), severity=None if is_harmed(h) else 'warning',
         confidence=confidence_from(plain_median(s.rms[i:])/start[k], over_time, len(gone)/len(gs)),
-        advice="Plot the activations around this step: overview(run, ttype='output'). If an activation has died or saturated there, lower the learning rate.")
+        advice="Plot the activations around this step: overview(run, ttype='output'). If an activation is dead or saturated there, lower the learning rate.")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #ca03e71d
 @rule(severity='error', needs='weight_grad', stats='rms',
@@ -142,8 +142,8 @@ def find_growth_with_depth(h, gs, depth):
     ratio = finite_max(size[:half])/max(-finite_max(-size[half:]), 1e-300)
     s = gs[keys[int(np.nanargmax(size))]]
     if not ratio>depth or largest<=1 or h.graph.position(s.path)>=h.graph.position(keys[-1][0]) or not (is_harmed(h) or ratio>100*depth): return None
-    return report_gradients(h, s, f"Gradients explode in the backward pass: the gradient of {s.title} has an rms of {fmt(largest)}. The gradient "
-        f"of `{gs[keys[-1]].label}` has an rms of {fmt(size[-1])}.", s.steps[0], s.steps[-1], largest=largest, ratio=float(ratio),
+    return report_gradients(h, s, f"Gradients explode in the backward pass: the gradient of {s.title} has an rms of {fmt(largest)}. In the last layer, "
+        f"the gradient of `{gs[keys[-1]].label}` has an rms of {fmt(size[-1])}.", s.steps[0], s.steps[-1], largest=largest, ratio=float(ratio),
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(ratio, depth, against=not is_harmed(h)),
         advice="Use smaller initial weights: torch.nn.init.kaiming_normal_(layer.weight). Or add normalization layers or residual connections. "
         "Gradient clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
@@ -185,8 +185,8 @@ def find_steep_loss(h, gs, steps, norm, steep):
     if not by or max(by.values())<=steep: return None
     k = max(by, key=by.get)
     s = gs[k]
-    return report_gradients(h, s, f"Gradients explode from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}. "
-        f"This gradient is so large that changing the weight by 0.1% can change the loss by {by[k]/10:.0f}%.", steps[0], steps[-1],
+    return report_gradients(h, s, f"Gradients are too large from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}. "
+        f"With this gradient, a change of the weight by 0.1% can change the loss by up to {by[k]/10:.0f}%.", steps[0], steps[-1],
         advice="Clip the gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.). Or use smaller initial "
         "weights (in recurrent networks: torch.nn.init.orthogonal_), or add normalization layers.", elasticity=by[k], norm=plain_median(norm[:5]),
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(by[k], steep, against=h.progress.is_good))
@@ -207,8 +207,8 @@ def find_endless_growth(h, gs, steps, norm, jump):
     start = plain_median(norm[:5])
     i = max(find_true_tail(norm>jump*start), 3)
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
-    return report_gradients(h, '', f"The gradients keep growing: the norm of all gradients rises from {fmt(start)} to {fmt(norm[-1])}. It is more than "
-        f"{jump:,.0f} times its initial value from step {steps[i]} on.", steps[i], steps[-1], start=start, end=float(norm[-1]),
+    return report_gradients(h, '', f"The gradients keep growing: the norm of all gradients rises from {fmt(start)} to {fmt(norm[-1])}. From step "
+        f"{steps[i]} on, the norm is more than {jump:,.0f} times its initial value.", steps[i], steps[-1], start=start, end=float(norm[-1]),
         confidence=confidence_from(norm[-1]/start, jump),
         advice="Divide the learning rate by 10, or clip the gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
@@ -268,7 +268,7 @@ def find_common_spike(h, gs, times):
             f"and reaches {fmt(norm[i])}. The gradient of {s.title} grows most.", steps[i], norm=float(norm[i]), usual=usual,
             confidence=confidence_from(norm[i]/usual, times),
             severity=None if is_worse_after(h.progress, steps[i]) else 'info',
-            advice="Print x.abs().max(), the targets y and the loss of this batch. Gradient clipping limits the harm: "
+            advice="Print the largest input, x.abs().max(), the targets y and the loss of this batch. Gradient clipping limits the harm: "
             "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
         return
 
@@ -292,7 +292,8 @@ def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
     at = s.at_step(step)
     yield s.finding(at, f"At step {step}, the rms of the gradient of {s.title} is {format_ratio(size)} its usual value "
         f"and reaches {fmt(rms_at_step(s, step))}. "
-        f"The gradients of the other layers are {f'{format_ratio(others)} their usual size' if others>0 else 'zero'}.", last=at, times=size, others=others,
+        f"The gradients of the other layers {f'have {format_ratio(others)} their usual rms' if others>0 else 'are zero'}.", last=at, times=size, others=others,
         confidence=confidence_from(size, times),
-        advice="Print the input of this layer for this batch. Check the layer for divisions, products and lookups. Gradient clipping limits the harm: "
+        advice="Print the input of this layer for this batch. Check the code of the layer for divisions, products and lookups. "
+        "Gradient clipping limits the harm: "
         "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")

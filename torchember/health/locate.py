@@ -543,7 +543,7 @@ def describe_origin(o, names):
         return f"{o.op} made {share}{of} {o.made}, {describe_place(o.place, names)}."
     if o.kind=='raw': return f"{o.op} reads uninitialized memory, in which {share} are {o.made}. The memory was allocated {describe_place(o.place, names)}."
     name = o.name or f'a tensor of {list(o.out.shape)}'
-    return (f"{share} of {name} are {o.made}, but no operation of this step caused this. "
+    return (f"{share} of {name} are {o.made}, but no operation of this step wrote these values. "
         f"The first operation that reads this tensor is {o.op}, {describe_place(o.place, names)}.")
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e34
@@ -574,8 +574,8 @@ def details_of(o, names):
         spot.file and os.path.basename(spot.file), spot.line, source_line(spot))
 
 # %% ../../nbs/55_health/85_locate.ipynb #1cf2d063
-nothing_left = ("No NaN or infinity is left after this step. Check that model, optimizer and batch were restored to their state before the failing step. "
-    "Another seed, or operations that are not deterministic, can also be the reason.")
+nothing_left = ("No result of this step has a NaN or infinity. Check that model, optimizer and batch were restored to their state before the failing step. "
+    "Another seed, or operations that are not deterministic, can also be the reason why the fault does not occur again.")
 
 class LocateResult:
     """The result of `locate`. It prints as sentences. `bool(result)` is True if the source of a NaN or infinity was found.
@@ -606,7 +606,8 @@ class LocateResult:
         lines += [f'  and {len(self.inputs)-6:,} more'] if len(self.inputs)>6 else []
         lines += [f'This infinity looks intended: {m}.' for m in self.meant]
         if self.then: lines.append(f'Then {self.then}.')
-        if self.reached: lines.append(f"This value reached {', '.join(self.reached[:4])}"+(f' and {len(self.reached)-4:,} more.' if self.reached[4:] else '.'))
+        more = f' and {len(self.reached)-4:,} more' if self.reached[4:] else ''
+        if self.reached: lines.append(f"This {'NaN' if self.then else self.made} reached {', '.join(self.reached[:4])}{more}.")
         return '\n'.join(printable(line) for line in [*lines, *self.notes] if line)
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e36

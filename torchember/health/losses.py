@@ -59,7 +59,7 @@ def diverging(h, times=3., largest=10.):
     if p.end<times*p.start and not blown or rises_steadily(p) and not h.has_large_first_steps: return
     i = find_rise(p)
     grown = f". The rms of the model's output grows from {fmt(out.rms[0])} to {fmt(out.rms[-1])}" if blown else ''
-    yield finding('', f"The loss diverges: it grows from step {p.steps[i]} on, from {fmt(p.start)} at the start to {fmt(p.end)} "
+    yield finding('', f"The loss diverges: it is {fmt(p.start)} at the start, rises from step {p.steps[i]} on, and is {fmt(p.end)} "
         f"at the end{grown}.", p.steps[i], p.steps[-1], ttype='scalar', look="overview(run)", start=p.start, end=p.end,
         # a small rise is only a warning, because the weights of the loss terms may change, or a new task may begin
         severity=None if blown or h.is_broken or h.has_large_first_steps or p.end>3*times*p.start else 'warning',
@@ -88,9 +88,10 @@ def find_ascent(h, share, least):
     shares = np.array([v for v in shares if v is not None])
     if len(shares)<2 or plain_median(shares)<share or (shares>.6).mean()<.75: return None
     usual = plain_median(shares)
-    return finding('', f"The optimizer maximizes the loss: in {usual:.0%} of the steps (median of {len(shares)} weights), "
-        "the weights move along their gradients and not against them.", h.steps[0], h.steps[-1], ttype='weight', stands=True, look="overview(run)",
-        advice="Check that backward() is called on the loss and not on its negative. Then check the optimizer for maximize=True or a negative "
+    return finding('', f"The optimizer maximizes the loss: in {usual:.0%} of the steps (median of {len(shares)} weight tensors), "
+        "the weights move in the direction of their gradients, and not in the opposite direction.", h.steps[0], h.steps[-1],
+        ttype='weight', stands=True, look="overview(run)",
+        advice="Check that backward() is called on loss and not on -loss. Then check the optimizer for maximize=True or a negative "
         "learning rate, and search for hooks that change gradients.",
         along=usual, weights=len(shares), severity=None if h.progress.verdict=='rises' else 'warning',
         confidence=confidence_from(1-usual, 1-share, (shares>.6).mean(), h.progress.is_good))
@@ -112,7 +113,7 @@ def loss_rises(h, share=.8, least=20):
         "The optimizer probably does not minimize the recorded loss.",
         p.steps[0], p.steps[-1], ttype='scalar', severity='warning' if h.is_broken else None if classes or p.end>3*abs(p.start) else 'info',
         look="overview(run)", start=p.start, end=p.end,
-        advice="Check the sign: -loss, maximize=True, or a reward instead of a loss. Then check that backward() is called on the recorded loss, "
+        advice="Search for a wrong sign: -loss, maximize=True, or a reward instead of a loss. Then check that backward() is called on the recorded loss, "
         "and that gradients are subtracted from the weights.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #c1002a36
@@ -144,11 +145,11 @@ def loss_below(h, times=5.):
     at = int(np.flatnonzero(p.values<0)[0])
     by = f", while the rms of the model's output grows from {fmt(plain_median(out.rms[:3]))} to {fmt(out.rms[-1])}" if grown else ''
     yield finding('', f"The loss is negative from step {p.steps[at]} on. The loss falls {'faster and faster' if endless else 'further'}, "
-        f"to {fmt(v[-1])}{by}. Such a loss seems to have no minimum.",
+        f"to {fmt(v[-1])}{by}. This loss seems to have no minimum.",
         p.steps[at], p.steps[-1], ttype='scalar', severity='error' if endless and grown and (positive or classes) else None,
         look="overview(run)", start=p.start, end=float(v[-1]),
         advice="Check the formula of the loss for a wrong sign, or a missing square or abs. Check that targets are in range (binary_cross_entropy: 0 to 1), "
-        "and that logits are not confused with probabilities. A log-likelihood may be negative, but levels off.")
+        "and that the loss gets what it expects: logits or probabilities. A negative log-likelihood may be below zero, but stops falling at some value.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #a8ac2972
 def stays_at(values, guess, close=.03):
@@ -208,8 +209,8 @@ def find_fall_to_guess(h, p, least, close):
         f"({v:.3f} = ln {n}). The model has learned nothing from its inputs.", p.steps[0], p.steps[-1], ttype='scalar', severity='warning',
         look="overview(run)", start=p.start, end=p.end, guessing=v, advice=stalls_advice)
 
-stalls_advice = ("Train on a single batch until its loss is near zero. If its loss stays high, the model or the loss function is wrong. "
-    "Otherwise check the data (are labels shuffled separately from the inputs?) and the learning rate.")
+stalls_advice = ("Train on a single batch only: the loss should fall to almost zero. If the loss stays high, the model or the loss function is wrong. "
+    "If the loss falls, check the data (are labels shuffled separately from the inputs?) and the learning rate.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #068c8e61
 def gives_probabilities(s):
@@ -241,8 +242,7 @@ def find_relu_logits(h, p):
     for path in dict.fromkeys(['', *h.graph.last_modules]):
         s = h.outputs.get(path)
         if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or not ('min' in s and 'mean' in s) or len(s)<20 or gives_probabilities(s): continue
-        guess = math.log(s.shape[-1])
-        relu = h.activation(s)=='ReLU'
+        guess,relu = math.log(s.shape[-1]),h.activation(s)=='ReLU'
         if not (s['min']>=0 if relu else s['min']==0).all() or not (s['max']>0).any(): continue
         # a cross-entropy begins near the loss of guessing. With another start, the loss must stay at this value
         if abs(p.values[0]-guess)>.3*guess and not (relu and stays_at(p.values, guess)): continue
@@ -267,7 +267,8 @@ def find_double_sigmoid(h, p):
         return finding(path, f"Sigmoid is applied twice: the outputs of the model are confident probabilities (mean {yes:.0%}), but the loss stays at "
             f"{fmt(p.end)}. On probabilities, binary_cross_entropy_with_logits cannot fall below {floor:.3f}.",
             p.steps[0], p.steps[-1], ttype='output', severity='error', look="overview(run)", floor=floor, end=p.end,
-            advice="Remove the sigmoid at the end of the model, because binary_cross_entropy_with_logits expects logits. Or use binary_cross_entropy.")
+            advice="Remove the sigmoid at the end of the model, because binary_cross_entropy_with_logits expects logits. "
+            "Or keep the sigmoid, and use binary_cross_entropy.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9ce36e8
 @rule(severity='warning', needs='scalar', after=loss_causes)
@@ -290,7 +291,7 @@ def loss_stalls(h, least=30, close=.03):
     guess = next(((chance, v) for chance,v in guesses(h, p, close) if abs(p.end-v)<close*v and abs(p.start-v)<3*close*v), None)
     chance = f" {guess[0]}" if guess else ''
     what = 'falls only slowly' if guess and is_still_falling(p, guess[1]) else 'does not fall'
-    yield finding('', f"The loss {what}: it is {fmt(p.start)} at the start, and {fmt(p.end)} at the end of {len(p.values)} logged values.{chance}",
+    yield finding('', f"The loss {what}: it is {fmt(p.start)} at the start and {fmt(p.end)} at the end ({len(p.values)} logged values).{chance}",
         p.steps[0], p.steps[-1], ttype='scalar', severity=stall_severity(h, p, guess, len(p.values)/least), look="overview(run)", start=p.start, end=p.end,
         **({'guessing': guess[1]} if guess else {}), confidence=confidence_from(abs(p.end-guess[1]), close*guess[1]) if guess else .5,
         advice=stalls_advice)
@@ -299,7 +300,10 @@ def loss_stalls(h, least=30, close=.03):
 def find_loss_jump(p, times, part):
     "Find a jump of the loss: the first value far above the losses before. Return (index, usual earlier loss), or None."
     v = p.values
-    for i in range(5, len(v)):
+    # largest of the 15 losses before each loss. A smaller loss is no jump. If a NaN or infinity was before, the loss is checked below
+    largest = np.lib.stride_tricks.sliding_window_view(np.append(np.full(15, -np.inf), v), 15).max(axis=1)[:-1]
+    for i in np.flatnonzero((v>=part*abs(p.start)) & ~(v<largest)).tolist():
+        if i<5: continue
         before = v[max(0, i-15):i]
         if v[i]>=max(part*abs(p.start), 3*float(np.max(before))) and (usual := plain_median(before))>0 and v[i]>=times*usual: return i, usual
     return None
@@ -328,15 +332,16 @@ def loss_spike(h, times=10., part=.5):
     if any(h.data_shape_changes_at(s) for s in p.steps[5:i+1]): return
     end = next((j for j in range(i+1, len(v)) if v[j]<2*usual), None)
     data = data_size_ratio(h, step)
-    why = f" In this step, the rms of the data is {format_ratio(data)} its usual value." if data else ''
+    why = f" At step {step}, the rms of the data is {format_ratio(data)} its usual value." if data else ''
     if end is None: severity = 'warning' if len(v)-i>=30 else 'info' # 'info' near the end: a new task may have begun
     else: # 'info' if the loss falls slowly after the jump, because then the model learns new data
         learnt = i+3<len(v) and min(v[i+1:i+4])>.4*v[i]
         severity = 'warning' if not learnt and (data or is_worse_after(p, step)) else 'info'
     yield finding('', f"At step {step}, the loss jumps to {fmt(v[i])} (usual: {fmt(usual)}). The loss "
-        f"{f'is back to its usual size at step {p.steps[end]}' if end else 'stays high'}.{why}", step, p.steps[end-1] if end else p.steps[-1],
+        f"{f'is back to its usual value at step {p.steps[end]}' if end else 'stays high'}.{why}", step, p.steps[end-1] if end else p.steps[-1],
         ttype='scalar', severity=severity, look="overview(run)", loss=float(v[i]), usual=usual, confidence=confidence_from(v[i]/usual, times),
-        advice="Print x.abs().max() and the targets y of this batch. Gradient clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) "
+        advice="Print the largest input, x.abs().max(), and the targets y of this batch. "
+        "Gradient clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) "
         "after backward().")
 
 # %% ../../nbs/55_health/45_losses.ipynb #b9084578
@@ -357,7 +362,7 @@ def report_constant_data(h, s, at, alone):
     if len(np.unique(s['max'][s['max']==s['min']]))>1:
         severity,what = 'info',f"In nearly all steps, all values of {s.tname} of {s.title} are equal. The value differs between steps."
     return s.finding(at, what, severity=severity, value=float(s['max'][at]),
-        advice="Print x.min() and x.max() of a batch of the DataLoader. A transform may clip all values, or an array was never filled.")
+        advice="Print x.min() and x.max() of a batch of the DataLoader. A transform may clip all values to one number, or an array may never have been filled.")
 
 def is_unchanging(s):
     "Return True if a tensor is unchanging: it has the same statistics in all steps."

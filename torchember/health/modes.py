@@ -25,8 +25,8 @@ def find_tiny_batch(h, out, few=2):
     values = [np.prod(x)/x[1] for x in s.rows.shapes[s.at] if x is not None and len(x)>1 and x[1]]
     if not values or plain_median(values)>few: return None
     n = int(plain_median(values))
-    return s.finding(0, f"{out.title} normalizes over only {n} value{'s' if n>1 else ''} per channel. Its output then hardly shows more "
-        "than which value is larger.", look=f"scalar_line(run, {out.path!r}, 'output', 'std')",
+    return s.finding(0, f"{out.title} normalizes over only {n} value{'s' if n>1 else ''} per channel. With so few values, the output hardly "
+        "shows by how much the values differ.", look=f"scalar_line(run, {out.path!r}, 'output', 'std')",
         advice="Use a larger batch. Or replace BatchNorm by GroupNorm or LayerNorm, which do not depend on the batch size.", values=plain_median(values))
 
 # %% ../../nbs/55_health/42_modes.ipynb #8410a922
@@ -53,8 +53,8 @@ def find_eval_mode(h, out):
     # for normalized inputs, the output equals the input in both modes, so the mode is unknown
     if not same[first].all() or (abs(x.rms[first]-1)<.05).all(): return None
     if has_changing_statistics(h, out.path): return None # running statistics change only in training mode
-    return out.finding(0, f"The output of {out.title} equals its input (apart from weight and bias). The model trains in evaluation mode, with the initial "
-        "running statistics.", advice="Call model.train() before training, and model.eval() only to evaluate.")
+    return out.finding(0, f"The output of {out.title} equals its input (apart from weight and bias), because the model trains in evaluation mode, with the "
+        "initial running statistics.", advice="Call model.train() before training, and model.eval() only to evaluate.")
 
 def find_wrong_scale(h, out, times=3, share=.6):
     """Find a wrong scale: evaluation mode gives a normalization an output rms that does not fit its weight and bias. Return a finding, or None.
@@ -69,15 +69,17 @@ def find_wrong_scale(h, out, times=3, share=.6):
     gap = out.rms[known]/expected[known]
     off = (gap>times) | (gap<1/times)
     if not len(gap) or off.mean()<share or out.zero[:n].mean()>.5 or has_changing_statistics(h, out.path): return None
-    return out.finding(known[off][0], f"{out.title} does not normalize during training: its output has an rms of {fmt(out.rms[0])}, but "
-        f"its weight and bias would give {fmt(expected[0])}. The module is in evaluation mode, with running statistics that do not fit the data.",
-        advice="Call model.train() before training, and model.eval() after it. "
-        "To keep a pretrained BatchNorm fixed, normalize the data as in its pretraining.", times=plain_median(gap),
+    return out.finding(known[off][0], f"{out.title} does not normalize during training: the rms of its output is {fmt(out.rms[0])}. With "
+        f"its weight and bias, a normalized output would have an rms of {fmt(expected[0])}. "
+        "The module is in evaluation mode, with running statistics that do not fit the data.",
+        advice="Call model.train() before training, and model.eval() after training. "
+        "To keep a pretrained BatchNorm fixed, normalize the data as in the pretraining.", times=plain_median(gap),
         confidence=confidence_from(plain_median(gap), times if plain_median(gap)>1 else 1/times, off.mean()))
 
 # %% ../../nbs/55_health/42_modes.ipynb #9f68f32c
-running_advice = ("Check the momentum of the BatchNorm (0.1 is usual; 0 never updates, None averages all batches). Train long enough before model.eval(). "
-    "Prepare the data in the same way for training and evaluation. Use one BatchNorm per kind of data, and GroupNorm for batches of a few samples.")
+running_advice = ("Check the momentum of the BatchNorm: 0.1 is usual, 0 never changes the running statistics, and None averages all batches. "
+    "Train long enough before model.eval(). "
+    "Prepare the data in the same way for training and evaluation. Use a separate BatchNorm for each kind of data, and GroupNorm for small batches.")
 
 def uses_batch_statistics(h, out):
     "Return True if a module normalizes by statistics of the batch, so that the mean of its output is the mean of its bias."
@@ -104,8 +106,9 @@ def compare_buffers(h, out, least, away=2., shifted=1.5):
     know = median(np.sqrt(np.maximum(var['mean'][part]+mean.rms[part]**2, 0)))
     mean_known,mean_had = median(mean['mean'][part]),median(batch['mean'][part])
     if 1/away<(know/have if have>0 else np.inf)<away and abs(mean_known-mean_had)/max(spread, 1e-30)<shifted: return None
-    return var.finding(n//2, f"The running statistics of {out.title} do not fit its data. They imply a mean of {fmt(mean_known)} and an rms of {fmt(know)}, "
-        f"but its batches have {fmt(mean_had)} and {fmt(have)}. In model.eval(), the outputs therefore differ from training.", stat='mean',
+    return var.finding(n//2, f"The running statistics of {out.title} do not fit the data: they stand for a mean of {fmt(mean_known)} and an rms of "
+        f"{fmt(know)}, but the batches have a mean of {fmt(mean_had)} and an rms of {fmt(have)}. "
+        "In model.eval(), the outputs therefore differ from those in training.", stat='mean',
         advice=running_advice, running=know, batch=have,
         confidence=max(confidence_from(know/have if have>0 else 0, away if know>have else 1/away), .5))
 
@@ -136,7 +139,7 @@ def compare_evaluation(h, out, away, least):
     if ev is None: return None
     gap = compare_sizes(ev, out, np.flatnonzero((ev.steps>=h.steps[0]+least) & np.isfinite(ev.rms)), away)
     return gap and ev.finding(gap[1], f"In evaluation, the rms of the output of {out.title} is {format_ratio(gap[0])} its rms in training. "
-        "Its running statistics do not fit the data.", advice=running_advice, times=gap[0],
+        "The running statistics of this module do not fit the data.", advice=running_advice, times=gap[0],
         confidence=confidence_from(gap[0], away if gap[0]>1 else 1/away))
 
 # %% ../../nbs/55_health/42_modes.ipynb #2570d7a3
@@ -221,10 +224,10 @@ def find_first_evaluation(h, far):
     if not found or not any(s.path=='' or s.path in h.graph.last_modules for s,_ in found): return
     (s,times),(last,most) = min(found, key=lambda f: f[0].order),found[-1]
     yield s.finding(0, f"Before the first update, the rms of the output of {s.title} in evaluation is {fmt(times)} times its rms in the first training step. "
-        f"For {last.title}, the ratio is {fmt(most)}. The weights are the same, and the data are "
+        f"For {last.title}, the ratio is {fmt(most)}. A ratio near 1 is expected, because the weights are the same, and the data are "
         f"similar.", severity='warning', stands=True, times=times, at_output=most,
-        advice="Compare both modes on one batch: model.eval()(x) and model.train()(x). torch.nn.utils.spectral_norm estimates its norm only in training mode: "
-        "run some batches in training mode first, or use torch.nn.utils.parametrizations.spectral_norm.")
+        advice="Compare both modes on one batch: model.eval()(x) and model.train()(x). torch.nn.utils.spectral_norm estimates the norm of a weight only "
+        "in training mode: run some batches in training mode first, or use torch.nn.utils.parametrizations.spectral_norm.")
 
 def is_norm_with_statistics(kind):
     "Return True if `kind` is the class name of a BatchNorm or InstanceNorm, which can have running statistics. Return False for None."
@@ -242,7 +245,7 @@ def find_never_train_mode(h, least=10):
     verb = 'is' if len(inside)==1 else 'are'
     yield finding('', f"The model is trained in evaluation mode from the first step on: {names} {verb} not in training mode.", h.steps[0], h.steps[-1],
         ttype='output', stands=True, modules=len(inside), look="overview(run)",
-        advice="Call model.train() before the training. Models that a library loads, such as by from_pretrained, are in evaluation mode.")
+        advice="Call model.train() before the training. Models that a library loads, for example with from_pretrained, are in evaluation mode.")
 
 # %% ../../nbs/55_health/42_modes.ipynb #b086b49b
 @rule(severity='warning', needs='output', stats='rms', after=('batch_norm', 'update_too_large', 'not_finite'))
@@ -264,7 +267,7 @@ def train_eval(h, away=3., far=30.):
     why = '. The evaluation data differ, or are prepared in another way.' if of_data else '.'
     yield s.finding(at, f"In evaluation, the rms of {s.tname} of {s.title} is {format_ratio(times)} its rms in training, from step {s.steps[at]} on{why}",
         times=times, confidence=confidence_from(times, away if times>1 else 1/away), advice="Prepare the data in the same way for training and evaluation. "
-        "Check hand-written Dropout (divide by 1-p in training) and normalization layers.")
+        "Check your own Dropout layers (which must divide by 1-p in training) and your own normalization layers.")
 
 # %% ../../nbs/55_health/42_modes.ipynb #7c2f0a20
 @rule(severity='warning', needs='output')
@@ -276,7 +279,7 @@ def random_eval(h):
     path,c = next(iter((wrong or calls).items()))
     s = next((s for s in h.series('output', evaluated=True) if s.path==path), None)
     first,kind = (s.steps[0] if s is not None else h.steps[0]),h.kinds.get(path)
-    more = f" In total, {len(wrong or calls)} modules do this."*(len(wrong or calls)>1)
+    more = f" In total, {len(wrong or calls)} modules set values to zero."*(len(wrong or calls)>1)
     why = "" if wrong else " The module is in training mode during the evaluation."
     argument = 'dropout_p=self.p if self.training else 0.' if 'attention' in c['function'] else 'training=self.training'
     yield finding(path, f"Outputs are random in evaluation: {name_module(path, kind)} calls {c['function']}, "

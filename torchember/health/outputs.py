@@ -83,9 +83,9 @@ def is_softmax_of_one(h, s, value):
     kind = h.activation(s)
     return s.shape[-1]==1 and (softmax_values.get(kind)==value or value==1 and kind not in ('Sigmoid', 'Hardsigmoid', 'Hardtanh', 'Tanh'))
 
-constant_advice = ("Check the last operations of the model: clamp, round, argmax, a comparison, or weights and biases that start at zero.")
-softmax_advice = ("For two classes, use torch.nn.Sigmoid() with binary cross-entropy (in Keras: activation='sigmoid'). "
-    "For regression, remove the softmax. For n classes, give the last layer n units.")
+constant_advice = ("Search the last operations of the model for clamp, round, argmax or a comparison. Check whether weights and biases start at zero.")
+softmax_advice = ("For two classes, replace the softmax by torch.nn.Sigmoid(), and use binary cross-entropy (in Keras: activation='sigmoid'). "
+    "For regression, remove the softmax. For n classes, keep the softmax, and give the last layer n units.")
 
 def report_constant_output(h, s, value):
     "Return a finding about an output of the model that is equal to `value` for all samples in all steps."
@@ -115,13 +115,13 @@ def explain_no_gradient(h):
     for s in final_outputs(h):
         if 'min' not in s or 'max' not in s: continue
         low,top,kind = median(s['min']),median(s['max']),h.activation(s)
-        if kind in relu_classes and top<=0: return (f" The last activation, {s.title}, returns only zeros, where its slope is zero.",
+        if kind in relu_classes and top<=0: return (f" The last activation, {s.title}, returns only zeros, and the slope of the activation is zero there.",
             "Remove the ReLU after the last layer: use softmax for classes, a sigmoid for two classes, and no activation for regression.")
         ends = kind in ('Sigmoid', 'Softmax', 'Hardsigmoid') and (low==top and low in (0, 1) or low<1e-6 and top>1-1e-6 and is_at_ends(s))
-        if ends: return (f" All outputs of {s.title} are 0 or 1, where its slope is zero.",
+        if ends: return (f" All outputs of {s.title} are 0 or 1, where the slope of this activation is zero.",
             "Normalize the data: (x-mean)/std. Use smaller initial weights, and divide the learning rate by 10. "
             "Or use a loss on logits, which keeps its gradient: torch.nn.functional.cross_entropy(logits, y), or from_logits=True in Keras.")
-    return '', "Check the loss for clamp, round, argmax and comparisons, and the outputs of each layer with overview(run)."
+    return '', "Search the code of the loss for clamp, round, argmax and comparisons. Then look at the outputs of each layer: overview(run)."
 
 relu_classes = 'ReLU', 'ReLU6', 'Threshold'
 
@@ -155,8 +155,8 @@ def no_gradient_finding(h, steps, of, why, advice):
 
     `steps`: numbers of these steps; `of`: number of recorded steps; `why`, `advice`: result of `explain_no_gradient`.
     """
-    return finding('', f"All gradients are exactly zero {list_zero_steps(steps, of)}, while the loss is "
-        f"{fmt(h.progress.end)}. The model learns nothing.{why}", steps[0], steps[-1], ttype='weight_grad', advice=advice,
+    return finding('', f"All gradients are exactly zero {list_zero_steps(steps, of)}, although the loss is "
+        f"{fmt(h.progress.end)} at the end. The model learns nothing.{why}", steps[0], steps[-1], ttype='weight_grad', advice=advice,
         look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')", zero=len(steps), of=of, loss=h.progress.end)
 
 # %% ../../nbs/55_health/43_outputs.ipynb #5402d067

@@ -66,12 +66,12 @@ def rank_collapse(h, parallel=.9995, apart=.95, start=8., left=1.5):
         at = alike if alike is not None else flat
         if at is None: continue
         step,numbers = int(o.steps[at]),f"the effective rank of these outputs falls from {fmt(o.rank[0])} to {fmt(o.rank[-1])}"
-        text = f"become parallel for all samples: the mean cosine of two samples is {o.cosine[0]:.2g} at step {o.steps[0]}, " \
-            f"and {o.cosine[-1]:.5f} from step {step} on. Also, {numbers}" if alike is not None else f"keep one direction: {numbers} at step {o.steps[-1]}"
+        text = f"become parallel for all samples: the mean cosine similarity of two samples is {o.cosine[0]:.2g} at step {o.steps[0]}, " \
+            f"and {o.cosine[-1]:.5f} from step {step} on. Also, {numbers}" if alike is not None else f"keep only one direction: {numbers} at step {o.steps[-1]}"
         yield finding(o.path, f"The outputs of {name_module(o.path, o.kind)} {text}. The next layers can hardly distinguish the "
             f"samples.", step, int(o.steps[-1]),
             severity='error' if h.progress.is_bad else None, ttype='output', cosine=float(o.cosine[-1]), rank=float(o.rank[-1]), start=float(o.rank[0]),
             look=f"scalar_line(run, {o.path!r}, 'output', 'std')",
             advice="Divide the learning rate by 10, or add residual connections. If the loss compares two outputs of the model, "
-            "equal outputs may be its optimum: add negative samples, or detach() one of the two outputs.")
+            "equal outputs may minimize the loss: add negative samples, or detach() one of the two outputs.")
         return

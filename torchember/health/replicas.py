@@ -44,17 +44,18 @@ def explain_gradients(c):
     "Return the reason why gradients differ between two ranks as a sentence, and advice. `c`: entry of `compare_replicas`."
     g,period = c['grads'],find_period(c['grads']['at'])
     if g['steps']>=.9*g['of']: return (
-        f"The gradients differ in all {g['steps']} recorded steps from step {g['first']} on, so the gradients are not averaged.",
+        f"The gradients of these ranks differ in all {g['steps']} recorded steps from step {g['first']} on, so the gradients are not averaged.",
         "Call the DistributedDataParallel model, and not model.module. Wrap the model after all changes to it (.to(), .half(), new layers). "
         "Use no_sync() only to accumulate gradients.")
     every = 'second' if period==2 else f'{period}th'
-    if period: return (f"The gradients differ in every {every} step ({g['steps']} of {g['of']}, first step {g['first']}). "
+    if period: return (f"The gradients of these ranks differ in every {every} step ({g['steps']} of {g['of']} steps; the first is step {g['first']}). "
         "In these steps, the gradients are not averaged.", "Call the DistributedDataParallel model in each step, and not the model inside (model.module). "
-        "Check the condition of no_sync().")
-    if g['at'][-1]-g['at'][0]+1==g['steps']>2: return (f"The gradients differ in each step from step {g['first']} on, and were equal before. "
+        "Check in which steps no_sync() is used.")
+    if g['at'][-1]-g['at'][0]+1==g['steps']>2: return (f"The gradients of these ranks differ in each step from step {g['first']} on, and were equal before. "
         "From this step on, the gradients are not averaged.",
         "Look for what happened at this step: new parameters, another wrapper, a no_sync() that did not end.")
-    return (f"The gradients differ in {g['steps']} of {g['of']} steps ({list_drift_steps(g['at'])}). In these steps, the gradients are not averaged.",
+    return (f"The gradients of these ranks differ in {g['steps']} of {g['of']} steps "
+        f"({list_drift_steps(g['at'])}). In these steps, the gradients are not averaged.",
         "Call the DistributedDataParallel model in each step, and not the model inside (model.module). Check whether a rank leaves out batches.")
 
 def explain_equal(c):
@@ -101,10 +102,10 @@ def replicas(h, rounding=1e-6):
     order = None, 'warning', 'info'
     c = min(found, key=lambda c: (order.index(severity_of_drift(c, rounding)), c['weights']['first'], c['rank']))
     why,advice = explain_drift(c)
-    w,others = c['weights'],f" {len(found)} ranks differ from rank {c['with']}." if len(found)>1 else ''
+    w,others = c['weights'],f" In total, {len(found)} ranks differ from rank {c['with']}." if len(found)>1 else ''
     differ = f" (relative difference {c['relative']:.2g} at step {w['last']})" if c['relative'] else ''
     again = " In some steps in between, the weights are equal again, so the difference may be intended." if is_synchronized_again(c) else \
-        " The run does not show that these are copies of one model, so the difference may be intended." if c.get('apart') else ''
+        " The run does not show that the ranks have copies of one model, so the difference may be intended." if c.get('apart') else ''
     yield finding('', f"The copies of the model have drifted apart: the weights of ranks {c['with']} and {c['rank']} differ from step {w['first']} on. "
         f"The largest difference is in `{c['tensor']}`{differ}. {why}{others}{again}",
         min([w['first'], *c['grads']['at'][:1]]), w['last'], severity=severity_of_drift(c, rounding),
@@ -153,10 +154,10 @@ def rank_waits(h):
     waits = timed_out[0] if timed_out else first
     other = last if waits.place!=last.place else first
     sure = f"Rank {waits.rank} gave up waiting ({waits.error[:120]})." if timed_out else \
-        "One of them may wait for a collective operation that the other does not call."
+        "One of these ranks may wait for a collective operation that the other rank does not call."
     places = f"rank {waits.rank} in {waits.where}; rank {other.rank} in {other.where}"
     yield finding(waits.inside or '', f"The ranks ended at different places: {places}. {sure}",
         first.step, last.step, severity='error' if timed_out else None, stands=True, look=f"read(run, steps={first.step}, per_rank=True)",
         ranks={str(e.rank): e.where for e in ends},
-        advice="Look for a condition around a collective operation (all_reduce, barrier, the backward of DDP) that is not equal on all ranks, "
+        advice="Look for a condition around a collective operation (all_reduce, barrier, the backward pass of DDP) that is true on some ranks only, "
         "such as an empty batch.")

@@ -120,9 +120,9 @@ def report_replaced(h, step, weights, fell, count):
     k = max(weights, key=lambda k: weights[k][0])
     w,(ratio,usual) = h.weights[k],weights[k]
     head = h.data_shape_changes_at(step) or all(path in h.graph.last_modules for path,_ in weights)
-    more = f" {len(weights)} weights were replaced."*(len(weights)>1)
-    return finding('' if len(weights)>1 else w, f"At step {step}, the values of {w.title} were replaced: the weight changed by {fmt(ratio)} of its rms "
-        f"(usual: {fmt(usual)}). No gradient explains this change.{more} {loss_phrase(h, fell, count)}",
+    more = f" In total, {len(weights)} weight tensors were replaced."*(len(weights)>1)
+    return finding('' if len(weights)>1 else w, f"At step {step}, the values of {w.title} were replaced: the weight changed by {fmt(ratio)} times its rms "
+        f"(usual: {fmt(usual)} times). No gradient explains this change.{more} {loss_phrase(h, fell, count)}",
         step, step, severity='info' if head else None, ttype='weight',
         stands=True, look="updates(run)", advice=where_to_look, ratio=ratio, usual=usual, before=fell[0], after=fell[1],
         weights=list_names(sorted(h.weights[k].label for k in weights)))

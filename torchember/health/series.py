@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..frames.tables import mark_columns
+from ..frames.tables import mark_columns, object_ids
 from ..ground.needs import pd
 from ..ground.not_finite import counts
 from ..ground.record import computed, builtin_scalar_name, identity, of_pieces, optional
@@ -31,8 +31,7 @@ def elements_of_row(shape):
 
 def count_shape_elements(shapes):
     "Count the elements of each tensor from its shape. Equal neighbours (the same object) are computed only once."
-    ids = np.fromiter(map(id, shapes), np.int64, len(shapes))
-    starts = np.flatnonzero(np.diff(ids, prepend=0))
+    starts = np.flatnonzero(np.diff(object_ids(shapes), prepend=0))
     return np.repeat([float(elements_of_row(as_tuple(s))) for s in shapes[starts]], np.diff(starts, append=len(shapes)))
 
 def as_tuple(shape):
@@ -59,9 +58,16 @@ class SeriesColumns:
     def count(self, *names):
         "Return the count in each row: the sum of count columns such as `nan` and `posinf`. Missing columns and values count as 0."
         if names not in self.cache:
-            columns = (np.nan_to_num(self.column(c)) for c in names if c in self.columns)
+            columns = (np.nan_to_num(self.column(c)) for c in names if c in self.columns and not self.has_only_zeros(c))
             self.cache[names] = sum(columns, np.zeros(len(self.order)))
         return self.cache[names]
+
+    # most runs have no NaN and no infinities, so that their columns of counts need not be sorted
+    def has_only_zeros(self, name): return self.df[name].dtype.kind in 'iu' and not self.df[name].any()
+
+    def value(self, name, at):
+        "Return the value of a column in the row with the index `at`. If the column is missing, return None."
+        return self.df[name].iloc[self.order[at]] if name in self.columns else None
 
     def object_column(self, name):
         "Return a column as an array of objects. If the column is missing, all values are None."
@@ -75,7 +81,6 @@ class SeriesColumns:
         return [c for c in self.df.columns if c not in not_computed and self.df[c].dtype.kind in 'iufb']
 
     shapes = cached_property(lambda self: self.object_column('shape'))
-    dtypes = cached_property(lambda self: self.object_column('dtype'))
 
     @cached_property
     def sizes(self):
@@ -90,13 +95,15 @@ named,counted = ('path', 'module', 'ttype', 'tname', 'pname', 'phase'),('call', 
 
 def group_rows(df):
     "Return an array with a number for each row of a table. Rows of the same tensor have the same number."
-    codes = np.zeros(len(df), np.int64)
+    codes,most = np.zeros(len(df), np.int64),1 # most: number that is larger than all codes
     for c in apart:
         if c not in df: continue
         one = df[c].cat.codes.to_numpy() if isinstance(df[c].dtype, pd.CategoricalDtype) else pd.factorize(df[c])[0]
+        n = int(one.max(initial=0))+2
+        if most*n>2**62: codes,most = pd.factorize(codes)[0],len(df)
         # add 1 to the codes, because pandas gives missing values the code -1
-        codes = pd.factorize(codes*(int(one.max(initial=0))+2)+one+1)[0]
-    return codes
+        codes,most = codes*n+one+1,most*n
+    return pd.factorize(codes)[0]
 
 # %% ../../nbs/55_health/06_series.ipynb #284c9cfa
 class SeriesKey(NamedTuple):
@@ -125,13 +132,14 @@ class Series:
 
     def __getitem__(self, stat): return self.rows.column(stat)[self.at]
 
-    def __contains__(self, stat): return stat in self.rows.columns and not np.isnan(self[stat]).all()
+    # most series have a value in the first step, so that the other steps need not be tested
+    def __contains__(self, stat): return stat in self.rows.columns and any(not np.isnan(v).all() for v in (self[stat][:1], self[stat]))
 
     steps = property(lambda self: self.rows.steps[self.at], doc="Recorded steps, ascending.")
     label = property(lambda self: '.'.join(filter(None, [self.path, self.pname])), doc="Name in plots: path of the module, and parameter.")
     title = property(lambda self: name_module(self.label, self.kind), doc="Name in sentences: path and class of the module, and parameter.")
     shape = property(lambda self: as_tuple(self.rows.shapes[self.at][0]), doc="Shape in the first step, or None if it was not recorded.")
-    dtype = property(lambda self: self.rows.dtypes[self.at][0], doc="dtype in the first step.")
+    dtype = cached_property(lambda self: self.rows.value('dtype', self.at.start)) # dtype in the first step
 
     bad = property(lambda self: self.rows.count(*counts)[self.at], doc="Number of non-finite values in each step.")
     skipped = property(lambda self: self.rows.count('skipped')[self.at]>0, doc="Mask of the steps that a loss scaler skipped.")
@@ -200,7 +208,8 @@ def split_series(df, which=None):
     "Yield a `Series` for each tensor in a table of rows, in the order of calls. `which`: mask of the rows to use, all by default."
     rows = np.arange(len(df)) if which is None else np.flatnonzero(which)
     codes = group_rows(df)[rows]
-    order = np.lexsort((df['step'].to_numpy()[rows], codes))
+    # NumPy sorts integers of 16 bits several times as fast as longer integers
+    order = np.lexsort((df['step'].to_numpy()[rows], codes.astype(np.int16) if codes.max(initial=0)<2**15 else codes))
     starts,rows = np.flatnonzero(np.diff(codes[order], prepend=-1)),rows[order]
     columns = SeriesColumns(df, rows)
     for i,(lo,hi,key) in enumerate(zip(starts, np.append(starts, len(rows))[1:], read_keys(df.iloc[rows[starts]]), strict=True)):

@@ -17,12 +17,12 @@ from .rules import rule
 # Verdict of `LossProgress` ('falls', ...) -> sentence in a finding. The two {} are the loss at the start and at the end
 loss_sentences = {'none': "The loss was not recorded. To record it: te.log(loss=loss).", 'short': "Too few losses were recorded to judge whether the loss "
     "falls.",
-    'means nothing': "The recorded loss cannot be judged, because a good training need not lower it.", 'stalls': "The loss does not fall ({} to {})."}
+    'means nothing': "The recorded loss cannot be judged, because a good training need not lower this loss.", 'stalls': "The loss does not fall ({} to {})."}
 
 unclear_sentences = { # reason of the verdict 'means nothing' (`LossProgress.unclear`) -> sentence in a finding
     'names': "Names in this run suggest adversarial or reinforcement learning, where the loss need not fall.",
-    'sign': "The loss changes its sign around zero, so its direction does not show progress.",
-    'reward': "The name of the loss suggests a quantity that should rise, so its fall does not show progress."}
+    'sign': "The loss changes between positive and negative values, so a falling loss does not show progress.",
+    'reward': "The name of the loss suggests a quantity that should rise, so a fall does not show progress."}
 
 def loss_sentence(p):
     "Return a sentence about the progress of the loss, for the text of a finding. `p`: a `LossProgress`."
@@ -66,7 +66,8 @@ def lower_rate_advice(ratio, most=1000):
     """
     by = 10**max(1, int(round(np.log10(min(max(ratio, 1e-9), 1e9)/3e-3))))
     if by<=most: return f"Divide the learning rate by {by:,}, or start with a warm-up."
-    return f"Divide the learning rate by {most:,}, and repeat until the loss falls. Check the scale of the data, the targets and the initial weights."
+    return (f"Divide the learning rate by {most:,}. If the loss still does not fall, divide it again. Check the scale of the data, the targets and "
+        "the initial weights.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ed9125c0
 def report_large_steps(h, moves, large, ratio):
@@ -75,7 +76,7 @@ def report_large_steps(h, moves, large, ratio):
     k = max(large, key=lambda k: np.nan_to_num(first[k]))
     w,size = moves[k].s,max(first[k], finite_max(moves[k].ratio[:3]))
     return finding('', f"The updates are too large: the first updates change {w.title} by {share_phrase(size)} per step. "
-        f"{len(large)} of {len(moves)} weights change by more than {ratio:g} of their rms per step; about 0.001 is usual. {loss_sentence(h.progress)}",
+        f"{len(large)} of {len(moves)} weight tensors change by more than {ratio:g} of their rms per step; about 0.001 is usual. {loss_sentence(h.progress)}",
         moves[k].steps[0], w.steps[-1], ttype='weight', look="updates(run)",
         advice=lower_rate_advice(size),
         ratio=size, weights=len(large), of=len(moves), loss=h.progress.verdict, confidence=confidence_from(size, ratio, len(large)/len(moves)))
@@ -89,12 +90,12 @@ def report_larger_steps(h, moves, late, limit):
     k = min(late, key=lambda k: (late[k], h.graph.position(k[0])))
     m,i = moves[k],late[k]
     step,before = int(m.steps[i]),median(m.ratio[:i])
-    return finding(m.s if len(late)==1 else '', f"The update of step {step} changes {m.s.title} by {share_phrase(m.ratio[i])}. Before, "
-        f"{fmt(before)} was usual. Updates are too large for {len(late)} of {len(moves)} weights. {loss_sentence(h.progress)}",
+    return finding(m.s if len(late)==1 else '', f"The update of step {step} changes {m.s.title} by {share_phrase(m.ratio[i])}. In earlier "
+        f"steps, {fmt(before)} was usual. The updates of {len(late)} of {len(moves)} weight tensors are too large. {loss_sentence(h.progress)}",
         step, m.s.steps[-1], ttype='weight', look="updates(run)", ratio=float(m.ratio[i]), before=before, weights=len(late),
         confidence=confidence_from(m.ratio[i], limit, len(late)/len(moves)),
-        advice="Print x.abs().max() and the targets y of this batch. If both are as usual, divide the learning rate by 10, or clip the gradients after "
-        "backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
+        advice="Print the largest input, x.abs().max(), and the targets y of this batch. If both are as usual, divide the learning rate by 10, or clip the "
+        "gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e63dddfe
 @rule(severity='error', needs=('weight', 'weight_grad'), stats=('rms', 'std'), after=('poor_input_scale',))
@@ -132,11 +133,12 @@ def report_small_steps(h, moves, k, n, ratio, limit):
     limit: relative change below which updates are too small
     """
     w = moves[k].s
-    return finding('', f"The updates are too small: the largest update, that of {w.title}, is {fmt(ratio)} of the weight (rms). About 0.001 is usual. "
+    return finding('', f"The updates are too small: even {w.title}, the weight with the largest updates, changes by only "
+        f"{fmt(ratio)} of its rms per step. About 0.001 is usual. "
         f"{loss_sentence(h.progress)}", h.steps[0], h.steps[-1], severity='error' if h.progress.verdict=='stalls' and not h.started_with_low_loss else None,
         ttype='weight', confidence=confidence_from(ratio, limit, n/len(moves), h.progress.verdict!='stalls'), ratio=ratio, weights=n,
-        look="updates(run)", advice="Multiply the learning rate by 10, and repeat until the loss falls. Then also try a learning rate 3 times larger and 3 "
-            "times smaller.")
+        look="updates(run)", advice="Multiply the learning rate by 10. If the loss still does not fall, multiply it again. Once the loss falls, also try "
+            "learning rates that are 3 times larger and 3 times smaller.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #2f8c8086
 def gradients_continue(grad, steps, start):
@@ -156,13 +158,15 @@ def explain_small_steps(h, step, drop):
     falls = [(n.name, at[-1], finite_max(n.values)) for n in h.rates if len(at := n.values[n.steps<=step])]
     if fell := [f for f in falls if f[1]<100*drop*f[2]]: return (
         f"The schedule lowered the learning rate too early: {fell[0][0]} is {fmt(fell[0][1])}, and was {fmt(fell[0][2])} before.",
-        "Let the schedule end at the last step: count T_max, step_size and milestones in the unit in which you call scheduler.step() (steps or epochs).")
+        "Let the schedule end at the last step. If scheduler.step() is called after each batch, T_max, step_size and milestones are numbers of batches. "
+        "If scheduler.step() is called once per epoch, these arguments are numbers of epochs.")
     if bad := [f for f in falls if not np.isfinite(f[1])]: return (f"The learning rate {bad[0][0]} is {bad[0][1]}.", "Check the code that sets the learning "
         "rate.")
     if falls: return "The learning rate has not fallen as much, so something else makes the updates small.", ("Print the gradients before "
-        "optimizer.step(): clip_grad_norm_ or a mask may make them zero. Then check the eps of the optimizer, and code that restores old weights.")
+        "optimizer.step(): clip_grad_norm_ or a mask may set gradients to zero. Then check the eps of the optimizer, and search for code that restores "
+        "old weights.")
     return "The learning rate was not recorded.", ("Print the learning rate: optimizer.param_groups[0]['lr']. "
-        "If it is unchanged, check that optimizer.step() is called, and that no code restores old weights.")
+        "If the learning rate has not fallen, check that optimizer.step() is called, and that no code restores old weights.")
 
 def find_end(h, k, m, drop, left=.35):
     """Find the end of a weight's updates, while its gradients continue. Return (step, key, largest update before, median after), or None.
@@ -201,9 +205,10 @@ def find_early_end(h, moves, drop, many=.7):
     # no finding if other weights still change, because `not_trained` reports weights that stop alone
     if any_weight_changes(h, step, rare): return
     smaller = f"{format_ratio(peak/now)} smaller than before" if now>0 else "zero"
-    gradients = ", while the gradients stay about as large" if k in h.grads else ''
+    gradients = ", while the rms of the gradients hardly changes" if k in h.grads else ''
     why,advice = explain_small_steps(h, step, drop)
-    yield finding('', f"From step {step} on, the updates are {smaller} (rms {fmt(now)} in {moves[k].s.title}, {fmt(peak)} before){gradients}. "
+    yield finding('', f"From step {step} on, the updates are {smaller}{gradients}. "
+        f"The rms of the updates of {moves[k].s.title} falls from {fmt(peak)} to {fmt(now)}. "
         f"The last {(h.steps>=step).sum():,} of {len(h.steps):,} steps hardly change the weights. "
         f"{why} {loss_sentence(p)}", step, h.steps[-1], ttype='weight',
         look="updates(run)", advice=advice, before=peak, now=now,
@@ -225,8 +230,8 @@ def find_slow_group(h, moves, usual, ratio):
     slow = [k for k in slow if rate[k]<1e-2*median([rate[k] for k in rest])]
     if not slow: return
     k = min(slow, key=lambda k: h.graph.position(k[0]))
-    w,more = moves[k].s,f" In total, {len(slow)} weights have such small updates." if len(slow)>1 else ''
-    yield finding(w, f"{w.title} hardly changes: its updates are {fmt(usual[k])} of its rms. The updates of other weights are up to "
+    w,more = moves[k].s,f" In total, {len(slow)} weight tensors have such small updates." if len(slow)>1 else ''
+    yield finding(w, f"{w.title} hardly changes: each update changes this weight by {fmt(usual[k])} of its rms. Other weights change by up to "
         f"{fmt(largest)} of their rms.{more}", h.steps[0], h.steps[-1],
         advice="Print optimizer.param_groups: the group of this weight may have another learning rate than the other groups.", look="updates(run)",
         confidence=confidence_from(usual[k], min(ratio/10, largest*1e-3)), ratio=usual[k], usual=largest, weights=list_names([moves[k].s.label for k in slow]))
@@ -330,7 +335,7 @@ def find_large_embeddings(h, embedded):
 # %% ../../nbs/55_health/30_sizes.ipynb #d3d4c649
 init_advice = "Initialize with torch.nn.init.kaiming_normal_(layer.weight), or with the default of PyTorch: layer.reset_parameters()."
 
-def report_start(h, w, text, severity, advice=f"{init_advice} If the scale is intended, add a normalization after this layer.", **evidence):
+def report_start(h, w, text, severity, advice=f"{init_advice} If this scale is intended, add a normalization after this layer.", **evidence):
     "Report the initial values of the weight `w` (its start), as a finding. `evidence`: the numbers in `text`, by name."
     return finding(w, text, h.steps[0], severity=severity, advice=advice, **evidence,
         look="scalar_global_heatmap(run, ttype='output', stat='std')")
@@ -341,11 +346,11 @@ def report_large_start(h, large, away):
     `large`: list of (weight, ratio of its rms to the suitable rms, ratio of output to input).
     """
     w,scaled,by = min(large, key=lambda f: h.graph.position(f[0].path))
-    n,gain = len({w.path for w,*_ in large}),f". The rms of its output is {format_ratio(by)} that of its input at step {h.steps[0]}"
+    n,gain = len({w.path for w,*_ in large}),f". At step {h.steps[0]}, the rms of the layer's output is {format_ratio(by)} that of the layer's input"
     if 'Attention' in w.kind or 'Embedding' in w.kind: gain = ''
-    more,most = f' The initial weights of {n} layers are too large.' if n>1 else '',finite_max([o.abs_max[0] for o in h.outputs.values()])
-    return report_start(h, w, f"The initial weights of {w.title} are {format_ratio(scaled)} as large as in a suitable initialization{gain}.{more} "
-        f"The largest output value in the model is {fmt(most)}.", 'error' if is_harmed(h) and by>10*away else None,
+    more,most = f' In total, the initial weights of {n} layers are too large.' if n>1 else '',finite_max([o.abs_max[0] for o in h.outputs.values()])
+    return report_start(h, w, f"The initial values of {w.title} are {format_ratio(scaled)} as large (rms) as in a suitable initialization{gain}.{more} "
+        f"The largest absolute value of all outputs in the model is {fmt(most)}.", 'error' if is_harmed(h) and by>10*away else None,
         gain=by, scaled=scaled, layers=n, confidence=confidence_from(scaled, away, against=h.progress.is_good))
 
 def report_growing_start(h, growing, limit):
@@ -357,7 +362,7 @@ def report_growing_start(h, growing, limit):
     first,last = min(growing, key=lambda s: h.graph.position(s.w.path)),max(growing, key=lambda s: s.out_rms)
     return report_start(h, first.w, f"The activations grow from layer to layer, to an rms of {fmt(last.out_rms)} in `{last.w.path}` at step {h.steps[0]}. "
         f"The initial weights of {len(growing)} layers are about {format_ratio(median([s.scaled for s in growing]))} as large as in a suitable initialization. "
-        f"The first of these layers is {first.w.title}.", 'error' if is_harmed(h) else None, largest=last.out_rms,
+        f"The first of these weights is {first.w.title}.", 'error' if is_harmed(h) else None, largest=last.out_rms,
         scaled=first.scaled, layers=len(growing), confidence=confidence_from(last.out_rms, limit, against=h.progress.is_good))
 
 def report_tiny_start(h, tiny, limit):
@@ -367,8 +372,8 @@ def report_tiny_start(h, tiny, limit):
     limit: ratio of the weights to their suitable rms, below which nothing is left of a signal
     """
     s,n = min(tiny, key=lambda s: h.graph.position(s.w.path)),len(tiny)
-    return report_start(h, s.w, f"The initial weights of {s.w.title} are only {format_ratio(s.scaled)} as large as in a suitable initialization"
-        f"{f' (true of {n} layers)' if n>1 else ''}. The next layers receive the bias and hardly any information about the data.",
+    return report_start(h, s.w, f"The initial values of {s.w.title} are only {format_ratio(s.scaled)} as large (rms) as in a suitable initialization"
+        f"{f' (in total, {n} layers have such small weights)' if n>1 else ''}. The next layers receive the bias, and hardly any information about the data.",
         'error' if n>1 and is_harmed(h) else None, init_advice, gain=s.gain, scaled=s.scaled, layers=n,
         confidence=confidence_from(s.scaled, limit, against=h.progress.is_good))
 
@@ -439,7 +444,7 @@ def report_not_centred(s, size, spread, limit):
     limit: ratio of rms to standard deviation, above which the mean is too far from zero
     """
     return s.finding(0, f"The data are far from zero: the input of {s.title} has a mean of {fmt(median(s['mean']))} and a "
-        f"standard deviation of only {fmt(spread)}.", stat='mean', rms=size, std=spread, confidence=confidence_from(size/spread, limit),
+        f"standard deviation of only {fmt(spread)}. A mean near 0 is usual.", stat='mean', rms=size, std=spread, confidence=confidence_from(size/spread, limit),
         advice="Subtract the mean of the training set: x-mean.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #09b0ca7b
@@ -484,7 +489,7 @@ def stay_equal(h, k):
 def consequence_phrase(h, k):
     "Return a phrase with the consequence of equal units in a layer. `k`: (path, pname) of the equal weight."
     if not later_weights(h, k): return ", and have equal outputs at first"
-    return ", get equal gradients, and remain equal" if stay_equal(h, k) else ", and only later weights make them differ"
+    return ", get equal gradients, and remain equal" if stay_equal(h, k) else ", and become different only through the weights of later layers"
 
 # %% ../../nbs/55_health/30_sizes.ipynb #1370bcce
 @rule(severity='error', needs='weight', stats='max')
@@ -498,11 +503,12 @@ def equal_units(h, least=5):
         value,same,last = float(w['max' if 'max' in w else 'mean'][0]),w.constant,not later_weights(h, k)
         if value==0 and (last or not same.all() or len(w)<least or k not in h.grads): continue
         until = int(w.steps[same][-1])
-        why = f", and stay zero up to step {until}. No signal and no gradient passes." if value==0 else f": all units are equal{consequence_phrase(h, k)}."
-        yield w.finding(0, f"All {int(np.prod(w.shape)):,} weights of {w.title} are {fmt(value)} at step {w.steps[0]}{why}",
+        why = f", and stay zero up to step {until}. No signal and no gradient passes through this layer." if value==0 else \
+            f": all units of this layer are equal{consequence_phrase(h, k)}."
+        yield w.finding(0, f"All {int(np.prod(w.shape)):,} values of {w.title} are {fmt(value)} at step {w.steps[0]}{why}",
             last=np.flatnonzero(same)[-1], severity=None if not last and (value==0 or stay_equal(h, k)) else 'warning', value=value,
             advice="Initialize the weights randomly: torch.nn.init.kaiming_normal_(layer.weight), or layer.reset_parameters(). "
-            "Biases may start with equal values, weights may not.")
+            "Biases may start with equal values, but weights may not.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #75a70348
 def falls_steadily(values):
@@ -529,9 +535,10 @@ def weights_decay(h, left=.15, many=.6):
     k = min(gone, key=share)
     w,first = ws[k],ws[min(gone, key=lambda k: h.graph.position(k[0]))]
     half = int(w.steps[np.flatnonzero(w.rms<.5*w.rms[0])[0]])
-    yield finding('' if len(gone)==len(ws) else first, f"The weights shrink towards zero: the rms of {w.title} is only {fmt(share(k))} of its initial value "
-        f"at step {w.steps[int(np.nanargmin(w.rms))]}, and was already halved at step {half}. {len(gone)} of {len(ws)} weights shrink in this way. "
+    yield finding('' if len(gone)==len(ws) else first, "The weights shrink towards zero: at step "
+        f"{w.steps[int(np.nanargmin(w.rms))]}, the rms of {w.title} is only {fmt(share(k))} of its initial value. "
+        f"At step {half}, the rms was already halved. {len(gone)} of {len(ws)} weight tensors shrink in this way. "
         f"{loss_sentence(h.progress)}", w.steps[0], w.steps[-1], severity=None if is_harmed(h) else 'warning', ttype='weight',
         look="scalar_global_heatmap(run, ttype='weight', stat='std')",
-        advice="Lower weight_decay: 0.01 is usual with AdamW, and 1e-4 with SGD. Each step removes lr*weight_decay of a weight.",
+        advice="Lower weight_decay: 0.01 is usual with AdamW, and 1e-4 with SGD. Each step removes the fraction lr*weight_decay of a weight.",
         left=share(k), half=half, weights=len(gone), confidence=confidence_from(share(k), left, len(gone)/len(ws), h.progress.is_good))

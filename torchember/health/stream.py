@@ -61,7 +61,7 @@ def massive_activations(h, share=.25):
         if not len(near): continue
         r,worst = near.sort_values(['step', 'depth'], kind='stable').iloc[0],near.loc[near['largest'].idxmax()]
         title,size = b.titles[list(b.depths).index(r['depth'])],float(worst['largest'])
-        many = f", {fmt(worst['median_ratio'])} times the median" if np.isfinite(worst.get('median_ratio', np.nan)) else ''
+        many = f", {fmt(worst['median_ratio'])} times the median absolute value" if np.isfinite(worst.get('median_ratio', np.nan)) else ''
         yield finding(str(r['path']), f"From step {r['step']} on, the residual stream after {title} is close to {largest_number[r['dtype']]:,.0f}, "
             f"the largest number of {r['dtype']}. The largest recorded value of the stream is {fmt(size)}{many}, in channel "
             f"{worst['channel']:.0f} at token {worst['token']:.0f}.",
@@ -89,13 +89,13 @@ def stream_grows(h, factor=1.3, times=10., blocks=6, records=3):
         at = start_of_last_true((middle>factor) & (total>times), records)
         if at is None: continue
         yield finding(b.paths[-1], f"The residual stream grows with depth. From step {b.steps[at]} on, its rms grows by a factor of {fmt(middle[-1])} "
-            f"per block (median of {size.shape[1]} blocks). Its rms is {fmt(size[-1, 0])} after {b.titles[0]}, and "
+            f"per block (median of {size.shape[1]} blocks). At step {b.steps[-1]}, the rms is {fmt(size[-1, 0])} after {b.titles[0]}, and "
             f"{fmt(size[-1, -1])} after {b.titles[-1]}.",
             int(b.steps[at]), int(b.steps[-1]), ttype='stream', factor=float(middle[-1]), times=float(total[-1]),
             severity='info' if h.progress.is_good else None, confidence=confidence_from(middle[-1]-1, factor-1),
             look=f"scalar_line(run, {b.glob!r}, 'stream', 'rms')",
             advice="Normalize the input of each block (pre-norm). Or initialize the last layer of each block to zero, or "
-                "divide its initial weights by the square root of the number of blocks.")
+                "divide the initial weights of these layers by the square root of the number of blocks.")
         return
 
 # %% ../../nbs/55_health/43_stream.ipynb #2bc6402d
@@ -121,10 +121,10 @@ def idle_blocks(h, least=.001, wait=100., records=5):
         step = int(b.steps[at])
         which = f"{names[0]} adds" if len(names)==1 else f"{len(names)} of {len(idle)} blocks, such as {names[0]}, add"
         yield finding(b.paths[int(np.flatnonzero(idle)[0])], f"From step {step} on, {which} almost nothing to the residual stream: at most "
-            f"{fmt(added[:, idle].max())} of the size of the block's input. "
+            f"{fmt(added[:, idle].max())} of the rms of the block's input. "
             f"Without {'this block' if len(names)==1 else 'these blocks'}, the output of the model "
             "would be almost the same.", step, int(b.steps[-1]), ttype='stream', blocks=len(names), added=float(added[:, idle].max()),
             look=f"scalar_line(run, {b.glob!r}, 'stream', 'added')",
-            advice="Check the factor or the gate that scales the output of the block. Then check its initial weights, and that the optimizer has its "
-                "parameters.")
+            advice="Check the factor or the gate that scales the output of the block. Then check the initial weights of the block, and that the optimizer "
+                "has the parameters of the block.")
         return

@@ -70,8 +70,8 @@ def find_single_unit(h, e):
     if 'normalize' in e['activations'] and 'softmax' not in e['activations']: what = "The loss divides each prediction by the sum of its row, taken"
     return report_term(h, e, f"{what} over a single unit. The result is 1 for any weights, so nothing is learned. The predictions have the shape "
         f"{tuple(e['shape'] or ())}.", 'softmax', 'log_softmax', severity='error',
-        advice="For two classes, use a sigmoid: F.binary_cross_entropy_with_logits(model(x), y). For more classes, give the last layer one unit for each. "
-        "For regression, remove the softmax.")
+        advice="For two classes, remove the softmax, and use F.binary_cross_entropy_with_logits(model(x), y), which applies the sigmoid itself. "
+        "For more classes, give the last layer one unit for each class. For regression, remove the softmax.")
 
 def find_wrong_dimension(h, e):
     "Find a softmax over the wrong dimension: the samples of a batch, not the classes. Return a finding, or None."
@@ -82,7 +82,7 @@ def find_wrong_dimension(h, e):
     sure = e['kind'] in ('cross_entropy', 'nll') and 'int' in (e.get('target_dtype') or '')
     return report_term(h, e, f"The softmax before the loss is taken over dimension 0, the {size} samples of the batch, and not over the {shape[1]} outputs. "
         "So each prediction depends on the other samples of the batch.", 'softmax', 'log_softmax', severity='error' if sure else 'warning',
-        advice="Give the dimension of the classes: nn.Softmax(dim=1), or F.log_softmax(x, dim=1).")
+        advice="Pass the dimension of the classes: nn.Softmax(dim=1), or F.log_softmax(x, dim=1).")
 
 # %% ../../nbs/55_health/47_targets.ipynb #bbffa985
 own_activation = {'cross_entropy': 'softmax', 'bce_with_logits': 'sigmoid'}
@@ -94,14 +94,14 @@ def find_second_activation(h, e):
     if e['kind']=='cross_entropy': names = names[:-1] # the last log_softmax is part of this loss
     last = names[-1] if names else None
     if last not in ('softmax', 'sigmoid', 'relu', 'tanh') or (e.get('softmax_size') or 2)<2: return None
-    without = f"{label_loss(e)} applies its own {own} and expects logits of either sign"
+    without = f"{label_loss(e)} applies a {own} itself, so it expects logits, which can be positive or negative"
     if last==own: text = f"{own.capitalize()} is applied twice: once before the loss, and once in the loss. The loss {without}."
     elif last=='relu': text = f"A ReLU is applied before the loss, so no logit is below zero. The loss {without}."
     else: text = f"The loss gets the output of a {last}, which is between {'-1' if last=='tanh' else '0'} and 1. The loss {without}."
     loss = {'cross_entropy': 'binary_cross_entropy', 'bce_with_logits': 'binary_cross_entropy'}[e['kind']]
     instead = 'F.nll_loss(p.log(), y)' if e['kind']=='cross_entropy' and last=='softmax' else f'F.{loss}(p, y)' if last=='sigmoid' else ''
     return report_term(h, e, text, last, severity='error' if last==own or last=='softmax' else 'warning', activation=last,
-        advice=f"Remove the {last} after the last layer"+(f", or keep it and use {instead}." if instead else '.'))
+        advice=f"Remove the {last} after the last layer"+(f", or keep the {last}, and use {instead} on its output p." if instead else '.'))
 
 # %% ../../nbs/55_health/47_targets.ipynb #07c75271
 def share_outside(s, low, high):
@@ -130,10 +130,10 @@ def find_scale_out_of_reach(h, e, part=.5):
     share,low,high = share_outside(s, -np.inf if of_logarithms else -1e-4, most)
     if share<part or not of_logarithms and names[-1:]==['exp']: return None
     what,advice = ('logarithms of probabilities, which are never above 0', "Use F.cross_entropy, which takes logits.") if of_logarithms else (
-        'probabilities', "Use the loss that takes logits, F.binary_cross_entropy_with_logits or F.cross_entropy, or end the model with a sigmoid or softmax. "
-        "In Keras: from_logits=True.")
+        'probabilities', "Use a loss that takes logits: F.binary_cross_entropy_with_logits or F.cross_entropy. Or end the model with a sigmoid or softmax. "
+        "In Keras, use a loss with from_logits=True.")
     reached = f"reach {fmt(high)}." if of_logarithms else \
-        f"are between {fmt(low)} and {fmt(high)}. Values that are no probabilities are clipped and get no gradient."
+        f"are between {fmt(low)} and {fmt(high)}. Values that cannot be probabilities are clipped, and get no gradient."
     return report_term(h, e, f"The loss {label_loss(e)} expects {what}, but the predictions {reached}", *names[:1], severity='error', advice=advice,
         low=low, high=high)
 
@@ -145,7 +145,7 @@ def find_no_distribution(h, e):
     if classes<2 or e['takes']=='logits': return None
     return report_term(h, e, f"A cross-entropy of {classes} classes gets the output of a {names[-1]}, not of a softmax. The values of the classes need not "
         "sum to 1, so they are not the probabilities of exclusive classes.", names[-1], severity='warning', activation=names[-1],
-        advice="Use a softmax in place of the last activation. If several classes can be right at once, use binary_cross_entropy.")
+        advice="Use a softmax in place of the last activation. If a sample can belong to several classes, use binary_cross_entropy.")
 
 find_input_faults = find_single_unit, find_wrong_dimension, find_second_activation, find_scale_out_of_reach, find_no_distribution
 
@@ -180,7 +180,7 @@ def broadcast(h):
         other = f' and the targets of shape {tuple(target)}' if target else ' and the targets have different shapes and'
         yield report_term(h, e, f"Predictions of shape {tuple(shape)}{other} are broadcast to {tuple(result)}. Each prediction is compared with the targets of "
             "all samples, so the model learns the mean of the targets.", severity='error' if shape[0]==result[0] or shape[0]==1 else 'warning', elements=n,
-            advice="Give both the same shape: loss(model(x).squeeze(-1), y), or y.unsqueeze(-1).")
+            advice="Give predictions and targets equal shapes: loss(model(x).squeeze(-1), y), or loss(model(x), y.unsqueeze(-1)).")
 
 # %% ../../nbs/55_health/47_targets.ipynb #1ea6ff22
 reach = {'sigmoid': (0, 1), 'softmax': (0, 1), 'hardsigmoid': (0, 1), 'tanh': (-1, 1), 'relu': (0, math.inf), 'softplus': (0, math.inf), 'exp': (0, math.inf)}
@@ -210,8 +210,8 @@ def find_unreachable(h, e, least, part):
     if outside<part or share<least: return None
     limits = f'no values below {low}' if math.isinf(high) else f'values between {low} and {high}'
     return report_term(h, e, f"The last activation, a {last[0]}, returns {limits}, but the targets are between {fmt(smallest)} and "
-        f"{fmt(largest)}. About {share:.0%} of the targets cannot be reached.", *last, severity='error' if share>.2 else 'warning', low=smallest, high=largest,
-        share=share, advice=f"Remove the {last[0]} after the last layer, or scale the targets to its range.")
+        f"{fmt(largest)}. About {share:.0%} of the targets are out of reach.", *last, severity='error' if share>.2 else 'warning', low=smallest, high=largest,
+        share=share, advice=f"Remove the {last[0]} after the last layer, or scale the targets to the range of the {last[0]}.")
 
 def find_wrong_labels(h, e, part):
     """Find wrong labels, which the loss does not accept. Return a finding, or None.
@@ -227,9 +227,10 @@ def find_wrong_labels(h, e, part):
     # the upper limit is 1.3 and not 1, because smoothed labels of GANs reach 1.2
     outside,low,high = share_outside(s, -.05, 1.3)
     if outside<part: return None
-    more = ' One output cannot tell more than two classes apart.' if high>=2 and low>=0 else ''
+    more = ' One output cannot distinguish more than two classes.' if high>=2 and low>=0 else ''
     return report_term(h, e,
-        f"The loss {label_loss(e)} expects targets between 0 and 1, but the targets are between {fmt(low)} and {fmt(high)}. Such a loss has no minimum.{more}",
+        f"The loss {label_loss(e)} expects targets between 0 and 1, but the targets are between {fmt(low)} and {fmt(high)}. "
+        f"With such targets, the loss has no minimum.{more}",
         severity='error', low=low, high=high, advice="For more than two classes, use F.cross_entropy with one output for each class. For labels of -1 and 1, "
         "use (y+1)/2. For regression, use F.mse_loss.")
 

@@ -83,9 +83,9 @@ def choose_first_nonfinite(h, found, step):
     return min(group, key=lambda f: f[0].order)
 
 # %% ../../nbs/55_health/20_values.ipynb #1909092b
-anomaly_hint = "Call torch.autograd.set_detect_anomaly(True), which names the operation."
-loss_advice = ("Check each division, logarithm and square root in the loss: use log(x+eps), torch.nn.functional.cross_entropy on logits "
-    f"instead of log(softmax), and clamp before sqrt. {anomaly_hint}")
+anomaly_hint = "To find the operation, train again with torch.autograd.set_detect_anomaly(True)."
+loss_advice = ("Check each division, logarithm and square root in the loss: write log(x+eps) and sqrt(x+eps). Use "
+    f"torch.nn.functional.cross_entropy on logits instead of log(softmax). {anomaly_hint}")
 
 # %% ../../nbs/55_health/20_values.ipynb #546b85dc
 def find_largest_input(h, s, step):
@@ -96,10 +96,11 @@ def find_largest_input(h, s, step):
 def explain_input(h, s):
     "Explain a NaN or infinity in an input. Return the reason as a sentence, and advice. `s`: `Series` of the input."
     if s.path=='' or s.order==min(o.order for o in h.series('input')): return ("The data already contain NaN or infinities.",
-        "Check the data of this step: run np.isfinite over the data set, and check the divisors used to normalize the data. "
+        "Check the data of this step: run np.isfinite over the data set, and check that no feature is divided by a standard deviation of zero. "
         "Remove samples with NaN or infinities, or replace these values.")
-    return ("The fault is in the code before this module, outside of any module.",
-        f"Check the operations before {name_module(s.path)}: a division, log, sqrt, or a softmax in which all entries are -inf.")
+    return ("The fault is in code that runs before this module, outside of any module.",
+        f"Search the operations before {name_module(s.path)} for a division by zero, log or sqrt of values at or below zero, "
+        "or a softmax in which all entries are -inf.")
 
 def explain_forward(h, s, i):
     "Explain a NaN or infinity in an output. Return the reason as a sentence, and advice. `s`: `Series` of the output; `i`: index of the step."
@@ -110,10 +111,10 @@ def explain_forward(h, s, i):
         "Smaller activations (normalization, smaller weights) also help.")
     if not h.inputs.get(s.path): return (
         "The input of this module was not recorded, so the fault is in this module or in its input.",
-        "Record the inputs to tell the two apart: ttypes=[..., 'input']. "
+        "To find out whether the input already has NaN or infinities, record the inputs: ttypes=[..., 'input']. "
         f"Then check the data of this step, or the computation of {s.title}.")
-    return (f"The input of this module was finite{f' (at most {fmt(huge)})' if huge else ''}, so the fault is in this module.",
-        f"Check the computation of {s.title}: log or sqrt of values at or below zero, a division by a standard deviation of zero, "
+    return (f"The input of this module was finite{f' (largest absolute value: {fmt(huge)})' if huge else ''}, so the fault is in this module.",
+        f"Search the code of {s.title} for log or sqrt of values at or below zero, a division by a standard deviation of zero, "
         "exp of large values, or a softmax in which all entries are -inf.")
 
 def describe_forward(h, step):
@@ -136,22 +137,23 @@ def find_finite_after(h, s, step, bad):
 def explain_backward(h, s, step, bad):
     "Explain a NaN or infinity in a gradient. Return the reason as a sentence, and advice. `bad`: as in `explain_source`."
     known,after = describe_forward(h, step),find_finite_after(h, s, step, bad)
-    if after: return (f"{known} The gradients of the later module {name_module(after)} are also finite, so the fault is in the backward pass between the "
+    if after: return (f"{known} The gradients of the later module {name_module(after)} are finite, so the fault is in the backward pass between these "
         f"two modules.",
-        f"{anomaly_hint} sqrt and norm have no finite gradient at 0: add an eps inside. torch.where(ok, f(x), 0) computes the gradient of f for all "
-        "elements: mask the input of f.")
+        f"{anomaly_hint} sqrt and norm have no finite gradient at 0: write sqrt(x+eps). torch.where(ok, f(x), 0) also computes the gradient of f "
+        "where ok is False: replace these elements of x before f.")
     of_loss = "Either the loss itself is NaN or infinite, or" if h.loss is None or step not in h.loss.steps else 'So'
     return (f"{known} {of_loss} the fault is in the backward pass of the loss, or of operations after this module.",
         f"{'' if h.loss is not None else 'Record the loss: te.log(loss=loss). '}{anomaly_hint} sqrt, norm and std have no finite gradient at 0, "
-        "and the gradient of log grows without limit there: add an eps inside.")
+        "and the gradient of log grows without limit near 0: add a small number, as in sqrt(x+eps).")
 
 def explain_weight(h, step):
     "Explain a NaN or infinity in a weight, update or optimizer state. Return the reason as a sentence, and advice."
     rates = ((n.name, at[-1], n.steps[n.steps<=step][-1]) for n in h.rates if len(at := n.values[n.steps<=step]))
     rate = next((r for r in rates if not np.isfinite(r[1])), None)
-    if rate: return f"The learning rate {rate[0]} is {rate[1]} since step {rate[2]}.", "Check the scheduler, and other code that sets the learning rate."
+    if rate: return f"The learning rate {rate[0]} is {rate[1]} from step {rate[2]} on.", "Check the scheduler, and other code that sets the learning rate."
     return ("All recorded gradients were finite before, so the fault is in the optimizer step, or in other code that writes to the weight.",
-        "Lower the learning rate: an update that is too large overflows. Then check the eps of the optimizer: an eps of 0 divides by zero.")
+        "Lower the learning rate, because an update that is too large overflows. Then check the eps of the optimizer: with eps=0, "
+        "the optimizer may divide by zero.")
 
 def explain_source(h, s, i, bad):
     """Explain the source of a NaN or infinity in a tensor. Return the reason as a sentence, and advice.
@@ -184,7 +186,7 @@ def report_nonfinite_loss(h, step, loss, found):
     text,advice = f"{loss.name} is {loss.values[bad[0]]} at step {step}",loss_advice
     if len(h.steps) and step not in h.steps:
         text += ". No tensor of this step was recorded, so the fault may be in the model or in the loss."
-        advice = f"Record every step (every=1), or keep the last steps with blackbox=20. {anomaly_hint}"
+        advice = f"Record every step (every=1), or keep the last 20 steps with blackbox=20. {anomaly_hint}"
     else: text += f", while all tensors of the model are{' still' if found else ''} finite: the fault is in the computation of the loss."
     return finding('', text, step, loss.steps[bad[-1]], advice=advice, look='overview(run)', ttype='scalar')
 
@@ -210,7 +212,7 @@ def report_nonfinite_tensors(h, found, step, loss):
     if order_of(s) in (3, 4) and loss and loss[0]<=step:
         value = loss[1].values[loss[1].steps==loss[0]][0]
         return finding('', f"{loss[1].name} is {value} at step {step}, while all outputs of the model are finite: the fault is in "
-            f"the computation of the loss. Then the gradients of {'one module' if n==1 else f'{n} modules'} are not finite either.",
+            f"the computation of the loss. Therefore, the gradients of {'one module' if n==1 else f'{n} modules'} are not finite either.",
             step, last, advice=loss_advice, look="overview(run)", ttype='scalar', **evidence)
     why,advice = explain_source(h, s, i, {(o.path, o.ttype) for o,at in found if o.steps[at[0]]==step})
     reached = f" NaN or infinities reached {n} modules by step {last}." if n>1 else ''
@@ -234,11 +236,10 @@ def scaler_skips(h, share=.5, most=20):
     if not n or tail<most and not (flags.mean()>share and n>=most): return
     bad = [s for s in skipped if s.ttype=='weight_grad' and s.bad[s.skipped].any()]
     s = max(bad, key=lambda s: h.graph.position(s.path)) if bad else None
-    effect = 'the weights do not change' if tail>=most or flags.all() else 'the weights change in the other steps only'
-    text = f"The loss scaler skipped {n} of {len(flags)} steps{f', including the last {tail}' if tail>1 else ''}: {effect}."
+    text = f"The loss scaler skipped {n} of {len(flags)} steps{f', including the last {tail}' if tail>1 else ''}. Skipped steps do not change the weights."
     where = f" In the backward pass, the first gradient that is not finite is that of {s.title}." if s else ''
     yield finding(s or '', text+where, h.steps[len(flags)-tail] if tail>=most else at[0], at[-1],
-        advice="Print scaler.get_scale(). If the scale keeps falling, the gradients are not finite at any scale: find their origin with "
+        advice="Print scaler.get_scale(). If the scale keeps falling, the gradients are not finite at any scale: find the operation with "
         "torch.autograd.set_detect_anomaly(True). If only the initial scale is too high, use GradScaler(init_scale=...) with a smaller "
         "value, and keep backoff_factor below 1.", look="updates(run)", skipped=n, of=len(flags),
         confidence=max(confidence_from(flags.mean(), share), confidence_from(max(tail, 1), most)))
@@ -254,7 +255,7 @@ def find_lost_gradients(h, share, many):
     s = (zero or tiny)[0]
     size = 'exactly zero' if zero else f'at most {fmt(median(s.abs_max))}'
     return s.finding(0, f"Gradients underflow in float16: the gradient of {s.title} is {size} in nearly all steps. "
-        f"{len(zero)} of {len(grads)} gradients are zero, and {len(tiny)} more are below 6.1e-05, the smallest normal number. "
+        f"Zero gradients: {len(zero)} of {len(grads)}. Gradients below 6.1e-05, the smallest normal number of float16: {len(tiny)} of {len(grads)}. "
         "The smallest positive number of float16 is 6e-08.", severity='error' if len(zero)>=.5*len(grads) else None,
         advice="Scale the loss (torch.amp.GradScaler), or train in bfloat16.", look="out_of_range(run, ttype='weight_grad')",
         zero=len(zero), small=len(tiny), of=len(grads))
@@ -266,11 +267,11 @@ def find_lost_steps(h, few):
     still = [w for w,grad in trained if len(w)>4 and (grad.rms>0).mean()>.5 and w.rms[0]>0 and never_changes(w)]
     if len(still)<max(1, few*len(trained)): return None
     w = still[0]
-    more = f" In total, {len(still)} of {len(trained)} weights did not change." if len(trained)>1 else ''
-    return w.finding(0, f"Updates are too small for {w.dtype}, which has {2 if w.dtype=='bfloat16' else 3} significant digits: {w.title} did not change "
-        f"in {len(w)} steps, although it gets gradients.{more}", '' if len(still)>1 else w,
+    more = f" In total, {len(still)} of {len(trained)} weight tensors did not change." if len(trained)>1 else ''
+    return w.finding(0, f"Updates are too small for {w.dtype} ({2 if w.dtype=='bfloat16' else 3} significant digits) and are rounded away: {w.title} did not "
+        f"change in {len(w)} steps, although this weight gets gradients.{more}", '' if len(still)>1 else w,
         severity='error' if h.progress.is_bad else None, look="updates(run)", weights=len(still), of=len(trained),
-        advice="Keep the weights in float32 and train under torch.autocast, or let the optimizer keep float32 copies. "
+        advice="Keep the weights in float32 and train under torch.autocast, or let the optimizer keep float32 copies of the weights. "
         "Stochastic rounding also helps.")
 
 # %% ../../nbs/55_health/20_values.ipynb #88f85987

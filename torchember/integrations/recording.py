@@ -133,7 +133,8 @@ class TrainingRecorder:
     def warn_of_new_run(self, name, last, first_step):
         "Warn that a training is recorded under a new name, because a run with the given name already has other steps."
         self.has_warned = True
-        warn(f"The run {self.options['name']!r} has {'other rows' if last==math.inf else f'steps to {last}'}, but this training begins at step {first_step}. "
+        warn(f"The run {self.options['name']!r} already {'is a run of an older torchember' if last==math.inf else f'has steps up to {last}'}, "
+            f"but this training begins at step {first_step}. "
             f"So the training is recorded as {name!r}, from step {first_step} on. To choose the name yourself, give another name=.")
 
     def log_scalars(self, numbers): # numbers: dict that the trainer logs

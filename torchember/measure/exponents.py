@@ -87,7 +87,8 @@ def headroom(
     f,c = reach(dtype),np.asarray(counts, dtype=float)
     hi = lo+c.shape[-1]-3
     if lo>f['subnormal'] or hi<f['max']:
-        raise ValueError(f"the counts cover the exponents {lo} to {hi}, but {dtype} needs {f['subnormal']} to {f['max']}. Record {exponents_for(dtype)!r}.")
+        raise ValueError(f"the counts cover the exponents {lo} to {hi}, but {dtype} needs {f['subnormal']} to {f['max']}. "
+            f"Record the statistic {exponents_for(dtype)!r}.")
     n = np.maximum(c.sum(-1)-zeros, 1)
     low,normal,top = (f[k]-lo+1 for k in ('subnormal', 'normal', 'max'))
     return dict(over=c[..., top+1:].sum(-1)/n, subnormal=c[..., low:normal].sum(-1)/n, under=(c[..., :low].sum(-1)-zeros)/n)

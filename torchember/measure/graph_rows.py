@@ -22,13 +22,14 @@ from .tap import divide_early, remove_transforms
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #57009b40
 class NotMeasuredBefore(Unmeasurable):
     "Raised in the capture of a CUDA graph if no tensor of this dtype and device was measured before"
-    def __init__(self, x): super().__init__(f"no {str(x.dtype)[6:]} tensor on {x.device} was measured before the capture, and the first measurement of a kind "
+    def __init__(self, x): super().__init__(f"no {str(x.dtype)[6:]} tensor on {x.device} was measured before the capture, "
+        "and the first measurement of such tensors "
         "cannot be in a CUDA graph. Record a step before the capture, as part of the warm-up that torch asks for")
 
 class StatisticsChanged(Unmeasurable):
     "Raised if the statistics of a tensor were changed after the capture of a CUDA graph with a row of this tensor"
-    def __init__(self): super().__init__("its statistics were changed after the CUDA graph was captured, and the graph "
-        "measures the former ones. Capture the graph again")
+    def __init__(self): super().__init__("the statistics to record were changed after the CUDA graph was captured, but the graph "
+        "still measures the earlier statistics. Capture the graph again")
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #96b5dba0
 class GraphTensor:

@@ -51,7 +51,7 @@ def check_loops(cpu, fmt):
         x = torch.tensor([0, 1, 1, 5, 100, 3], dtype=dtype)
         y = x.to(getattr(torch, format_for(dtype)))
         same = (np.array_equal(into_row(x, w), cpu.read_at(y.data_ptr(), len(y), format_for(dtype), w), equal_nan=True) for w in (('basic',), tuple(groups)))
-        return '' if all(same) else f'other sums than those of the same numbers as {format_for(dtype)}'
+        return '' if all(same) else f'the sums of {fmt} numbers differ from the sums of the same numbers in {format_for(dtype)}'
     return run_checks(*(partial(find_reader_mistake, way, dtype, wanted) for way in (by_address, into_row) for wanted in (('basic',), tuple(groups))))
 
 # %% ../../nbs/20_measure/07_loading.ipynb #5b63fadb

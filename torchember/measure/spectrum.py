@@ -26,11 +26,12 @@ def features_at(x, axis):
     """Return the dimension of `x` with the features, as an index counted from 0.
 
     `axis`: as in `samples`. Raises SpectrumError if the tensor has no such dimension."""
-    if not isinstance(x, torch.Tensor): raise TypeError(f"a spectrum needs a tensor, got {an(x)}. torch.as_tensor converts an array.")
+    if not isinstance(x, torch.Tensor): raise TypeError(f"a spectrum needs a tensor, got {an(x)}. Convert an array with torch.as_tensor.")
     if x.is_complex(): raise SpectrumError(f"a spectrum needs real numbers, got {x.dtype}. Give the real and the imaginary part as features.")
     if x.dim()==0: raise SpectrumError("a spectrum needs a tensor with a dimension of features, got a single number.")
     at = axis if axis is not None else 1 if x.dim()>=4 else -1
-    if not -x.dim()<=at<x.dim(): raise SpectrumError(f"axis {axis} is not a dimension of a tensor of shape {tuple(x.shape)}. Give {-x.dim()} to {x.dim()-1}.")
+    if not -x.dim()<=at<x.dim(): raise SpectrumError(f"axis {axis} is not a dimension of a tensor of shape {tuple(x.shape)}. "
+        f"Give an axis from {-x.dim()} to {x.dim()-1}.")
     return at%x.dim()
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #4b511bba
@@ -145,7 +146,7 @@ class Spectrum:
 
         For a large spectrum that is not exact the result is within 25 percent. Raises SpectrumError if that is not possible."""
         if at is not None and not 0<=at<1:
-            raise ValueError(f"at= of condition (the share of eigenvalues above the divisor) must be at least 0 and below 1, got at={at}.")
+            raise ValueError(f"condition needs 0 <= at < 1 (at: share of the eigenvalues that are larger than the divisor), got at={at}.")
         i = self.features-1 if at is None else math.floor(round(self.features*at, 9))
         if not self.largest>0: return math.nan
         # all other eigenvalues are 0, because n centred samples span at most n-1 dimensions
@@ -221,7 +222,7 @@ def check_trace(x, trace):
     "Check that `trace`, the sum of the variances of `x`, is finite. Otherwise raise SpectrumError."
     if math.isfinite(trace): return
     refuse_infinite(x, 'a covariance needs')
-    raise SpectrumError("the numbers are finite, but their squares are too large for float64. Divide the tensor by its largest number.")
+    raise SpectrumError("the numbers are finite, but their squares are too large for float64. Divide the tensor by its largest absolute value.")
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #c2dc41f0
 def covariance(
@@ -248,7 +249,8 @@ def covariance(
         The `Covariance`. Its `spectrum` is computed on first access
     """
     at,n,C = sizes_of(x, axis)
-    if C<2: raise SpectrumError(f"a spectrum needs several features, got one in shape {tuple(x.shape)}. Give the dimension of the features as `axis`.")
+    if C<2: raise SpectrumError(f"a spectrum needs several features, got one feature in a tensor of shape {tuple(x.shape)}. "
+        "Give the dimension of the features as `axis`.")
     x,small = to_float64_device(x),min(n, C)
     with torch.no_grad(), no_autocast(x.device.type):
         if exact is False or exact is None and small>=LARGE: return estimate_covariance(x, at, n, C)
@@ -398,9 +400,9 @@ def cal_eig(
     Returns:
         The n eigenvalues, in the dtype of the matrix
     """
-    if not isinstance(matrix, torch.Tensor): raise TypeError(f"eigenvalues need a tensor, got {an(matrix)}. torch.as_tensor converts an array.")
+    if not isinstance(matrix, torch.Tensor): raise TypeError(f"eigenvalues need a tensor, got {an(matrix)}. Convert an array with torch.as_tensor.")
     if matrix.dim()!=2 or matrix.shape[0]!=matrix.shape[1] or not len(matrix):
-        raise SpectrumError(f"eigenvalues need a square matrix, got shape {tuple(matrix.shape)}. cal_cov_matrix makes one from a tensor.")
+        raise SpectrumError(f"eigenvalues need a square matrix, got shape {tuple(matrix.shape)}. cal_cov_matrix computes a covariance matrix from a tensor.")
     if matrix.is_complex(): raise SpectrumError(f"cal_eig takes real numbers, got {matrix.dtype}. torch.linalg.eigvalsh takes Hermitian matrices.")
     dtype = matrix.dtype if matrix.dtype.is_floating_point else torch.get_default_dtype()
     with torch.no_grad():
@@ -408,8 +410,8 @@ def cal_eig(
         refuse_infinite(m, 'eigenvalues need')
         apart,scale = (m-m.T).abs().max().item(),m.abs().max().item()
         if apart>math.sqrt(torch.finfo(dtype).eps)*scale:
-            raise SpectrumError(f"cal_eig needs a symmetric matrix, got one that differs from its transpose by {apart:.3g}, with a largest number of "
-                f"{scale:.3g}. Use torch.linalg.eigvals for other matrices.")
+            raise SpectrumError(f"cal_eig needs a symmetric matrix, but this matrix differs from its transpose by up to {apart:.3g}; "
+                f"its largest absolute value is {scale:.3g}. Use torch.linalg.eigvals for other matrices.")
         return eigenvalues((m+m.T)/2).to(dtype).to(matrix.device)
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #078177c3

@@ -148,13 +148,13 @@ def read_into_row(x, tap, row, scale):
 # %% ../../nbs/20_measure/50_tap.ipynb #7ac90011
 class OnMetaDevice(Unmeasurable):
     "Raised for a tensor on the meta device, which has no values"
-    def __init__(self): super().__init__("the tensor is on the meta device, which has no values. Where weights are offloaded, arm the model before "
+    def __init__(self): super().__init__("the tensor is on the meta device, which has no values. If weights are offloaded, call torchEmber before "
         "the offload hooks are added")
 
 class InGraph(Unmeasurable):
     "Raised if a tensor is to be measured while a CUDA graph is captured"
-    def __init__(self): super().__init__("a CUDA graph is being captured, and no Python runs when it is replayed: its passes are not recorded. "
-        "Passes outside of graphs are recorded. torchEmber(..., cuda_graphs=True) also records passes in graphs")
+    def __init__(self): super().__init__("a CUDA graph is being captured, and no Python runs in a replay, so passes in this graph are not recorded. "
+        "Passes outside of graphs are recorded. To also record passes in graphs, use torchEmber(..., cuda_graphs=True)")
 
 def observe_any(x, tap, call, scale, later):
     "Observe any tensor: measure it into the next row of `tap`, without torch modes, transforms and autocast."

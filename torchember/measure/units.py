@@ -21,7 +21,7 @@ def by_unit(x, axis=None):
     The second shape is used if it needs no copy, as for channels_last.
 
     `axis`: dimension of the units. None: 1 for 4 dimensions or more, else the last."""
-    if not isinstance(x, torch.Tensor): raise TypeError(f"units need a tensor, got {type(x).__name__}. torch.as_tensor converts an array.")
+    if not isinstance(x, torch.Tensor): raise TypeError(f"unit statistics need a tensor, got {type(x).__name__}. Convert an array with torch.as_tensor.")
     if x.is_complex(): raise TypeError(f"complex numbers ({x.dtype}) have no order, so they cannot be compared with zero. Give x.real, x.imag or x.abs().")
     x = x.detach()
     if axis is None: axis = 1 if x.dim()>=4 else -1
@@ -176,7 +176,7 @@ class Sketch:
 
     An even size is reduced by one, because no rotation of the rows may be its own inverse. `seed`: seed of the random signs and rotations."""
     def __init__(self, numel, size=4096, seed=0):
-        if size<3: raise ValueError(f"a Sketch (random projection of a tensor) needs a size of at least 3, got size={size!r}.")
+        if size<3: raise ValueError(f"a Sketch (random projection of a tensor to at most size= values) needs size= of at least 3, got size={size!r}.")
         self.numel,self.size = numel,numel if numel<=size else size-1+size%2
         g = torch.Generator().manual_seed(seed*1_000_003+numel)
         rows = 0 if self.exact else -(-numel//self.size)
@@ -242,7 +242,8 @@ class SignalToNoise:
         x = x.detach().reshape(-1)
         to = torch.float64 if x.dtype==torch.float64 else torch.float32
         if self.mean is None: self.mean = torch.zeros_like(x, dtype=to)
-        if len(x)!=len(self.mean): raise ValueError(f"all vectors must have the same length, got {len(x):,} numbers after {len(self.mean):,} numbers.")
+        if len(x)!=len(self.mean): raise ValueError(f"all vectors must have the same length, "
+            f"got a vector of {len(x):,} numbers after vectors of {len(self.mean):,} numbers.")
         self.k += 1
         part = 1<<17 if self.mean.device.type=='cpu' else 1<<26
         for p,mean in zip(x.split(part), self.mean.split(part), strict=True):

@@ -20,7 +20,7 @@ class _BatchNormGap(MultiStepQuantity):
     def unfit(cls, module):
         "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
         if getattr(module, 'running_mean', None) is not None: return None
-        return 'it has no running_mean, as batch normalisation with running statistics has'
+        return 'the module has no running_mean, which only batch normalisation with running statistics has'
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #88a2b4f0
 class MeanTID(_BatchNormGap):

@@ -322,7 +322,8 @@ def reduction_by(f, names, ttype):
 def all_eigenvalues(spectrum, f):
     "Return all eigenvalues of a spectrum. Raise ValueError if only some eigenvalues were computed, because there are too many features."
     if spectrum.values is not None: return spectrum.values
-    raise ValueError(f"{f.__name__} needs all eigenvalues, but only some are computed for {spectrum.features:,} features. Choose a smaller module.")
+    raise ValueError(f"{f.__name__} needs all eigenvalues, but torchember computes only some of the eigenvalues for {spectrum.features:,} features. "
+        "Choose a module with fewer features.")
 
 def missing_parameter(cls, module):
     "Return the message about a parameter of a module that `cls` needs, but that is missing or has no gradient of its own. None without one."
@@ -330,8 +331,8 @@ def missing_parameter(cls, module):
         name = n.ttype.removesuffix('_grad')
         if n.ttype not in parameter_ttypes: continue
         if is_parametrized(module, name):
-            if name!=n.ttype: return f"its {name} is computed by a parametrization, and has no gradient of its own"
-        elif getattr(module, name, None) is None: return f"it has no {name}"
+            if name!=n.ttype: return f"the {name} of the module is computed by a parametrization, and has no gradient of its own"
+        elif getattr(module, name, None) is None: return f"the module has no {name}"
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #6f64570e
 class _FunctionQuantity(SingleStepQuantity):

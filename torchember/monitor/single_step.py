@@ -22,7 +22,7 @@ from .quantities import reduce_to_covariance, reduce_to_means, reduce_to_summary
 def too_few_features(module, side, attributes):
     "Return the message that a module has too few features: a covariance needs two. Return None if it has enough."
     n = next((getattr(module, a) for a in attributes if isinstance(getattr(module, a, None), int)), None)
-    return f"it has one {side} feature, and a covariance needs two" if n==1 else None
+    return f"the module has one {side} feature, but a covariance needs two" if n==1 else None
 
 class _InputCov(SingleStepQuantity):
     "Base class of quantities computed from the covariance matrix of a module's input."
@@ -338,8 +338,8 @@ class WeightEffectiveRank(SingleStepQuantity):
     def unfit(cls, module):
         "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
         w = read_parameter(module, 'weight')
-        if w is None: return 'it has no weight'
-        return 'its weight is a vector, which has rank 1' if not nn.parameter.is_lazy(w) and w.dim()<2 else None
+        if w is None: return 'the module has no weight'
+        return 'the weight of the module is a vector, which always has rank 1' if not nn.parameter.is_lazy(w) and w.dim()<2 else None
 
     def _compute(self, global_step):
         "Return the effective rank of the weight matrix, NaN for a weight of zeros."
@@ -386,7 +386,7 @@ class SaturatedUnits(SingleStepQuantity):
     @classmethod
     def unfit(cls, module):
         "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
-        return None if activation_bounds(module) else 'it is not a bounded activation function'
+        return None if activation_bounds(module) else 'the module is not a bounded activation function, such as nn.Tanh'
 
     def _compute(self, global_step):
         "Return the fraction of saturated units: all outputs of such a unit in the batch are near a bound of the activation."

@@ -65,7 +65,7 @@ class View:
         if name in tensor_attributes:
             t = tensor_attributes[name]
             raise MissingTensor(self._missing.get(t) or f"{self._name} has no {name}: {tensor_descriptions[t]} was not captured. "
-                "Return an extension for it from the quantity's method forward_extensions() or backward_extensions().")
+                "Return an extension for this tensor from the quantity's method forward_extensions() or backward_extensions().")
         return getattr(self._real(), name)
 
     def __call__(self, *args, **kwargs): return self._real()(*args, **kwargs)

@@ -376,7 +376,7 @@ def explain_missing(watch, ttype):
     if ttype.endswith('_grad') and request:
         return (f"no gradient of the {ttype.removesuffix('_grad')} of {name} arrived. Call track after backward. If you do, the loss does not "
             "depend on this tensor, or the tensor does not require a gradient.")
-    return f"the {ttype} of {name} was not captured, because another step number was expected. It will be captured in the next steps."
+    return f"the {ttype} of {name} was not captured, because the Monitor expected another number for this step. The {ttype} will be captured in the next steps."
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #59f85522
 def run_extensions(view, captured, q):

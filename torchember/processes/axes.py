@@ -40,7 +40,7 @@ def validate_metadata(metadata) -> tuple: # metadata: rank -> metadata of the ra
         wrong = next((k for k,is_possible in checks.items() if k in about and not is_possible(about[k], about)),
             'rank' if about['rank']!=rank else None)
         if wrong:
-            messages.append(f"The metadata of rank {rank} is left out: {wrong!r} is {printable(repr(about[wrong]), 60)}.")
+            messages.append(f"The metadata of rank {rank} is ignored, because {wrong!r} has the invalid value {printable(repr(about[wrong]), 60)}.")
         else: good[rank] = about
     return good, messages
 

@@ -31,7 +31,7 @@ def missing_ranks(steps, metadata, world): # steps: rank -> (first step, last st
     worlds = defaultdict(list)
     for r,about in metadata.items(): worlds[about['world']].append(r)
     if len(worlds)>1:
-        yield "The ranks disagree about their number: " + ', '.join(f"{n} ({join_ranks(ranks)})" for n,ranks in sorted(worlds.items())) + (
+        yield "The logs of the ranks contain different numbers of ranks: " + ', '.join(f"{n} ({join_ranks(ranks)})" for n,ranks in sorted(worlds.items())) + (
             ". If a run is resumed with fewer ranks, the logs of the earlier ranks remain in its folder.")
     if not known: return
     first,last = min(a for a,_ in known.values()),max(z for _,z in known.values())

@@ -68,8 +68,8 @@ def shard_size_message(row, n, of, numel, whole):
 
     row: the first of these merged rows
     numel, whole: number of elements of this row's shards together, and of its whole tensor"""
-    return (f"In {n} of {of} merged rows, the shards do not add up to the whole tensor. The first is {describe(row)} at step {row['step']}: "
-        f"its shards together have {numel} elements, but the whole tensor has {whole}.")
+    return (f"In {n} of {of} merged rows, the shards and the whole tensor have different numbers of elements. "
+        f"The first is {describe(row)} at step {row['step']}: the shards together have {numel} elements, but the whole tensor has {whole}.")
 
 def column_of(df, name, missing=None):
     "Return a column of a table. If the table has no such column, return a column filled with `missing`."
@@ -183,5 +183,5 @@ class Merge:
             return Term(float(means[i]), float(self.count[i]), plan.roles_of(i), int(plan.rank[i]))
         if 'mean' in out: out.loc[sums, 'mean'] = [mean_of_sum([*map(make_term, groups[o])], plan.axes) for o in sums]
         if 'exponents' in out: out['exponents'] = out['exponents'].astype(object).where(~np.isin(np.arange(plan.n), sums), None)
-        self.messages.append(f"{len(sums)} rows describe sums over ranks that were measured on each rank before the addition, such as "
+        self.messages.append(f"{len(sums)} rows describe tensors that are summed over ranks, but were measured on each rank before this sum, such as "
             f"{describe(out.iloc[sums[0]])}. Only the mean of the whole tensor is known.")

@@ -148,7 +148,7 @@ def name_rank_specific_modules(df, shards, paths) -> tuple: # paths: function th
     new = sorted({n for new_paths in names.values() for p,n in new_paths.items() if n!=p and p in tops})
     who = ('Each rank has parameters of its own' if len(groups)==len(group)
         else f'{len(groups)} groups of ranks have parameters of their own')
-    return {r: names[g] for r,g in group.items()}, (f"{who} in {join_names(tops)}, and no metadata gives a reason. They are treated as different "
+    return {r: names[g] for r,g in group.items()}, (f"{who} in {join_names(tops)}, and no metadata gives a reason. These parameters are treated as different "
         f"parameters: {join_names(new)}.")
 
 # %% ../../nbs/42_processes/05_shards.ipynb #7f6415b3

@@ -162,7 +162,7 @@ class Receiver:
         late,self.named = [r for r in found.late if r not in self.named],self.named | {*found.late}
         if late:
             self.note(f"{join_ranks(late, 8)} sent nothing for {StepCollector.patience:.0f} seconds, at step {found.step[0]}. Until more rows arrive, "
-                "merged steps are reported without missing ranks, which the column 'without' lists.")
+                "merged steps are reported without the rows of missing ranks. The column 'without' lists these ranks.")
         if 0 not in found.packets or len(self.assembly.waiting[0])>self.most: self.left_out += 1; return
         rows = self.merger.rows(found.packets)
         while self.merger.messages: self.note(self.merger.messages.pop(0))

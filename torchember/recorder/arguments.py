@@ -34,7 +34,7 @@ def check_optimizers(optimizer, scaler, ttypes, params):
         raise TypeError(f"scaler= must be a torch.amp.GradScaler, got {an(scaler)}.")
     for n,why in (('optimizer', "'optimizer' in ttypes"), ('update', "'update' in ttypes")):
         if n in ttypes and not os: raise ValueError(f"{why} needs optimizer=, the optimizer that trains the model.")
-    if scaler is not None and not os: raise ValueError("scaler= needs optimizer=, the optimizer whose steps it scales.")
+    if scaler is not None and not os: raise ValueError("scaler= needs optimizer=. Pass the optimizer that is stepped by the scaler.")
     return os
 
 def scaler_of(optimizers):
@@ -69,7 +69,7 @@ def not_a_number(name, got):
     shape = getattr(got, 'shape', None)
     if isinstance(shape, tuple) and math.prod(shape)!=1:
         return f"te.log takes numbers, but {name} is {an(got)} of shape {tuple(shape)}. Pass one number: te.log({name}={name}.mean())."
-    if got is None: return f"te.log takes numbers, but {name} is None."
+    if got is None: return f"te.log takes numbers, but {name} is None. Pass one number, or leave out {name}."
     hint = f"Pass one number: te.log({name}=...)." if isinstance(got, list|tuple|dict|set) else \
         f"To add a column to all following rows, use te.mark({name}=...)."
     return f"te.log takes numbers, but {name} is {got!r:.80}, {an(got)}. {hint}"
@@ -95,7 +95,7 @@ def check_marks(unnamed:tuple, marks:dict, several:bool):
             "Write te.mark(epoch=3), or te.mark(**marks) for a dict.")
     for k in marks:
         if k in ('shape', *derived): raise ValueError(f"{k!r} is the name of a statistic, so it cannot be a mark (a column of your own). Choose another name.")
-        if k in of_pieces and several: raise ValueError(f"{k!r} describes shards in a run of several processes, "
+        if k in of_pieces and several: raise ValueError(f"{k!r} is the name of a column about shards in a run of several processes, "
             "so it cannot be a mark (a column of your own) in this run. Choose another name.")
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #a1d15ab2

@@ -22,7 +22,7 @@ from .gradients import Gradients
 # %% ../../nbs/40_recorder/79_graphs.ipynb #a05f886d
 class NoPython(Unmeasurable):
     "Raised if a user's statistics function would have to measure a tensor of a CUDA graph: no Python runs in a replay."
-    def __init__(self): super().__init__("your own function would have to measure it, but no Python runs in a CUDA graph. Use built-in statistics")
+    def __init__(self): super().__init__("your own function measures this tensor, but no Python runs in a CUDA graph. Use built-in statistics")
 
 # %% ../../nbs/40_recorder/79_graphs.ipynb #6e82c472
 class UnrecordedGraphs(Listener):

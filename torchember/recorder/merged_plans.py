@@ -116,8 +116,9 @@ class MergedCalls:
     def can_record(self, here) -> bool:
         "Return True if the plan can record the calls now. `here`: this thread's `ThreadContext`."
         events,sources,shards = self.events,self.events.sources,self.events.buffer.shards
-        if not events.on or not here.depth or here.measuring or here.skipped or here.phase is not None or not here.outermost.root: return False
-        if self.calls.recorded!=1 or not events.wants.compiled or shards.ranks is not None or shards.columns: return False
+        if not events.on or not here.depth or here.measuring or here.skipped: return False
+        if here.phase is not None or not here.outermost.root or self.calls.recorded!=1 or not events.wants.compiled: return False
+        if shards.ranks is not None or shards.columns: return False
         if recomputing() or count_function_modes() or inside_transform() is not None: return False
         # compiled code has no autograd graph here, so hooks of `Gradients` would be useless
         others = [s for s in sources.at_calls[1:] if s is not sources.gradients]
@@ -221,9 +222,11 @@ def state_of(holder, events):
 
 def move_of(report, state):
     "Return a report as a `Move` if a plan can record it, else None. `state`: `state_of` its holder."
-    if report.operator not in ('entered', 'exited') or state.root or not state.watched or state.patch is None or state.patch.plan is None: return None
+    if report.operator not in ('entered', 'exited') or state.root or not state.watched: return None
+    if state.patch is None or state.patch.plan is None: return None
     begins,(names,hooked) = report.operator=='entered',([n or lone_output for n in some] for some in report.arguments)
-    return Move(state, begins, tuple(zip(names, report.at, strict=True)), hooked if getattr(state.wants, 'input_grad' if begins else 'output_grad') else ())
+    has_gradients = getattr(state.wants, 'input_grad' if begins else 'output_grad')
+    return Move(state, begins, tuple(zip(names, report.at, strict=True)), hooked if has_gradients else ())
 
 def places_of_gradients(report, state):
     "Return the `RowPlace` of each gradient of a report, with 0 as `report`. None if the report is of another kind, or its gradients are not recorded."
@@ -236,7 +239,8 @@ class MergedPlan:
     "Plan of a merged call: records the calls and gradients that the merged call reports."
     def __init__(self, events, reports, holders): # events: `ModelEvents` of the model; reports: result of `events_of`
         self.events,self.holders,self.arena = events,holders,events.buffer.rows.arena
-        self.parts = [] # pairs: reports, and the `MergedCalls` or `MergedGradients` that records them; None if no plan can record them
+        # pairs: reports, and the `MergedCalls` or `MergedGradients` that records them; None if no plan can record them
+        self.parts = []
         for kind,some in self.grouped(reports):
             self.parts.append(([r for r,_ in some], kind and self.part(kind, [found for _,found in some])))
         self.is_useful = any(part is not None for _,part in self.parts)
@@ -259,9 +263,10 @@ class MergedPlan:
     def found(self, report):
         "Return the class that records a report, with the `Move` or the places of the report. Return (None, None) if no plan can record it."
         state = state_of(self.holders[report.key], self.events)
-        if state is not None and (move := move_of(report, state)) is not None: return MergedCalls, move
-        if state is not None and (places := places_of_gradients(report, state)) is not None: return MergedGradients, places
-        return None, None
+        if state is None: return None, None
+        if (move := move_of(report, state)) is not None: return MergedCalls, move
+        places = places_of_gradients(report, state)
+        return (None, None) if places is None else (MergedGradients, places)
 
     def part(self, kind, found):
         "Return the part that records a group of reports. `kind`: `MergedCalls` or `MergedGradients`."

@@ -202,8 +202,8 @@ def warn_if_stalled(pipe):
     ever,one = any(id(o) in watch.stepped for o in missing),len(missing)==1
     how = ('does' if one else 'do')+' not step any more' if ever else ('has' if one else 'have')+' not stepped'
     if len(steps.optimizers.awaited)>1 and ever: how = f"{'has' if one else 'have'} not stepped since step {steps.number-1}"
-    notices.once('stalled', f"The optimizer{'s'*(not one)} that torchEmber was given, {optimizer_names(missing)}, {how}, but {why}: "
-        f"all of this is recorded as step {steps.number}, which has {steps.state.training_passes:,} training passes so far. "
+    notices.once('stalled', f"The optimizer{'s'*(not one)} that torchEmber was given, {optimizer_names(missing)}, {how}, but {why}. "
+        f"So step {steps.number} does not end, and has {steps.state.training_passes:,} training passes so far. "
         "If you replaced an optimizer, call te.close() and then torchEmber(model, optimizer=..., name=..., resume=True) with all optimizers that step "
         "now. If optimizers alternate or one stops, leave out optimizer= and call te.step() at the end of each step.", 'warning')
 
@@ -215,8 +215,8 @@ def shape_of(x):
 
 class DTensorInCompiledCode(Unmeasurable):
     "Raised for a DTensor in compiled code. A DTensor gets no row there, because compiled code cannot pass it to a listener."
-    def __init__(self): super().__init__("it is a DTensor in compiled code. Inputs, outputs, their gradients and probes that "
-        "are DTensors in compiled code are not recorded; weights, their gradients and updates are. Without torch.compile, all tensors are recorded")
+    def __init__(self): super().__init__("this tensor is a DTensor in compiled code. Inputs, outputs, their gradients and probes that "
+        "are DTensors in compiled code are not recorded. Weights, weight gradients and updates are recorded. Without torch.compile, all tensors are recorded")
 
 def report_missed(events, state, ttype, names):
     "Report missed tensors: warn that DTensors in compiled code are not recorded, unless the user does not record this tensor type."

@@ -62,7 +62,8 @@ class Notices:
         place,places = (module, tname),self.places.setdefault(why, set())
         if place in places: return
         if len(places)==self.most_places:
-            return self.once(('more', why), f"More tensors are not measured: {why}. Only {self.most_places} are named; te.close() counts all.",
+            return self.once(('more', why), f"More tensors are not measured: {why}. "
+                f"Warnings name only {self.most_places} of these tensors; the report of te.close() counts all.",
                 'info')
         places.add(place)
         self.once(place, f"{tname} of {module} is not measured: {why}. Training continues. This warning is given once.", 'info')

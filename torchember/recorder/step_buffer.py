@@ -373,7 +373,7 @@ class StepRows:
 
     def report_device(self, error):
         "Report a failed device: warn that the rows of this step are lost. Return an empty `Snapshot`."
-        self.notices.failed('model', 'rows of this step on a device', error)
+        self.notices.failed('this step', 'the tensors on a device', error)
         return Snapshot([], self.arena.taps, [])
 
     def forget_logged_rows(self):

@@ -98,8 +98,8 @@ def picture_height(n, most=9.):
     return min(max(1.1+.155*n, 2.2), most)
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #8c303ef7
-refused = {'mask': 'leave layers out by path=, and steps by inc=', 'ax': 'the picture is a figure of its own',
-    'data': 'the picture is made from run'}
+refused = {'mask': 'select layers with path=, and steps with inc=', 'ax': 'the function creates a new figure',
+    'data': 'pass the data as run='}
 
 def known():
     "Return the keyword arguments known to matplotlib's `pcolormesh`."

@@ -131,7 +131,7 @@ def exp_hist(
     rows,step = rows_at_step(training(tensors_to_draw(run, path, ttype, ['exponents'])), step)
     parts = split_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else split_by_tensor(rows)
     if len(parts)>64:
-        raise ValueError(f"{len(parts)} panels are too many to read. Choose layers: path='...*' or a list.")
+        raise ValueError(f"{len(parts)} panels are too many to read. Choose fewer layers: path='...*' or a list.")
     options,limits_ = grid_options(facet_kws, sharex=False, sharey=False)
     _,axes = panels(len(parts), col_wrap, figsize or (None if len(parts)>1 else (7, 3.6)), **options)
     for ax,(title,part) in zip(axes, parts, strict=True):
@@ -149,8 +149,8 @@ def check_drawing_options(kind, kws):
     "Check the options for a kind of histogram: return the valid matplotlib arguments. Raise TypeError for other arguments."
     known = {'bar': settable(mpl.patches.Rectangle) | {'align', 'width'}, 'line': settable(mpl.lines.Line2D)}.get(kind)
     if known is None: known = settable(mpl.lines.Line2D) | {'bw_adjust', 'fill', 'n', 'log_scale'}
-    why = ('the curve is drawn from counts, and is smoothed by bw_adjust=' if kind=='kde'
-        else 'the counts are drawn as they are')
+    why = ('the curve is computed from recorded counts, and only bw_adjust= changes the smoothing' if kind=='kde'
+        else 'the recorded counts are drawn without a change of the bins')
     odd = ('cut', 'gridsize', 'clip', 'common_norm', 'common_grid', 'levels', 'thresh', 'cumulative', 'bw_method',
         'multiple', 'weights', 'bins', 'n', 'bw_adjust')
     return check_drawn_with(kws, known, f'a histogram of kind {kind!r}', dict.fromkeys(odd, why))

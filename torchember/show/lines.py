@@ -140,10 +140,10 @@ def grid_options(facet_kws, **defaults):
 # name of a refused argument of seaborn -> reason for the error message
 refused_arguments = {
     **dict.fromkeys(('estimator', 'errorbar', 'ci', 'n_boot', 'seed', 'err_style', 'err_kws', 'units', 'weights'),
-        'nothing is estimated here: each value is drawn'),
+        'each recorded value is drawn, and no estimate is computed'),
     **dict.fromkeys(('hue', 'size', 'style', 'row', 'col', 'hue_order', 'hue_norm', 'size_order', 'size_norm', 'sizes', 'style_order', 'row_order', 'col_order',
-        'dashes', 'orient'), 'layers and statistics are told apart by path=, ttype= and stat='),
-    **dict.fromkeys(('data', 'ax', 'figure'), 'the picture is made from run, in a figure of its own')}
+        'dashes', 'orient'), 'choose layers, tensor types and statistics with path=, ttype= and stat='),
+    **dict.fromkeys(('data', 'ax', 'figure'), 'pass the data as run=; the function creates a new figure')}
 # argument of seaborn -> tuple of values that have no effect here, and are therefore accepted
 harmless = dict(estimator=(None,), errorbar=(None,), ci=(None,), sort=(True,), legend=(True, 'auto', 'brief', 'full'),
     dashes=(True, False), orient=('x', None),

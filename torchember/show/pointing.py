@@ -548,7 +548,7 @@ def why_no_controls():
     ip = sys.modules['IPython'].get_ipython() if 'IPython' in sys.modules else None
     if getattr(ip, 'kernel', None) is None: return "interactive works only in a notebook."
     if find_spec('ipywidgets') is None:
-        return "interactive needs ipywidgets, which is not installed. Run: pip install ipywidgets ipympl"
+        return "interactive needs ipywidgets, which is not installed. Run: pip install ipywidgets ipympl."
 
 def reports_pointer():
     "Return True if the matplotlib backend reports the mouse pointer: it is ipympl."
@@ -579,7 +579,7 @@ def interactive(
     names = list(signature(f).parameters)[:1]
     found = [n for n in (*names, 'df', 'run') if n in given]
     if not found:
-        raise TypeError(f"interactive needs a run: interactive({f.__name__}, run=<name, ember or table>, ...).")
+        raise TypeError(f"interactive needs a run: interactive({f.__name__}, run=<name, torchEmber or table>, ...).")
     source = given.pop(found[0])
     why = why_no_controls()
     if why:

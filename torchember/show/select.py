@@ -106,10 +106,10 @@ def check_columns(df, what='This table'):
     "Check that a table has columns that identify tensors and steps. Raise ValueError otherwise."
     missing = [c for c in ('ttype', 'tname', 'step') if c not in df]
     if not missing and ('path' in df or 'module' in df): return
-    how = " Rows of a log that some other program wrote may be counted: df = read(run); df['step'] = df.groupby(['path', 'ttype', 'tname']).cumcount()." \
+    how = " If another program wrote the log, number the rows as steps: df = read(run); df['step'] = df.groupby(['path', 'ttype', 'tname']).cumcount()." \
         if missing==['step'] else ''
-    raise ValueError(f"{printable(what)} has no column {' or '.join(missing or ['path'])}, so its rows cannot be assigned to tensors. "
-        f"Give a table such as te.t.df, read(run) or a LogFrame.{how} Its columns: {printable(', '.join(map(str, list(df.columns)[:12])))}.")
+    raise ValueError(f"{printable(what)} has no column {' or '.join(missing or ['path'])}, so the rows cannot be assigned to tensors and steps. "
+        f"Give a table such as te.t.df, read(run) or a LogFrame.{how} Columns of the table: {printable(', '.join(map(str, list(df.columns)[:12])))}.")
 
 def check_one_run(df):
     "Check that a table has rows of one run. Return the table, with the run's name in `attrs`. Raise ValueError for several runs."

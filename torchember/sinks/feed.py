@@ -195,8 +195,9 @@ class Feed:
         same = [f for f in others if (f.sender.sent.target, f.sender.sink.prefix)==(target, mine.prefix)]
         if not same: return
         self.has_own_names = same[0].has_own_names = False
-        show_message_soon(self.tracker.file, f"{self.name} gets {self.sender.run!r} and {same[0].sender.run!r} under the same names, so their curves overlap. "
-            f"Give each a prefix: {type(mine).__name__}(prefix='{self.sender.run}/'). This is reported once.")
+        show_message_soon(self.tracker.file, f"{self.name} gets the runs {self.sender.run!r} and {same[0].sender.run!r} with equal metric names, "
+            "so the curves overlap. "
+            f"Give each run a prefix: {type(mine).__name__}(prefix='{self.sender.run}/'). This is reported once.")
 
     def attempt(self, step, f):
         "Attempt the call `f(step)`. Report an exception, but raise nothing, because a failing sink must not stop the training."

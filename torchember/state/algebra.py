@@ -113,7 +113,7 @@ def find_mismatch(a, b):
     for one,other,(has,lacks) in ((a, b, names), (b, a, names[::-1])):
         for k in one:
             if k not in other:
-                return f"{k!r} is in {has} and not in {lacks}. Give both the same layers, for example with filter(pattern)."
+                return f"{k!r} is in {has}, but not in {lacks}. Both must have the same layers: select layers, for example with filter(pattern)."
     for k,x in a.items():
         s,t = (tuple(v.shape) if isinstance(v, torch.Tensor) else () for v in (x, b[k]))
         if s!=t and s and t: return f"{k!r} has shape {s} in {names[0]} and {t} in {names[1]}. Select layers of equal shapes, such as with filter(pattern)."
@@ -122,7 +122,7 @@ def find_mismatch(a, b):
 def results_tensor(d):
     "Return the numbers of a StateDict as one tensor: int64 if all numbers are ints, else float64."
     for k,v in d.items():
-        if not isinstance(v, Number): raise TypeError(f"{k!r} is {v!r:.60} in {d._name}, which is not a number.")
+        if not isinstance(v, Number): raise TypeError(f"the value of {k!r} in {d._name} must be a number, got {v!r:.60}.")
     whole = all(isinstance(v, int) for v in d.values())
     return torch.tensor(list(d.values()), dtype=torch.int64 if whole else torch.float64)
 
@@ -310,7 +310,7 @@ def apply_each_layer(d, op, others):
         for i,(k,x) in enumerate(d.items()):
             try: apply_each(op, [x], *([o[i]] if isinstance(o, list) else o for o in others))
             except (RuntimeError, TypeError):
-                e.add_note(f"It failed for layer {k!r} of {d._name}, {x.dtype}. Leave it out with filter(pattern).")
+                e.add_note(f"The operation failed for the layer {k!r} of {d._name}, a tensor of {x.dtype}. Leave out this layer with filter(pattern).")
                 break
         raise
 

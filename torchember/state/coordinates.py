@@ -90,11 +90,12 @@ def correction_factor_text(slope, widths) -> str:
     exponent,small = round_slope(slope),widths[0]
     base = f'{small:g}/width' if exponent>0 else f'width/{small:g}'
     code = base if abs(exponent)==1 else f'({base})**{abs(exponent):g}'
-    return f'{code}, which is {(small/widths[-1])**exponent:.3g} at width {widths[-1]:g}'
+    return f'{code} ({(small/widths[-1])**exponent:.3g} at width {widths[-1]:g}), where {small:g} is the smallest width of this check'
 
-def compare_widths(slope, widths) -> str:
+def compare_widths(slope, widths, how='large') -> str: # how: 'large' or 'much'
     "Return a text that compares a size at the largest width with the size at the smallest width. Compute the ratio from the slope."
-    return f'{format_ratio((widths[-1]/widths[0])**slope)} as large at width {widths[-1]:g} as at width {widths[0]:g} (size ~ width^{slope:.2f})'
+    times = format_ratio((widths[-1]/widths[0])**slope)
+    return f'{times} as {how} at width {widths[-1]:g} as at width {widths[0]:g} (about proportional to width^{slope:.2f})'
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #dd6795dc
 class Fault(NamedTuple):
@@ -122,16 +123,16 @@ def initial_fault(slopes, layer, widths, fixed):
     """
     name,own = layer['layer'],slopes.own(layer['layer'], 0, 'output', 'input')
     if own>0 or own<0 and not fixed:
-        text = (f"before training, its output is {compare_widths(slopes.slope(name, 0, 'output'), widths)}. "
-            f"Its initial weights are too {'large' if own>0 else 'small'} in wide models.")
+        text = (f"before training, the rms of its output is {compare_widths(slopes.slope(name, 0, 'output'), widths)}. "
+            f"In wide models, the initial weights of this layer are too {'large' if own>0 else 'small'}.")
         return Fault('initial_size', layer, 0, 'output', own, text)
     step = slopes.first_step(name, 'from_inputs')
     own = slopes.own(name, step, 'from_inputs', 'input_change')
     if own<=0: return None
     times = format_ratio((widths[-1]/widths[0])**slopes.slope(name, step, 'input_change'))
-    text = (f"after {steps_text(step)}, the output change due to the input change is "
-        f"{compare_widths(slopes.slope(name, step, 'from_inputs'), widths)}. The input change itself is only {times} as large. "
-        "The initial weights are too large in wide models.")
+    text = (f"after {steps_text(step)}, the change of its input changes its output "
+        f"{compare_widths(slopes.slope(name, step, 'from_inputs'), widths, 'much')}. The input itself changes only {times} as much. "
+        "In wide models, the initial weights of this layer are too large.")
     return Fault('initial_weights', layer, step, 'from_inputs', own, text)
 
 def rate_fault(slopes, layer, widths, fixed):
@@ -140,9 +141,9 @@ def rate_fault(slopes, layer, widths, fixed):
     # allow the last layer to shrink more, because in muP its initial output shrinks with the width
     own = slopes.own(name, step, 'from_weights', 'input', may_shrink=2 if fixed else 1)
     if not own: return None
-    why = 'The learning rate of these weights is too large in wide models.' if own>0 else 'The wider the model, the less these weights learn.'
-    text = (f"after {steps_text(step)}, the output change due to the weight change is "
-        f"{compare_widths(slopes.slope(name, step, 'from_weights'), widths)}. {why}")
+    why = 'In wide models, the learning rate of these weights is too large.' if own>0 else 'The wider the model, the less these weights learn.'
+    text = (f"after {steps_text(step)}, the change of its weights changes its output "
+        f"{compare_widths(slopes.slope(name, step, 'from_weights'), widths, 'much')}. {why}")
     return Fault('learning_rate', layer, step, 'from_weights', own, text)
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #11724e34
@@ -151,7 +152,8 @@ def fault_finding(slopes, faults, widths, more='') -> dict: # more: sentence to 
     f,names = faults[0],[g.layer['layer'] for g in faults]
     number,source = remedies[f.rule]
     # name modules, not outputs, because the weights to correct belong to the module
-    modules = list_names(list(dict.fromkeys(g.layer['path'] or 'the model' for g in faults)), 5)
+    paths = list(dict.fromkeys(g.layer['path'] or 'the model' for g in faults))
+    modules = f"layer{'s'*(len(paths)>1)} {list_names(paths, 5)}"
     also = f" The same is true of {list_names(names[1:], 4)}, with similar numbers." if len(names)>1 else ''
     own = float(np.mean([g.own for g in faults]))
     return finding(f.layer['path'], f"{name_module(names[0], f.layer['kind'])}: {f.text}{also}", f.step, severity='warning', look='check.plot()',
@@ -179,7 +181,7 @@ def find_faults(table, slopes, tolerance, follows_gradient) -> list:
     first = ''
     if initial and follows_gradient:
         first = (f" First correct the initial weights of {name_module(initial[0].layer['layer'])}, and check again, "
-            "because the gradients depend on them.")
+            "because the gradients depend on these weights.")
     return ([fault_finding(slopes, g, widths) for g in group_faults(initial)]
         +[fault_finding(slopes, g, widths, first) for g in group_faults(rates)])
 
@@ -215,10 +217,10 @@ class CoordCheck:
 
     def __repr__(self):
         lines = [printable(l, 1000) for l in self.at_step().to_string(max_rows=40, float_format='{:+.2f}'.format).split('\n')]
-        return '\n'.join([*self.findings.lines(), '', f'Slopes of log size over log width after {steps_text(self.step)}:', *lines])
+        return '\n'.join([*self.findings.lines(), '', f'Slopes of log(rms) over log(width) after {steps_text(self.step)}:', *lines])
 
     def _repr_html_(self):
-        return (self.findings._repr_html_()+f'<p>Slopes of log size over log width after {steps_text(self.step)}:</p>'
+        return (self.findings._repr_html_()+f'<p>Slopes of log(rms) over log(width) after {steps_text(self.step)}:</p>'
             +self.at_step().to_html(max_rows=40, float_format='{:+.2f}'.format))
 
     def plot(self,
@@ -327,7 +329,7 @@ class ModelMaker:
             raise TypeError(f"make_model({width}) must return a torch.nn.Module, got {an(model)}.")
         model = unwrap(model)
         if model in self.seen:
-            raise ValueError("make_model returned the same model twice. It must create a new model in each call, because models are trained.")
+            raise ValueError("make_model returned the same model twice. It must create a new model in each call, because coord_check trains each model.")
         self.seen.add(model)
         self.check_shapes(width, {n: tuple(p.shape) for n,p in model.named_parameters()})
         return model
@@ -337,7 +339,7 @@ class ModelMaker:
         if not shapes: raise ValueError(f"make_model({width}) returned a model without parameters.")
         for other,known in self.shapes.items():
             if odd := sorted(known.keys()^shapes.keys()):
-                raise ValueError(f"the models of width {other:g} and {width:g} must have the same parameters, "
+                raise ValueError(f"the models of width {other:g} and {width:g} must have the same parameter names, "
                     f"but only one of them has {printable(odd[0])!r}.")
             if known==shapes and other!=width:
                 raise ValueError(f"make_model({other}) and make_model({width}) have parameters of equal shapes: "
@@ -363,8 +365,8 @@ def train_one_model(maker, width, seed, batches, loss_fn, steps, include, exclud
         raise ValueError(f"the loss is not finite before the first step, at width {width:g} with seed {seed}. Check the model and the data.")
     # NaN is true in Python, so a change of NaN counts as a change
     if stopped is None and not any(r['change'] for r in rows if r['step']==steps):
-        raise ValueError(f"no output changed in {steps_text(steps)}. make_optimizer(model) must pass the parameters of this model, "
-            "with a learning rate above 0.")
+        raise ValueError(f"no output changed in {steps_text(steps)}. make_optimizer(model) must return an optimizer with the parameters of this model "
+            "and a learning rate above 0.")
     return [dict(width=width, seed=seed, **r) for r in rows], stopped, isinstance(optimizer, torch.optim.SGD)
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #2324ce7b

@@ -343,8 +343,8 @@ class Activations:
         "Tensors of the latest forward pass, in the order of this pass. The next pass replaces the tensors. To keep them, use `clone()`."
         latest = self.listener.latest
         if not self.listener.grads and (lost := latest.find_overwritten()):
-            warn(f"{', '.join(map(repr, lost[:3]))}{' and others' if len(lost)>3 else ''}: overwritten in place after the module returned, "
-                "so these values are not the module's output. Use clone=True to keep a copy.")
+            warn(f"Outputs were overwritten in place after their modules had returned, so these values are not the outputs: "
+                f"{', '.join(map(repr, lost[:3]))}{' and others' if len(lost)>3 else ''}. Use clone=True to keep copies of the outputs.")
         return latest.sort_state()
 
     def remove(self):

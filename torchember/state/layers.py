@@ -32,7 +32,8 @@ def select_layers(
         pattern,include = None,pattern if include is None else select(pattern) & include
     try: match = re.compile(pattern or '').match
     except re.error as e:
-        raise ValueError(f"{pattern!r} is not a regular expression: {e}. It is matched from the start of a name; '.*' matches any text.") from None
+        raise ValueError(f"{pattern!r} is not a regular expression: {e}. "
+            "The pattern is matched from the start of a layer name; '.*' matches any text.") from None
     found = {k:v for k,v in layers.items() if match(k)}
     if not layers or include is None and exclude is None: return found
     named = name_layers(layers)

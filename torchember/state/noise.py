@@ -224,7 +224,8 @@ def measure_micro_batches(watch, closure, lengths, tick): # tick: function to ca
         loss = closure()
         if not watch.seen:
             if not (isinstance(loss, torch.Tensor) and loss.requires_grad):
-                raise ValueError(f"the closure gave no gradient and returned {loss!r:.80}. It must return a micro-batch's loss, or call backward on it.")
+                raise ValueError(f"the closure gave no gradient and returned {loss!r:.80}. "
+                    "The closure must return the loss of a micro-batch, or call backward on this loss.")
             loss.backward()
         vectors,twice = watch.pop_summaries()
         if twice:
@@ -244,7 +245,7 @@ def check_accumulation(micro, sums, lengths):
         raise ValueError("after one micro-batch, p.grad is not the gradient of this micro-batch: p.grad is averaged over ranks, or clipped. "
             "Measure the module inside the DistributedDataParallel, or use NoiseScale while training.")
     if close(micro[np.array(lengths)-1], sums):
-        raise ValueError("the gradients of several calls of the closure did not add up, so the closure must not call zero_grad.")
+        raise ValueError("the closure was called several times, but its gradients were not accumulated. Remove zero_grad() from the closure.")
     return micro, sums
 
 # %% ../../nbs/70_state/20_noise.ipynb #9a33b49c
@@ -394,5 +395,5 @@ def explain_unusable(twice, total, count, big):
         return 'a gradient was not finite, or a parameter had two gradients on another rank.'
     if not count: return 'there was no backward pass before step().'
     if count<2:
-        return 'the step has one micro-batch, not two batch sizes to compare. Accumulate two or more micro-batches, or average over ranks.'
-    if total and not big: return 'its gradients were already reset. Call step() before zero_grad.'
+        return 'the step has only one micro-batch, but two batch sizes must be compared. Accumulate two or more micro-batches, or average over ranks.'
+    if total and not big: return 'the gradients of the step were already reset. Call step() before zero_grad().'

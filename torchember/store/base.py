@@ -43,7 +43,7 @@ def safe_name(name, what, most=200):
         raise ValueError(f"The name of a {what} must be a string that is not empty, got {name!r}.")
     why = ('contains a separator or control character' if forbidden.search(name)
         else 'begins with a dot' if name[0]=='.' else
-        'cannot be the name of a file here' if not is_encodable(name)
+        'cannot be a file name on this system' if not is_encodable(name)
         else f'is longer than {most} bytes' if len(os.fsencode(name))>most else
         "ends in '_latest', which torchember adds to the name of a run for its latest step" if what=='run' and name.endswith('_latest') else None)
     if why: raise ValueError(f"The {what} name {name!r:.80} {why}. Choose a name such as 'resnet lr=3e-4', without "
@@ -137,7 +137,7 @@ def user():
 def open_without_links(path, flags):
     "Open a file for writing, but not through links (for the argument `opener` of `open`). Raise OSError if `path` is a symbolic link."
     if os.path.islink(path):
-        raise OSError(f"{printable(path)} is a link, and torchember does not write through links. Remove it, or choose another name.")
+        raise OSError(f"{printable(path)} is a link, and torchember does not write through links. Remove the link, or choose another name.")
     return open_regular(path, flags | getattr(os, 'O_NOFOLLOW', 0))
 
 # %% ../../nbs/30_store/00_base.ipynb #5bc325aa

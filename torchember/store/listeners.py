@@ -84,7 +84,8 @@ class LostSteps:
         self.add(step)
         if self.reason is not None: return
         self.reason = f'{reason} (at {printable(name_step(step))})'
-        self.note(f"{self.name} did not get all rows: {printable(reason, 300)}, at {name_step(step)}. It gets the next rows, and the log has all rows. "
+        self.note(f"{self.name} did not get all rows: {printable(reason, 300)}, at {name_step(step)}. "
+            "The next rows will be delivered, and the log has all rows. "
             "This warning is shown once.")
 
     def remark(self, waiting=()): # waiting: steps still queued, with lost rows: the listener does not return

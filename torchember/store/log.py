@@ -168,7 +168,7 @@ class Batches:
         try: return by(some)
         except Exception as e:
             if len(some)>1: return [rows for one in some for rows in self.rows_of([one], by)]
-            self.note("a batch of rows is lost, because its rows could not be computed", e)
+            self.note("some rows of the log are lost, because they could not be computed", e)
             return [[]]
 
     def with_lines(self, rows):

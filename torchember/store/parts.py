@@ -158,7 +158,7 @@ def readable_errors(path):
 def another_run_message(path, run):
     "Return the error message for a Parquet part that belongs to another run."
     return (f"{printable(path)} is a part of another run, {printable(run)!r}, so it was not read. "
-    "Restore the original file, or remove the folder if the JSON lines of the run are complete.")
+    "Restore the original file. Or, if the JSON lines of the run contain all rows, remove the folder of this file.")
 
 def parquet_file(path, size, metadata=None):
     "Open a local or remote Parquet file for reading. `metadata`: footer of the file if it was read before, else None."
@@ -485,9 +485,9 @@ def lines_after(path, listing):
     for file,start in files:
         size = file_size(file) if file==aside and listing.get('aside') else size_or_zero(file)
         if size<start:
-            raise ValueError(f"{printable(file)} has {size} bytes, but its Parquet files were converted from {start} bytes: "
-            "the log was replaced or truncated. "
-                f"Remove {printable(folder_of(path))} if the log is complete.")
+            raise ValueError(f"{printable(file)} has {size} bytes, but its first {start} bytes were converted to Parquet files earlier: "
+                "the log was replaced or truncated since then. If the log contains all rows, remove the folder of these Parquet files, "
+                f"{printable(folder_of(path))}. Otherwise restore the log.")
     return files
 
 def parts_and_lines(path):

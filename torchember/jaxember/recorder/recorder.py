@@ -169,7 +169,7 @@ class RunReporter:
         seen = dict.fromkeys([*self.display.known, *sorted(paths_by_request[self.asks]),
             *(p.path for _,todo,_ in states for p,_ in todo)])
         if include is not None and seen and not any(include.search(p) for p in seen):
-            raise ValueError(unknown('module path matches include=', include.pattern, [p for p in seen if p]))
+            raise ValueError(unknown('module path matches the include pattern', include.pattern, [p for p in seen if p]))
         if exclude is not None and not any(exclude.search(p) for p in seen):
             self.warn(f"exclude={exclude.pattern!r} matches no module path, so no module is excluded.")
         self.log.t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': self.model, 'framework': 'jax'},

@@ -520,7 +520,8 @@ def has_no_gaps(x) -> bool:
 def without_gaps(x):
     "Return `x` if its elements fill memory without gaps, else a contiguous copy. Raises TypeError for a dtype that no kernel reads."
     known = ', '.join(str(d)[6:] for d in blocks)
-    if x.dtype not in blocks: raise TypeError(f"the GPU kernels read {known}, got {x.dtype}. To measure a tensor of any dtype, call kernels.read.")
+    if x.dtype not in blocks: raise TypeError(f"the GPU kernels read only tensors of {known}, got {x.dtype}. "
+        "To measure a tensor of any dtype, call kernels.read.")
     return x if x.is_contiguous() or has_no_gaps(x) else x.contiguous()
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #56bcf4c0
@@ -629,7 +630,7 @@ def kernel_key(dtype, device, wanted, n, aligned):
 def check_row_length(wanted, out):
     "Check the length of the row `out`: raise ValueError if the row is too short for these groups of sums. A longer row is accepted."
     if out.shape[-1]<length(wanted):
-        raise ValueError(f"the sums {', '.join(wanted)} need a row of {length(wanted)} numbers, got an array whose rows have {out.shape[-1]}.")
+        raise ValueError(f"the sums {', '.join(wanted)} need rows of {length(wanted)} numbers, got an array with rows of {out.shape[-1]} numbers.")
 
 def chosen_stream(device):
     "Return the chosen (current) stream of a device, as a number."
@@ -777,7 +778,7 @@ def reads(dtype, wanted, device) -> bool:
         why = first_mistake(device, dtype, wanted)
         trusted[key] = not why
         if why: warn(f"The kernels of torchember are not used for {str(dtype)[6:]} on {device_name(device)}: {why}. "
-            f"Operations of torch are used instead, which is slower. Please send this message to its developers "
+            f"Operations of torch are used instead, which is slower. Please send this message to the developers of torchember "
             f"(torch {torch.__version__}, Triton {triton.__version__}).")
     return trusted[key]
 

@@ -261,7 +261,7 @@ class Live:
     def begin(self):
         "Begin the live view: start its thread. Warn the user if this fails."
         try: self.thread.start()
-        except RuntimeError as e: self.warn(f"cannot begin: {e}")
+        except RuntimeError as e: self.warn(f"the live picture cannot begin: {e}")
         else: shown.add(self)
         return self
 
@@ -269,7 +269,7 @@ class Live:
         "Run the live view (main function of its thread): update it until the run ends, then end the drawing process."
         try: self.follow()
         except Exception as e:
-            self.warn(f"the live picture has stopped: {'its process has ended' if isinstance(e, EOFError|OSError) else f'{type(e).__name__}: {e}'}")
+            self.warn(f"the live picture has stopped: {'the drawing process has ended' if isinstance(e, EOFError|OSError) else f'{type(e).__name__}: {e}'}")
         finally:
             try:
                 if self.reader: self.process_seconds = self.reader.end() or self.process_seconds
@@ -374,7 +374,7 @@ def live(
         raise ValueError(f"every must be a number of seconds above 0, got {every!r}.")
     views = getattr(run, 'views', None)
     if wait and views is not None and run.armed:
-        raise ValueError("live(te, wait=True) would wait for a training that begins only after the call. Leave wait out: te.live().")
+        raise ValueError("live(te, wait=True) would wait forever, because the training begins only after the call returns. Leave out wait: te.live().")
     several = None
     if isinstance(run, str|Run):
         run = open_run(run, home)
