@@ -596,14 +596,22 @@ def writing(quick):
         yield line(what, unit='x', at_least=limit, note=note, **speedups(ps))
 
 
-def a_log(n):
-    "Write a finished run of `n` rows. Return its tracker."
+def a_row_of_training(i):
+    "Return row `i` of a training with 57 rows in each step: 4 tensors of 14 layers, and the loss."
+    step,k = divmod(i, 57)
+    if k==56: return dict(loss=1+random.random()/(1+step), module='model(Net)', ts='2026-11-21 03:37:05', ttype='scalar', tname='log', step=step, call=0)
+    ttype = ('input', 'weight', 'output', 'weight_grad')[k%4]
+    return a_row(i) | dict(module=f'model(Net).{k//4}(Linear)', ttype=ttype, tname=f'{ttype}_0', step=step) | ({'pname': 'weight'} if k%2 else {})
+
+
+def a_log(n, row=a_row, name='long'):
+    "Write a finished run of `n` rows. Return its tracker. `row`: function that returns row `i`."
     from torchember import emberTracker
     from torchember.ground.record import dump_row
-    t = emberTracker('long')
-    t.log.mkdir(parents=True)
+    t = emberTracker(name)
+    t.log.mkdir(parents=True, exist_ok=True)
     with open(t.log_path, 'w') as f:
-        for i in range(n): f.write(dump_row(a_row(i))+'\n')
+        for i in range(n): f.write(dump_row(row(i))+'\n')
     return t
 
 
@@ -617,11 +625,11 @@ def without_msgspec(off=True):
     finally: columns.msgspec = before
 
 
-@row('reading', 'a million rows into a DataFrame, against json.loads per line and pd.DataFrame')
+@row('reading', 'a million rows into a DataFrame, against json.loads per line and pd.DataFrame, and diagnose')
 def reading(quick):
     import pandas as pd
 
-    from torchember import read
+    from torchember import compact, diagnose, read
     n = 100_000 if quick else 1_000_000
     t = a_log(n)
     def by_hand():
@@ -634,6 +642,12 @@ def reading(quick):
         ps = pairs(lambda: seconds(by_hand), lambda: timed(f, off), 0, least=3, warm=False) # noqa: B023
         note = f"{spread(a for _,a in ps)['value']:.1f} s of CPU time"
         yield line(f'{n} rows, {what}', unit='x', at_least=limit if n>100_000 else None, note=note, **speedups(ps))
+    trained = a_log(n, a_row_of_training, 'trained')
+    for what,limit in (('JSON lines', 2), *([('Parquet', 1)] if find_spec('pyarrow') else ())):
+        if what=='Parquet': compact(trained)
+        diagnose(trained) # the first call imports the rules
+        took = spread(seconds(lambda: diagnose(trained)) for _ in range(3))
+        yield line(f'{n} rows, diagnose(run), {what}', unit='s', at_most=limit if n>100_000 and fast else None, note='CPU time', **took)
 
 
 @row('board', 'board: the page of a run of a million rows, and the list of ten running trainings of 1000 modules')

@@ -6,7 +6,7 @@
 __all__ = ['columns_of_lines']
 
 # %% ../../nbs/30_store/07_columns.ipynb #795b74e1
-import gc, math, re
+import gc, math, re, struct
 from functools import cache
 from importlib import import_module
 from itertools import compress
@@ -27,6 +27,7 @@ class ColumnBlock:
     """Consecutive rows, stored as columns: key -> list of values, `missing` for rows without the key.
 
     `sure`: key -> type of its values, if all have the same type."""
+    sure = {} # a `StoredBlock` knows its types from its file
     def __init__(self, columns, n, sure=None): self.columns,self.n,self.sure = columns,n,sure or {}
 
     @classmethod
@@ -112,7 +113,8 @@ class Expected:
             values = [r[k] for r in rows if k in r]
             types.update(map(type, values))
             if types-{none}=={str}: self.add_texts(k, set(values)-{None})
-        self.sure = {k: t for k,types in self.types.items() for t in (int, float, str) if types-{none}=={t}}
+        self.sure = {k: t for k,types in self.types.items() for t in (int, float, str) if types-{none}=={t}} | {
+            k: tuple for k in self.names if self.types.get(k)=={list}}
         self.decoder = self.new_decoder()
 
     def add_layouts(self, layouts):
@@ -131,8 +133,9 @@ class Expected:
         types = self.types[k]-{none}
         if types=={str}:
             known,changes = self.texts[k]
-            return Literal[tuple(sorted(known))]|None if len(known)<=few and changes<=3 else str|None
-        if types=={list} and k in self.names: return tuple|None
+            # a time stamp changes each second: as known texts, they would delay msgspec until the fourth new second
+            return str|None if k=='ts' or len(known)>few or changes>3 else Literal[tuple(sorted(known))]|None
+        if types=={list} and k in self.names: return tuple if self.types[k]=={list} else tuple|None
         return int|None if types=={int} else int|float|None if types and types<={int, float} else Any if types else None
 
     def new_decoder(self):
@@ -190,9 +193,9 @@ class Column:
         self.pieces,self.codes,self.there = [('nothing', [missing]*before)],Codes(),False
         self.is_name,self.as_it_is = is_name,as_it_is
 
-    def add(self, block, k):
-        "Append the values of the key `k` in the next block of rows to this column."
-        converted = None if self.as_it_is else block.convert(k, self)
+    def add(self, block, k, converted=None):
+        "Append the values of the key `k` in the next block of rows to this column. `converted`: kind and array of the values, if known."
+        if not converted and not self.as_it_is: converted = block.convert(k, self)
         kind,values = converted or self.convert(*block.values(k))
         self.there = self.there or kind!='nothing' or None in values
         self.pieces.append((kind, values))
@@ -200,16 +203,14 @@ class Column:
     def convert_known_type(self, values, sure):
         "Convert a column whose values all have the type `sure`, without inspecting each value. Return None if each value must be inspected."
         if sure is str and (codes := self.to_codes(values)).max(initial=-1)>=0: return 'texts', codes
-        if sure is float: return self.convert_floats(values)
-        try: return ('numbers', np.fromiter(values, np.int64, len(values))) if sure is int else None
-        # the column has null, a missing value, or an integer of more than 64 bits
-        except (TypeError, ValueError, OverflowError): return None
+        if sure is int and (numbers := pack(values, 'q')) is not None: return 'numbers', numbers
+        return self.convert_floats(values) if sure in (int, float) else None
 
     def convert_floats(self, values):
-        "Convert a column of floats. Return None if half of the values are missing, or one is null, NaN, infinite or from 2**53 (maybe an integer)."
-        numbers = np.fromiter(values, float, len(values))
-        odd = np.flatnonzero(~(abs(numbers)<2**53))
-        return ('numbers', numbers) if 2*len(odd)<len(values) and all(values[i] is missing for i in odd) else None
+        "Convert numbers to floats, and missing values to NaN. Return None if a value is null, infinite, or from 2**53 (maybe an integer)."
+        if (numbers := pack(values, 'd')) is None: return None
+        largest = np.fmax.reduce(abs(numbers)) # NaN if all values are missing
+        return ('nothing', values) if largest!=largest else ('numbers', numbers) if largest<2**53 else None
 
     def convert(self, values, types):
         """Convert values of a column according to their types, if possible.
@@ -269,6 +270,13 @@ def objects_of(values):
     objects[[i for i,v in enumerate(values) if v is missing]] = math.nan
     return objects
 
+def pack(values, code):
+    """Convert numbers to an array of floats (`code` 'd') or integers ('q'). Return None if a value is not of this kind, or has more than 64 bits.
+
+    `struct` needs 8 ns for a number, `numpy.fromiter` 20 ns."""
+    try: return np.frombuffer(struct.Struct(f'{len(values)}{code}').pack(*values), np.float64 if code=='d' else np.int64)
+    except struct.error: return None
+
 def as_numbers(values, types):
     "Convert numbers to an array, with NaN for missing numbers. Return None if an integer does not fit into 64 bits."
     if types=={int}:
@@ -296,13 +304,36 @@ def as_texts(codes, texts, category):
     again[seen] = np.arange(len(seen))
     return pd.Categorical.from_codes(again[codes], categories=pd.Index([texts[i] for i in seen]))
 
+# %% ../../nbs/30_store/07_columns.ipynb #7c1d20ae
+most_combinations = 20_000 # with more combinations of texts, each text is looked up
+
+class TextColumns:
+    "All columns of texts and of lists in a log. Their codes are found by one lookup of the combination of a row's texts."
+    # known: combination -> its number; codes: codes of each combination's texts, one row for each combination
+    def __init__(self): self.keys,self.known,self.codes = [],Codes(),None
+
+    def convert(self, block, columns):
+        "Convert the texts of a block. Return a dict: key -> (kind, codes), without columns that have no texts here. `columns`: key -> `Column`."
+        keys = [k for k,c in columns.items() if block.sure.get(k) in (str, tuple) and not c.as_it_is and k!='ts']
+        if keys and keys!=self.keys: self.keys,self.known,self.codes = keys,Codes(),np.zeros((0, len(keys)), np.int32)
+        if not keys or len(self.known)>most_combinations: return {}
+        try: numbers = np.fromiter(map(self.known.__getitem__, zip(*(block[k] for k in keys), strict=True)), np.int32, len(block))
+        except TypeError: return {} # inner lists cannot be keys of a dict
+        if len(self.known)>len(self.codes)+2: self.add_combinations(columns)
+        return {k: ('texts' if block.sure[k] is str else 'tuples', codes) for k,codes in zip(keys, self.codes[numbers].T, strict=True) if codes.max()>=0}
+
+    def add_combinations(self, columns):
+        "Append the codes of the texts in new combinations to `codes`."
+        new = zip(*[*self.known][len(self.codes)+2:], strict=True)
+        self.codes = np.vstack([self.codes, np.transpose([columns[k].to_codes(texts) for k,texts in zip(self.keys, new, strict=True)])])
+
 # %% ../../nbs/30_store/07_columns.ipynb #051e26cb
 def collect(blocks, file, names, keep, only, as_it_is, expected):
     """Collect the values of all blocks of a log in `Column` objects. The arguments are described in `columns_of_lines`.
 
     `as_it_is`: columns whose values stay Python objects.
     """
-    columns,n,each = {},0,[]
+    columns,n,each,texts = {},0,[],TextColumns()
     collects = gc.isenabled()
     gc.disable() # disable garbage collection, because it would scan the many new lists repeatedly
     try:
@@ -314,7 +345,8 @@ def collect(blocks, file, names, keep, only, as_it_is, expected):
                 block.load(wanted)
                 for k in wanted:
                     if k not in columns: columns[k] = Column(n, k in names, k in as_it_is)
-                    columns[k].add(block, k)
+                converted = texts.convert(block, {k: columns[k] for k in wanted})
+                for k in wanted: columns[k].add(block, k, converted.get(k))
                 n += len(block)
                 each.append((len(block), bad_lines))
                 bar.update(len(data))

@@ -33,7 +33,7 @@ def blocks(path, size, block=1<<18, said=lambda: None, longest=longest_line, sta
             end = data.index(b'\n') if cut else len(data)
             if n<=longest<n+end: rest = []; said()
             n += end
-            if n<=longest: rest.append(data[:cut] if cut else data)
+            if n<=longest: rest.append(memoryview(data)[:cut] if cut else data) # a view, because `join` copies the bytes anyway
             elif cut: rest = [replacement_line, data[end+1:cut]]
             if cut:
                 yield b''.join(rest)
