@@ -139,7 +139,7 @@ def test_a_mark_may_be_named_part_except_in_a_run_of_several_processes(monkeypat
     with torchEmber(model) as te:
         te.mark(epoch=1)
         for k in 'part','gscale':
-            with pytest.raises(ValueError, match=f"'{k}' about shards .* Choose another name"): te.mark(**{k: 1})
+            with pytest.raises(ValueError, match=f"'{k}' is the name of a column about shards .* Choose another name"): te.mark(**{k: 1})
         by_hand(model, momentum(model), batches(4)[:1])
         te.step()
     assert {(r['rank'], r['part'], r['epoch']) for r in lines(te) if r['ttype']!='finding'}=={(1, 'world:?', 1)} and df(te).columns[-1]=='epoch'
