@@ -397,7 +397,7 @@ def test_bad_input_is_explained(tmp_path):
         with pytest.raises(RuntimeError, match='inside of jit'): jax.grad(lambda x: t.intercept(model.apply, p, x).sum())(x)
         t.intercept(model.apply, p, x) # The tracker continues after these errors
     with pytest.raises(FileExistsError, match="run 'a' already"): new(name='a')
-    with pytest.raises(ValueError, match="include='Densest'.*Dense_"), new(p, include='Densest') as t:
+    with pytest.raises(ValueError, match="include pattern 'Densest'.*Dense_"), new(p, include='Densest') as t:
         t.intercept(model.apply, p, x)
         t.step(p)
     with pytest.warns(EmberWarning, match="exclude='Conv' matches no module path"), new(p, exclude='Conv') as t:
