@@ -552,3 +552,118 @@ def test_a_mask_that_hides_all_keys_in_all_layers_is_found(how, value):
     assert found==[('0', 'error')] and len(rows)>=2*2*4
     assert 'logit_max' not in rows or rows.logit_max.isna().all()
     assert findings_about_dead_heads(Masked(how), Masked(how))[0]==[]
+
+
+def layout(equation, of_heads):
+    "Return hand-written attention, as a function of queries, keys and values (sequences, positions, heads, size). The logits follow `equation`."
+    def attend(q, k, v):
+        w = (torch.einsum(equation, q, k)/q.shape[-1]**.5).softmax(-1)
+        return torch.einsum(of_heads, w, v), w
+    return attend
+
+
+def explicit_softmax(x):
+    "Compute a softmax without the function of torch, which torchember replaces."
+    e = (x-x.amax(-1, keepdim=True)).exp()
+    return e/e.sum(-1, keepdim=True)
+
+
+def by_sdpa(q, k, v):
+    "Attend by `scaled_dot_product_attention`, with the heads in the first dimension."
+    q,k,v = (x.permute(2, 0, 1, 3) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v).permute(1, 2, 0, 3), explicit_softmax(q @ k.mT/q.shape[-1]**.5)
+
+
+layouts = { # name -> function that attends, and order of dimensions that brings its weights to (sequences, heads, queries, keys)
+    'bhqk': (layout('bqhd,bkhd->bhqk', 'bhqk,bkhd->bqhd'), (0, 1, 2, 3)), 'hbqk': (layout('bqhd,bkhd->hbqk', 'hbqk,bkhd->bqhd'), (1, 0, 2, 3)),
+    'bqhk': (layout('bqhd,bkhd->bqhk', 'bqhk,bkhd->bqhd'), (0, 2, 1, 3)), 'sdpa': (by_sdpa, (1, 0, 2, 3))}
+
+
+class Laid(nn.Module):
+    "Attention with 4 heads, whose logits have an unusual order of dimensions."
+    def __init__(self, attend):
+        super().__init__()
+        self.attend,self.num_heads,self.qkv = attend,4,nn.Linear(16, 48)
+
+    def forward(self, x):
+        q,k,v = (t.unflatten(-1, (4, 4)) for t in self.qkv(x).chunk(3, -1))
+        out,self.weights = self.attend(q, k, v)
+        return out.flatten(2)
+
+
+@pytest.mark.parametrize('sequences', [3, 5, 7])
+@pytest.mark.parametrize('name', layouts)
+def test_heads_on_another_dimension_are_found(name, sequences):
+    torch.manual_seed(0)
+    attend,order = layouts[name]
+    model = nn.Sequential(Laid(attend))
+    te = torchEmber(model, attention=True)
+    model(torch.randn(sequences, 9, 16)*3)
+    te.close()
+    rows = heads(te)
+    compare(rows, [model[0].weights.detach().permute(order)])
+    assert set(rows['queries'])==set(rows['keys'])=={9}
+
+
+def five_dimensions(q, k, v):
+    "Attend by groups of 2 heads: the logits have five dimensions, and no dimension or pair of dimensions has 4 heads."
+    w = torch.einsum('bqgd,bkgd->bgqk', q, k)[:, :, None].expand(-1, -1, 3, -1, -1).softmax(-1)
+    return torch.einsum('bgqk,bkgd->bqgd', w[:, :, 0], v), w
+
+
+def windows(q, k, v):
+    "Attend to the last 3 positions, as Longformer does. The keys of the logits (sequences, queries, heads, keys) are not positions."
+    near = torch.stack([k.roll(n, 1) for n in range(3)], 3)
+    w = torch.einsum('bqhd,bqhkd->bqhk', q, near).softmax(-1)
+    return torch.einsum('bqhk,bqhkd->bqhd', w, torch.stack([v.roll(n, 1) for n in range(3)], 3)), w
+
+
+@pytest.mark.parametrize('attend', [five_dimensions, windows])
+def test_logits_whose_heads_are_unknown_have_no_rows_and_one_warning(attend):
+    model = nn.Sequential(Laid(attend), Laid(attend))
+    with pytest.warns(EmberWarning, match='is not measured: it is unknown which dimension of logits of shape .* The module has 4 heads') as given:
+        te = torchEmber(model, attention=True)
+        for _ in range(2): model(torch.randn(3, 9, 16))
+    te.close()
+    assert len(given)==1
+    assert not len(heads(te))
+    found = diagnose(te)
+    assert (found['severity']=='info')[found['text'].str.contains('The module has 4 heads')].tolist()==[True]
+
+
+def test_heads_of_five_dimensions_need_the_number_of_heads():
+    model = nn.Sequential(Laid(five_dimensions))
+    model[0].num_heads = None
+    with pytest.warns(EmberWarning, match='set the attribute num_heads of the module'):
+        te = torchEmber(model, attention=True)
+        model(torch.randn(3, 9, 16))
+    te.close()
+
+
+def test_exchanged_heads_and_positions_are_found():
+    def attend(q, k, v): return F.scaled_dot_product_attention(q, k, v), None
+    model = nn.Sequential(Laid(attend), Laid(attend))
+    with pytest.warns(EmberWarning, match=r'have the shape \(3, 9, 4, 4\), and the module has 4 heads') as given:
+        te = torchEmber(model, attention=True)
+        for _ in range(2): model(torch.randn(3, 9, 16))
+    te.close()
+    assert len(given)==1 and not len(heads(te))
+    found = diagnose(te)
+    assert (found['severity']=='warning')[found['text'].str.contains('attend to the heads of this position')].tolist()==[True]
+
+
+@pytest.mark.parametrize('name', ['LongformerModel', 'BigBirdModel'])
+def test_sparse_attention_of_hugging_face_has_rows_only_where_they_are_right(name):
+    transformers = pytest.importorskip('transformers')
+    torch.manual_seed(0)
+    config = getattr(transformers, name).config_class(**sizes, **undropped, **dict(LongformerModel=dict(attention_window=4),
+        BigBirdModel=dict(attention_type='block_sparse', block_size=4, num_random_blocks=1))[name])
+    model = getattr(transformers, name)(config)
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter('always')
+        te = torchEmber(model, attention=True)
+        model(torch.randint(0, 60, (2, 48)))
+    te.close()
+    rows = heads(te)
+    assert set(rows['tname']) <= {f'head_{i}' for i in range(4)}
+    assert 'The module has 4 heads' in str([str(w.message) for w in given])

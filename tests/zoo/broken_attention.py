@@ -35,6 +35,17 @@ def logits_without_a_scale(arm):
     train(arm, model)
 
 
+def first_key_preferred(n): # a mask of numbers that are added to the logits; the column of the first key was set to 20, not to 0
+    return torch.where(causal(n), 0., -torch.inf)+20*(torch.arange(n)==0)
+
+
+@is_broken('peaked_attention', paths='layers.*')
+def all_weight_on_the_first_key(arm):
+    "From the first step on, all queries give the first key almost all the weight, because the mask adds 20 to its logits"
+    torch.manual_seed(506)
+    train(arm, Reader([first_key_preferred]*2))
+
+
 @is_broken('attention_logits', 'attention_collapse', paths='layers.*', steps=(3, 200))
 def weight_decay_with_the_wrong_sign(arm):
     "The weight decay of queries and keys has the wrong sign, so these weights and the attention logits grow"

@@ -5,7 +5,7 @@ from torch import nn
 from . import is_healthy
 from .heads import Reader, causal, everything
 from .parts import batch, fit, letters, of_tokens, passages
-from .broken_attention import train
+from .broken_attention import first_key_preferred, train
 
 
 @is_healthy
@@ -125,3 +125,16 @@ def values_that_start_at_zero(arm):
     opt.register_step_post_hook(lambda *_: warmup.step())
     train(arm, model, opt)
     assert model.layers[1].attn.v.weight[:16].abs().mean()>.01
+
+
+@is_healthy
+def a_trained_model_with_an_attention_sink(arm):
+    "A trained model gives the first key almost all the weight (an attention sink), and is trained further with a small learning rate"
+    torch.manual_seed(620)
+    model = Reader([causal, first_key_preferred, causal])
+    opt = torch.optim.AdamW(model.parameters(), 3e-3)
+    for x,y in passages(150, 16):
+        of_tokens(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+    train(arm, model, torch.optim.AdamW(model.parameters(), 3e-4))

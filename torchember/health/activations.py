@@ -321,7 +321,7 @@ def find_large_products(h, logit):
             logits=float(size[n-1]), confidence=confidence_from(size[n-1], logit, (n-at)/n, h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #56a72632
-@rule(severity='warning', needs='output', stats=('mean', 'rms'), after=('update_too_large',))
+@rule(severity='warning', needs='output', stats=('mean', 'rms'), after=('update_too_large', 'peaked_attention', 'attention_logits', 'attention_collapse'))
 def attention(h, logit=30., peak=.97, early=.5):
     """Find attention to one position only: softmax rows with a single large number, or too large queries and keys
 

@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['reasons_of_dead_heads', 'too_large_steps', 'Heads', 'heads_in', 'layers_of', 'group_name', 'sees_later_keys',
            'predicts_next_tokens', 'sees_half_sequence_ahead', 'future_attention', 'has_zero_logits', 'sees_no_key',
-           'has_zero_values', 'dead_heads', 'peaked_attention', 'loss_decrease_after', 'attention_collapse',
-           'attention_logits', 'uniform_heads']
+           'has_zero_values', 'dead_heads', 'guesses_next_tokens', 'peaked_attention', 'loss_decrease_after',
+           'attention_collapse', 'attention_logits', 'uniform_heads']
 
 # %% ../../nbs/55_health/41_heads.ipynb #370c1dbc
 import re
@@ -14,7 +14,7 @@ import re
 import numpy as np
 
 from .finding import confidence_from, finding, fmt, list_names, name_module
-from .progress import start_and_end
+from .progress import guessing_losses, start_and_end
 from .rules import rule
 
 # %% ../../nbs/55_health/41_heads.ipynb #49b37c98
@@ -163,25 +163,37 @@ def dead_heads(h, records=4, small=1e-6):
             return
 
 # %% ../../nbs/55_health/41_heads.ipynb #1690dce9
+def guesses_next_tokens(h, layer, share=.99, part=.8):
+    """Return True if a model predicts the next tokens of `layer` only by chance at the start of the run, so nothing was learned before.
+
+    share: share of labels equal to the next input token, from which the model predicts next tokens
+    part: part of the cross-entropy of random guessing that the first loss must reach
+    """
+    losses,guesses = h.progress.values,guessing_losses(h).values()
+    return len(losses)>0 and len(guesses)>0 and losses[0]>=part*max(guesses) and predicts_next_tokens(h, layer, share)
+
 @rule(severity='warning', needs='attention')
 def peaked_attention(h, early=.5, few=8., sink=.3, keys=8):
     """Find attention to only a few keys in the first step, before anything was learned
 
     early: mean entropy of a layer's heads, as a share of the largest possible, below which a finding is reported
     few: mean number of keys with weight, above which no finding is reported: a bias by distance (ALiBi) lowers the entropy of long sequences
-    sink: mean weight of the first key, above which the model counts as trained before
+    sink: mean weight of the first key, above which the model counts as trained before, unless it predicts next tokens only by chance
     keys: number of keys, below which a layer is not checked
     """
     for l in layers_of(h):
         size,first = l.mean('entropy')[0],l.mean('first_token')[0]
         if l.mean('effective_length')[0]>few: continue
-        if l.least_keys<keys or l.steps[0]>max(h.steps[0] if len(h.steps) else 0, 1) or not size<early or first>sink: continue
+        if l.least_keys<keys or l.steps[0]>max(h.steps[0] if len(h.steps) else 0, 1) or not size<early: continue
+        if first>sink and not guesses_next_tokens(h, l): continue
         yield finding(l.path, f"At the start of training, the queries of {l.title} already give almost all attention weight to few keys. "
             f"The entropy of the weights is {fmt(size)} times that of equal weights, and the largest logit "
-            f"is {fmt(np.nanmax(l['logit_max'][0]))}. Only a small gradient passes back through the softmax.",
+            f"is {fmt(np.nanmax(l['logit_max'][0]))}. "+(f"The first key gets {fmt(first)} of the weight. " if first>sink else '')
+            +"Only a small gradient passes back through the softmax.",
             int(l.steps[0]), ttype='attention', entropy=float(size), confidence=confidence_from(early/max(size, 1e-9), 1),
             look="attention_map(run, stat='entropy', step=0)",
-            advice="Divide the logits by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. "
+            advice=("Check the mask: does it add a large number to the logits of the first key? " if first>sink else '')
+                +"Divide the logits by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. "
                 "Or use smaller initial weights for queries and keys, or normalize both (qk_norm).")
         return
 
