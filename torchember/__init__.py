@@ -65,7 +65,7 @@ def missing(name):
     "Return the exception for a name that torchember does not have. The message names the replacement of an older tool's name, or similar names."
     if name.startswith('_'): return AttributeError(f"module 'torchember' has no attribute {name!r}", name=name)
     if message := import_module('.compat.gone', __name__).sentence(name):
-        # True for `from torchember import ...`
+        # True if the name is imported by `from torchember import name`
         imported = _getframe(2).f_globals.get('__name__', '').startswith('importlib.')
         return (ImportError if imported else AttributeError)(message, name=name)
     close = ' or '.join(map(repr, import_module('.ground.messages', __name__).closest(name, list(module_of))))

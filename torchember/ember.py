@@ -122,7 +122,7 @@ class RecordedRun:
         self.t.unmark(*names)
 
     def log_model(self): # The `torchEmber` itself
-        """Log the model: record all weights and gradients now, in the current step. Updates, optimizer states and buffers only if in `ttypes`.
+        """Log the model now: record all weights and gradients in the current step, and updates, optimizer states and buffers if `ttypes` has them.
 
         Returns:
             The `torchEmber` itself
@@ -386,7 +386,7 @@ class ArmedModel(RecordedRun):
     def locate(self,
         step_fn # Function that runs one step. The model must be in the state before this step. See `torchember.locate`
     ) -> LocateResult:
-        """Locate the first NaN or infinity of a step: run the step again, and find the operation. This neither records nor restores the model.
+        """Run a step again, to locate the operation that makes the first NaN or infinity. This does not record the step or restore the model.
 
         Args:
             step_fn: Function that runs one step. The model must be in the state before this step. See `torchember.locate`
@@ -468,10 +468,10 @@ class torchEmber(ArmedModel):
         store: Format of the log: 'jsonl' (lines of JSON) or 'parquet' (much smaller). Both are read in the same way
         overhead: Fraction of the training time that recording may take, such as 0.02. If needed, some steps of `every` are skipped
         scaler: The `GradScaler` in use, to record unscaled gradients and to mark skipped steps. Not needed with accelerate, whose optimizer has a scaler
-        ends: 'step': only `torchEmber.step` ends a step. Default: the optimizer ends it; without one, each pass, until `step()` is called
+        ends: 'step': only `torchEmber.step` ends a step. Default: the optimizer ends it; without one, each pass does, until `step()` is called
         rules: Rules that check the run during training: 'default', or a list of rules as for `diagnose`
         on_finding: What to do with a finding of these rules: 'warn', 'stop' (raise an error in the training), or a function that gets the finding
-        blackbox: Black box (file of recent steps that survives a crash). None: if possible; False: no; 20: also 20 steps that `every` skips
+        blackbox: Black box (file of recent steps that survives a crash). None: if possible; False: none; 20: keep the last 20 skipped steps too
         cuda_graphs: True to also record each replay of CUDA graphs that the program captures
         attention: True to record statistics of each attention head, at steps with growing intervals; or a schedule of steps, as for `every`
         routers: True to record how many tokens each expert of a mixture of experts gets; or a schedule of steps, as for `attention`
@@ -498,10 +498,10 @@ class torchEmber(ArmedModel):
         store:str='jsonl', # Format of the log: 'jsonl' (lines of JSON) or 'parquet' (much smaller). Both are read in the same way
         overhead:float|None=None, # Fraction of the training time that recording may take, such as 0.02. If needed, some steps of `every` are skipped
         scaler=None, # The `GradScaler` in use, to record unscaled gradients and to mark skipped steps. Not needed with accelerate, whose optimizer has a scaler
-        ends:str|None=None, # 'step': only `torchEmber.step` ends a step. Default: the optimizer ends it; without one, each pass, until `step()` is called
+        ends:str|None=None, # 'step': only `torchEmber.step` ends a step. Default: the optimizer ends it; without one, each pass does, until `step()` is called
         rules=(), # Rules that check the run during training: 'default', or a list of rules as for `diagnose`
         on_finding='warn', # What to do with a finding of these rules: 'warn', 'stop' (raise an error in the training), or a function that gets the finding
-        blackbox:int|None=None, # Black box (file of recent steps that survives a crash). None: if possible; False: no; 20: also 20 steps that `every` skips
+        blackbox:int|None=None, # Black box (file of recent steps that survives a crash). None: if possible; False: none; 20: keep the last 20 skipped steps too
         cuda_graphs:bool=False, # True to also record each replay of CUDA graphs that the program captures
         attention=False, # True to record statistics of each attention head, at steps with growing intervals; or a schedule of steps, as for `every`
         routers=False, # True to record how many tokens each expert of a mixture of experts gets; or a schedule of steps, as for `attention`
@@ -602,7 +602,7 @@ class EmberCopy:
 
     def disarm(self): "Do nothing, because this copy does not record a model."
 
-    def close(self): "Do nothing, because this copy has not opened the run for recording."
+    def close(self): "Do nothing, because a copy of an ember does not record the run."
 
     def __repr__(self):
         return printable(f"<copy of a torchEmber of {self.model_name}: it reads the run {self.fname}, and records nothing>")

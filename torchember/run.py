@@ -176,7 +176,7 @@ class Recording:
 
 # %% ../nbs/92_run.ipynb #10195fd7
 def threads_run():
-    "Return True if threads run that keep the process alive, besides the main thread."
+    "Return True if another thread than the main thread keeps the process alive."
     return any(not t.daemon and t is not threading.main_thread() for t in threading.enumerate())
 
 def run_source(program, recording, is_module):

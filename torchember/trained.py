@@ -55,7 +55,7 @@ def is_lightning(module):
     return any(c.__name__=='LightningModule' for c in type(module).__mro__)
 
 def outermost(some, modules):
-    "Return the outermost module among `some`: the largest, or its outermost wrapper among `modules`, such as DDP."
+    "Return the largest module among `some`. If `modules` contains wrappers of this module, such as DDP, return the outermost wrapper."
     m = max(some, key=lambda m: len([*m.modules()]))
     around = [w for w in modules if type(w).__name__ in wrappers and is_part_of_model(m, w) and unwrap(w) is m]
     return max(around, key=lambda w: len([*w.modules()]), default=m)
@@ -80,7 +80,7 @@ def models_of(parameters, called=None, modules=None) -> list: # called: the oute
 
 # %% ../nbs/91_trained.ipynb #f26aa0d0
 def optimizers_in_use(optimizers) -> list: # optimizers: in the order of their creation
-    "Return the optimizers in use. Of several optimizers with the same parameters, return only the last one, or its wrapper."
+    "Return the optimizers in use. Of several optimizers with the same parameters, return only the last one or, if one wraps another, the wrapper."
     def is_replaced(o, other, is_later): # returns True if `other` has the parameters of `o`, and replaces or wraps `o`
         "Return True if the optimizer `other` replaces (or wraps) the optimizer `o`, with the same parameters."
         if ids_of(parameters_of(o))!=ids_of(parameters_of(other)): return False
@@ -158,7 +158,7 @@ class Training:
         "Return the optimizers of the model that still exist."
         return [o for r in self.optimizers if (o := r()) is not None]
     def has(self, optimizer):
-        "Return True if the training has this optimizer: it trains the model."
+        "Return True if `optimizer` trains the model of this training."
         return any(o is optimizer for o in self.live_optimizers())
     scaler = property(lambda self: None if (te := self.te()) is None or te.recorder.watch is None
         else te.recorder.watch.scaler)
@@ -198,7 +198,7 @@ class PendingOptimizers:
         "Return the live optimizers, which still exist."
         return [o for r in self.refs if (o := r()) is not None]
     def with_parameters(self, ids):
-        "Return the optimizers with any of the parameters that have an id in `ids`."
+        "Return the optimizers that have a parameter with its id in `ids`."
         return [o for o in self.live() if ids & ids_of(parameters_of(o))]
 
     def settle(self, optimizers):
@@ -207,7 +207,7 @@ class PendingOptimizers:
         self.drop(optimizers)
 
     def drop(self, optimizers):
-        "Drop these optimizers, and deleted optimizers, from the pending optimizers."
+        "Remove the given optimizers, and all deleted optimizers, from the pending optimizers."
         self.refs = [r for r in self.refs if (o := r()) is not None and not any(o is p for p in optimizers)]
 
 # %% ../nbs/91_trained.ipynb #5f3a9c10
@@ -257,7 +257,7 @@ class ModelRecorder:
             self.say(f"{te.fname}: step 0 has only weights and their gradients, because the optimizer stepped before a call of the model was observed.")
 
     def end_overlapping(self, model, optimizers):
-        "End trainings that overlap with `model`. Return `optimizers`, and optimizers of these trainings with other parameters."
+        "End trainings that overlap with `model`. Return their optimizers that share no parameters with `optimizers`, followed by `optimizers`."
         for t in [t for t in self.trainings if t.overlaps(model)]:
             others,ids = t.live_optimizers(),ids_of(trained_parameters(optimizers))
             self.end(t)
@@ -287,7 +287,7 @@ class ModelRecorder:
 
 # %% ../nbs/91_trained.ipynb #7be2c91d
 def catch_own_errors(f):
-    "Catch own errors of torchember in a method of `Trainings` (decorator), so that the user's training continues."
+    "Decorator for methods of `Trainings`: catch errors of torchember itself, so that the user's training continues."
     @functools.wraps(f)
     def guarded(self, *args, **kwargs):
         "Call the method, guarded against errors: after an error, stop looking for models."

@@ -139,3 +139,15 @@ def test_what_is_not_found_is_said_once_and_all_functions_are_restored():
     assert len(read('fails', ttype='attention'))==2
     assert capture.replaced_functions()==before and capture.reports.say is None
     assert read('none').query("ttype=='finding'").text.str.contains('No attention').sum()==1
+
+
+@pytest.mark.parametrize('value', [-np.inf, -1e9, -30000., -9001.])
+@pytest.mark.parametrize('dtype', ['float64', 'float32', 'bfloat16'])
+def test_masks_of_finite_numbers_and_float64(dtype, value):
+    "A bias that hides later keys gives the same rows as `is_causal`, also in float64."
+    with jax.enable_x64(dtype=='float64'):
+        xs = [jnp.asarray(np.asarray(x), dtype) for x in (q, k, v)]
+        bias = jnp.asarray(np.where(np.tri(10, dtype=bool), 0., value), dtype)[None, None]
+        _,df,got = recorded(jax.jit(lambda q, k, v: jax.nn.dot_product_attention(q, k, v, bias=bias)), *xs)
+    assert df.dtype.tolist()==[dtype]*2 and (df.reach==0).all() and (df.future==0).all()
+    np.testing.assert_allclose(got, numbers_by_hand(*xs[:2]), 1e-5)

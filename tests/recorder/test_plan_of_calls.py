@@ -142,9 +142,15 @@ def test_rows_are_those_of_the_general_way(monkeypatch, name, how):
     check(monkeypatch, name, **how)
 
 
-@pytest.mark.parametrize('how', [dict(ttypes=('output',)), dict(ttypes=('weight', 'weight_grad')), dict(stats=lambda x: {'first': x.flatten()[:1].sum()})],
-    ids=['outputs', 'parameters', 'a function'])
-def test_calls_are_not_planned(monkeypatch, how): check(monkeypatch, 'calls', planned=False, **how)
+@pytest.mark.parametrize('ttypes', [('output',), ('input', 'weight'), ('output', 'output_grad'), ('weight', 'weight_grad')], ids='_and_'.join)
+@pytest.mark.parametrize('name', ['calls', 'blocks', 'lstm'])
+def test_rows_of_some_tensor_types(monkeypatch, name, ttypes): check(monkeypatch, name, ttypes=ttypes)
+
+
+def test_gradients_alone_have_no_row_of_compiled_code(monkeypatch): check(monkeypatch, 'calls', planned=False, ttypes=('input_grad', 'output_grad'))
+
+
+def test_statistics_of_a_user_are_not_planned(monkeypatch): check(monkeypatch, 'calls', planned=False, stats=lambda x: {'first': x.flatten()[:1].sum()})
 
 
 # ---- scenarios: functions that run before each step as scenario(ember, model, loss, step)
@@ -213,6 +219,14 @@ def flushes_in_the_middle(te, model, loss, i):
     handle.remove()
     return x.item()
 
+def reads_in_the_middle(te, model, loss, i):
+    "Count the rows that a reader sees while the model runs."
+    counts = []
+    handle = model[1].act.register_forward_hook(lambda *args: counts.append(len(te.t.df)) and None)
+    loss(model).backward()
+    handle.remove()
+    return counts
+
 def adds_modules(te, model, loss, i):
     if i==2: model[0].extra = nn.Linear(6, 6)
     if i==3: model[0].act = nn.Sequential(nn.Linear(6, 6), nn.Tanh())
@@ -261,11 +275,11 @@ def a_wrapper(te, model, loss, i):
     model[2](y).sum().backward()
 
 scenarios = [evaluates, raises, fails_inside, other_shapes, shapes_in_turns, micro_batches,
-    rearms, disarms, disarms_in_the_middle, flushes_in_the_middle, adds_modules, copies,
+    rearms, disarms, disarms_in_the_middle, flushes_in_the_middle, reads_in_the_middle, adds_modules, copies,
     another_listener, transforms, modes, parts, in_a_thread, probes, changes_statistics, writes_data, hidden_gradients, a_wrapper]
 
 @pytest.mark.parametrize('scenario', scenarios, ids=lambda f: f.__name__)
-@pytest.mark.parametrize('ttypes', [None, alls], ids=['default', 'gradients'])
+@pytest.mark.parametrize('ttypes', [None, alls, ('output',)], ids=['default', 'gradients', 'outputs'])
 def test_what_happens_between_steps(monkeypatch, scenario, ttypes):
     check(monkeypatch, 'blocks', scenario, **({} if ttypes is None else {'ttypes': ttypes}))
 

@@ -30,7 +30,7 @@ def count_heads(module) -> int|None:
     return next((h for h in found if type(h) is int and h>0), None)
 
 def is_split(module) -> bool:
-    "Return True if parameters of a module (or None) are split over ranks. Then the module's number of heads may be that of all ranks together."
+    "Return True if parameters of a module are split over ranks. The module's number of heads may then be that of all ranks. `module` may be None."
     return module is not None and any(hasattr(p, 'placements') for p in module.parameters())
 
 def unknown_heads(x, heads:int|None):
@@ -123,7 +123,7 @@ def wrap_with_report(function, report):
     return run
 
 def report_products(listener, query=None, key=None, value=None, attn_mask=None, dropout_p=0., is_causal=False, scale=None, enable_gqa=False, **more):
-    "Report the query-key products of `scaled_dot_product_attention` to a listener: its arguments. Report nothing if arguments are missing."
+    "Report the arguments of `scaled_dot_product_attention` to a listener. Report nothing if query, key or value is missing."
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)): listener.attention_products(query, key, value, attn_mask, is_causal, scale)
 
 def report_logits(listener, input=None, dim=None, *args, **more):
@@ -151,12 +151,12 @@ class InGraph:
     def memory_reused(self): "Do nothing, because rows of attention use no cached summaries."
 
     def attention_products(self, q, k, v, mask, causal, scale):
-        "Add an operator to the graph that reports queries, keys and values."
+        "Add an operator to the graph. When the graph runs, the operator reports queries, keys and values."
         xs = [q, k, v] if mask is None else [q, k, v, mask]
         if all(map(is_plain, xs)): products_in_graph([x.detach() for x in xs], self.key, causal, scale)
 
     def attention_logits(self, x, dim):
-        "Add an operator to the graph that reports logits."
+        "Add an operator to the traced graph. When the graph runs, this operator reports the logits `x`."
         if is_plain(x): logits_in_graph([x.detach()], self.key)
 
 in_graph = InGraph()
@@ -167,7 +167,7 @@ def report_method(input, dim=None, *args, **more):
 
 # %% ../../nbs/10_capture/50_attention.ipynb #70de1df0
 def find_global_references(functions) -> list:
-    "Find global variables that refer to the functions, in all modules except compilers and torchember. Return (module, name, function)."
+    "Find global variables that refer to one of `functions`. Skip modules of compilers and torchember. Return (module, name, function) for each."
     wanted,found = {id(f) for f in functions},[]
     for name,m in list(sys.modules.items()):
         if not isinstance(m, types.ModuleType) or name.startswith((*modules_of_compilers, 'torchember', '__mp_main__')): continue
@@ -179,7 +179,7 @@ class Replacements:
     def __init__(self): self.functions,self.methods = {},{}
 
     def make(self, functions, methods):
-        """Make replacements of torch functions, in the modules of `find_global_references`, and of tensor methods.
+        """Make the replacements: of torch functions wherever a module refers to them (`find_global_references`), and of tensor methods.
 
         `functions`: function of torch -> its replacement; `methods`: name of a method -> its replacement.
         """
@@ -208,7 +208,7 @@ class AttentionWatch:
     wants = union_of_wanted_types(frozenset())
 
     def __init__(self, listener):
-        """Create a watch that calls three methods of `listener`.
+        """Create a watch that reports attention calls to `listener`, by the following three methods.
 
         `records_attention()` returns True if the listener records the call of attention that begins.
         `attention_products(q, k, v, mask, causal, scale)` gets the arguments of `scaled_dot_product_attention`.

@@ -41,7 +41,7 @@ def with_clipping_report(clip):
     return run
 
 class ClippingWatch:
-    "Watches torch's clipping functions, such as `clip_grad_norm_`, in this process. Reports their parameters to a listener before they clip."
+    "Watches torch's clipping functions, such as `clip_grad_norm_`. Reports the parameters to be clipped to a listener before each clipping."
     attached = weakref.WeakSet() # all attached `ClippingWatch` objects
     replaced = [] # functions of torch to restore later, as tuples (Python module, name, torch's function, replacement)
     # listener: object with a method `clips(parameters)`, which is called before each clipping

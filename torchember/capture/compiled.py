@@ -15,7 +15,7 @@ from .merging import Merged, merge_operator_calls
 from .private_torch import keep_in_order, never_compile, never_merge, on_inductor_graphs, recomputing, register_ordered_effect
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #fd9b9211
-# `numbers` counts the key tensors that `make_key_tensor` makes. `holders`: number in a key tensor -> object that this tensor stands for
+# `numbers`: counter that gives each key tensor a new number. `holders`: number in a key tensor -> object that this tensor represents
 numbers,holders = itertools.count(),weakref.WeakValueDictionary()
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #7a82081c
@@ -50,8 +50,8 @@ def unused_name(name):
     names = (f'{name}_{i}' if i>1 else name for i in itertools.count(1))
     return next(n for n in names if not hasattr(torch.ops.torchember, n))
 
-operators = {} # name of an operator with mergeable calls -> its name without a number, and the function that the operator calls
-mergeable = {} # operator with mergeable calls -> True if an effect token keeps the order of the operator
+operators = {} # full name of an operator with mergeable calls -> its name without the number of `unused_name`, and the function that it calls
+mergeable = {} # operator with mergeable calls -> True if the operator has an effect token, which keeps its calls in order
 
 def define_operator(name, arguments, f, token=True, tensors='Tensor[]', merges=True):
     """Define an operator to report tensors from compiled code. torch.compile keeps the operator in the graph and in order, without tracing its code.
@@ -60,7 +60,7 @@ def define_operator(name, arguments, f, token=True, tensors='Tensor[]', merges=T
     in torch's schema language. `token`: True if torch is to keep the order by an effect token, where this version of torch has effect tokens.
     `merges`: True if Inductor may call the operator later in the graph, in one call with other operators."""
     def run(xs, key, *rest):
-        "Run the operator: call `f` with the tensors `xs` and with the object that the tensor `key` stands for."
+        "Run the operator: call `f` with the object (holder) that the tensor `key` represents, and with the tensors `xs`."
         holder = holder_of(key)
         if holder is None: return
         holder.memory_reused()
@@ -70,7 +70,7 @@ def define_operator(name, arguments, f, token=True, tensors='Tensor[]', merges=T
     return op
 
 def add_operator(name, arguments, run, token):
-    """Add an operator that calls `run`. Return the operator, and True if an effect token keeps its order.
+    """Add an operator that calls `run`. Return the operator, and True if an effect token keeps the order of its calls.
 
     `name`, `arguments`, `token`: as in `define_operator`, but `arguments` are the types of all arguments."""
     name = unused_name(name)
@@ -93,22 +93,22 @@ def prepare_graph(op, token):
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #4d906f5e
 def make_holder_call(method):
-    """Return a function that calls a method of a holder (object) with (name, tensor) pairs.
+    """Return a function `f(holder, xs, names)` that calls `method` of the object `holder` with (name, tensor) pairs.
 
     While a checkpoint recomputes a forward, the function does nothing.
     """
     def f(holder, xs, names, *hooked):
-        "Call the method of the object `holder`. Do nothing while a checkpoint recomputes a forward: the first run was already reported."
+        "Call `method` of the object `holder`. Do nothing while a checkpoint recomputes a forward, because the original forward was reported."
         if not recomputing(): getattr(holder, method)(list(zip(names, xs, strict=True)), *hooked)
     return f
 
 def report_gradients(holder, xs, ttype, names):
-    "ReportedCall gradients `xs` of the tensors `names` to the object `holder`. A gradient is None if the backward pass did not compute it."
+    "Report the gradients `xs` of the tensors `names` to the object `holder`. A gradient is None if the backward pass did not compute it."
     named = [(n, x.detach()) for n,x in zip(names, xs, strict=True) if x is not None]
     if named: holder.grads_arrived(ttype, named)
 
 def report_pending(holder, xs, last):
-    "ReportedCall that calls from the module of `holder` to the module of `last` are pending: a compiled graph begins, and reports the calls later."
+    "Report that a compiled graph begins, and will report its calls later: from the module of `holder` to the module of `last`."
     if not recomputing() and (end := holder_of(last)) is not None: holder.compiled_graph_began(end)
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #e291353d
@@ -126,14 +126,14 @@ pending = define_operator('pending', ', Tensor last', report_pending, merges=Fal
 # %% ../../nbs/10_capture/15_compiled.ipynb #6e120021
 class ReportedCall(NamedTuple):
     "A call of one of torchember's operators, which a merged call replaces."
-    key:int # Index of its key among the keys of the merged call
+    key:int # Index of this call's key among the keys of the merged call
     operator:str # Name of the operator, such as 'entered'
     call:Any # Function that the operator calls
-    at:list # Indices of its tensors among the tensors of the merged call, -1 for None
+    at:list # Index of each tensor of this call among the tensors of the merged call, -1 for None in place of a tensor
     arguments:list # Further arguments, such as the names of the tensors
 
     def run(self, holder, xs):
-        "Run the operator with some of the tensors `xs` of the merged call."
+        "Run the operator with its own tensors, selected from all tensors `xs` of the merged call."
         self.call(holder, [None if i<0 else xs[i] for i in self.at], *self.arguments)
 
 @functools.lru_cache(4096)
@@ -142,7 +142,7 @@ def events_of(text):
     return [ReportedCall(key, *operators[name], at, arguments) for name,key,at,*arguments in json.loads(text)]
 
 def plan_of_merged(events, holders):
-    "Return the plan of a merged call, by the first holder with only one listener. Return None without a plan. `events`: JSON for `events_of`."
+    "Return the plan of a merged call, or None. The first holder that has exactly one listener is asked for it. `events`: JSON for `events_of`."
     listener = next(filter(None, (getattr(h, 'listener', None) for h in holders)), None)
     return None if listener is None else listener.plan_of_merged(events, holders)
 

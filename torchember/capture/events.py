@@ -20,7 +20,7 @@ class WantedTypes:
     def __init__(self, inputs=True, outputs=True, input_grad=False, output_grad=False, compiled=True):
         self.inputs,self.outputs = inputs or input_grad,outputs or output_grad
         self.input_grad,self.output_grad,self.compiled = input_grad,output_grad,compiled
-        self.attention = False # True if attention is recorded, so that compiled code reports attention
+        self.attention = False # True if compiled code must report attention, because attention is recorded
         # all `WantedTypesUnion` objects that include this `WantedTypes` object; `switch` updates them
         self.unions = weakref.WeakSet()
 
@@ -62,9 +62,9 @@ def union_of_wanted_types(parts:frozenset):
 # %% ../../nbs/10_capture/18_events.ipynb #8b77b4ec
 class Listener(Protocol):
     "An object to be notified of the events of a model. Methods of this class do nothing, so a subclass defines only the needed methods."
-    wants = always() # types of tensors that are reported to this listener when modules are called
+    wants = always() # `WantedTypes`: types of the tensors that module calls report to this listener
     on = True # False while module calls are not reported to this listener, as in steps that are not recorded
-    # number of running passes in all threads. At 0, a call of any module begins a pass; at a constant 1, only the root
+    # number of running passes in all threads. At 0, a call of any module begins a pass. In a subclass with a constant 1, only the root begins one
     running = 0
     # True for the recorder of a run: a module may have only one such listener, and `nn.DataParallel` is refused
     exclusive = False
@@ -124,7 +124,7 @@ class Listener(Protocol):
         This method is not called for a module with several listeners."""
 
     def plan_of_merged(self, text, holders):
-        """Return a plan for a merged call of compiled code: an object that records the calls and gradients that it reports. Return None without a plan.
+        """Return a plan for a merged call of compiled code: an object that records the reported calls and gradients. Return None if there is no plan.
 
         See `recorder.merged_plans.MergedPlan`. `text`: JSON of the reports; `holders`: objects that get the reports."""
 
@@ -171,7 +171,7 @@ class Listener(Protocol):
 
     def failed(self, state, ttype:str, tname:str, error): "Called when the search for tensors in the arguments or the result of a call has failed."
 
-    def missed(self, state, ttype:str, names:list): "Called when compiled code has missed `names`: it cannot report these `DTensor` objects."
+    def missed(self, state, ttype:str, names:list): "Called when compiled code cannot report the tensors `names`, because they are `DTensor`s."
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a23
 # names of listener methods called during passes, besides names that begin with pass_, call_ or probe

@@ -24,7 +24,7 @@ def with_events(f, before, after):
     "Wrap a method of a CUDA graph class with events: notify listeners before and after the method. `before`, `after`: event names, or None."
     @functools.wraps(f)
     def run(graph, *args, **kwargs):
-        "Run the method of the CUDA graph. Report the first event before it, and the second event after it."
+        "Run the method `f` of the CUDA graph. Report the event `before` before the method runs, and the event `after` when it ends."
         if before: notify_watches(before, graph)
         whole = False
         try:

@@ -13,14 +13,14 @@ class ArmedDict(dict):
     def __init__(self, own):
         super().__init__(own)
         self.own = own # the module's `__dict__` from before recording; `uninstall` restores it
-        self.installed = {} # key -> (value installed by torchember, value of the module that is hidden until `uninstall`)
+        self.installed = {} # key -> (value installed by torchember, the module's own value, which is hidden until `uninstall`)
 
     def install(self, new):
         "Install the values of the dict `new`. The module's own values of these keys are hidden until `uninstall`."
         for k,v in new.items(): self.installed[k],self[k] = (v, self.get(k, missing)),v
 
     def uninstall(self, new):
-        "Uninstall the values of the dict `new`, and restore the module's own values. A value that the user has set since then stays."
+        "Remove the installed values of the dict `new`, and restore the module's own values. Keep a value that the user has set since then."
         for k,v in new.items():
             if self.installed.get(k, (missing,))[0] is not v: continue
             covered = self.installed.pop(k)[1]
@@ -61,7 +61,7 @@ class ArmedDict(dict):
         return self.unarmed()
 
     def update(self, *args, **more):
-        "Update this dict as `dict.update` does, but keep values added by torchember if a saved `__dict__` has the hidden values."
+        "Update this dict as `dict.update` does, except for the module's own values that values of torchember hide: these stay hidden."
         for k,v in dict(*args, **more).items():
             if k not in self.installed or v is not self.installed[k][1]: self[k] = v
 

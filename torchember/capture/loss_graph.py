@@ -37,7 +37,7 @@ def only_child(node):
     return found[0] if len(found)==1 else (None, None)
 
 def arithmetic(node, word):
-    "Return the `LossOperation` of arithmetic (with a constant, or a division by a sum), and the next node. Return None, None for others."
+    "Return the `LossOperation` for arithmetic with a constant or a division by a sum, and the next node. Return (None, None) for other nodes."
     below,slot = only_child(node)
     if word=='Div' and below is None and len(node.next_functions)==2:
         above,total = (n for n,_ in node.next_functions)
@@ -60,7 +60,7 @@ class LossPath(NamedTuple):
     "Path in the autograd graph between the model's last layer and a node of the loss: a list of operations, the last operation first."
     links:tuple # a `LossOperation` for each operation, the last operation first
     end:object # Autograd node at which the search ended, usually the node of the model's last layer
-    # Autograd node of the first activation that the search found, else `end`. Parts of one loss have the same anchor
+    # Node of the operation nearest to the loss, except selections and `value_links`; `end` if there is none. Parts of one loss have the same anchor
     anchor:object
     raw:torch.Tensor|None # Prediction of the model, if an autograd node has saved the prediction
     names = property(lambda self: tuple(l.name for l in self.links), doc="Names of the operations, the last operation first")

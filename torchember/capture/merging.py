@@ -15,7 +15,7 @@ from .private_torch import is_barrier, is_operation, operation_arguments, operat
 
 # %% ../../nbs/10_capture/13_merging.ipynb #6e120008
 def bytes_of(node):
-    "Return the bytes (size) of the tensors that an FX node computes, infinity if unknown. For dynamic shapes, use the first call."
+    "Return the size in bytes of the tensors that an FX node computes, infinity if unknown. For a dynamic shape, use the shape in the first call."
     vals,total = node.meta.get('val'),0
     for v in vals if isinstance(vals, (tuple, list)) else (vals,):
         if not isinstance(v, torch.Tensor): continue
@@ -25,7 +25,7 @@ def bytes_of(node):
     return total
 
 def is_view(node):
-    "Return True if the result of an FX node is a view: it uses the memory of the node's first argument, as an element of a tuple does."
+    "Return True if the result of an FX node is a view: it uses the memory of the node's first argument. An item of a tuple counts as a view."
     return operation_arguments(node.target).view if is_operation(node) else node.target is operator.getitem
 
 class TensorLifetimes:
@@ -73,12 +73,12 @@ def groups_of_calls(graph, mergeable, least=least_bytes):
 class Merged(NamedTuple):
     "Merged operators, each of which replaces a group of calls."
     last:Any # Operator that replaces the last merged call. Its arguments: tensors, keys, and the merged calls as JSON
-    # Operator that replaces the first merged call, if a merged call reports a module. Its arguments: two keys
+    # Operator to put before the first merged call, if the group reports a module. Its arguments: keys of the first and the last module
     first:Any=None
     modules:tuple=() # Operators that report the start or end of a module's call
 
 def merge_operator_calls(graph, mergeable, merged):
-    "Merge calls of torchember's operators in an FX graph. `mergeable`: as in `groups_of_calls`. `merged`: True (effect token) or False -> `Merged`."
+    "Merge operator calls in an FX graph. `mergeable`: as in `groups_of_calls`. `merged`: value in `mergeable` (True or False) -> `Merged`."
     for group in groups_of_calls(graph, mergeable):
         op,_ = operator_call(group[0])
         merge_group(graph, group, merged[mergeable[op]])
@@ -121,7 +121,7 @@ def merge_group(graph, group, merged):
     for node in group: graph.erase_node(node)
 
 def copy_result_metadata(node, new, token):
-    "Copy the metadata of the result of `node` to the call `new` before it. Return the effect token after `new`, None without a token."
+    "Copy the metadata of the result of `node` to the call `new`, inserted before `node`. Return the effect token after `new`, None without a token."
     new.meta = copy_node_metadata(node)
     if token is None: return None
     after = node.graph.call_function(operator.getitem, (new, 0))

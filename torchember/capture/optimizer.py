@@ -109,7 +109,7 @@ def replace_step(o, run) -> ReplacedStep:
     `run` is called with the object, the original `step`, the positional arguments as a tuple, and the keyword arguments as a dict."""
     former = vars(o).get('step')
     def step(self, *args, **kwargs):
-        "Call `run` with the original `step` of the object."
+        "Make a step: call `run` with the original `step` of the object. For another object, such as a copy, call only the original `step`."
         def go(*args, **kwargs):
             "Go on with the step: call the original method `step` of the optimizer or scaler."
             return type(self).step(self, *args, **kwargs) if former is None else former(*args, **kwargs)
@@ -191,7 +191,7 @@ class OptimizerWatch:
         self.open,self.wrappers = OpenSteps(),[]
         # id of an optimizer -> optimizer that stepped inside the step of a wrapper; reported when the wrapper's step ends
         self.in_wrapper = {}
-        # ids of optimizers: `ready` with gradients ready in this scaler step; `stepped` with at least one earlier step
+        # ids of optimizers. ready: their gradients are ready, since the scaler's step began if there is a scaler; stepped: they made or skipped a step
         self.ready,self.stepped = set(),set()
 
     def attach(self):
@@ -218,7 +218,7 @@ class OptimizerWatch:
     busy = property(lambda self: bool(self.wrappers) or self.open.any(), doc="True if a step of an optimizer is running.")
 
     def begin(self, o, args, kwargs):
-        "Report that a step of `o` begins; without a closure, that its gradients are ready. Return new arguments with a wrapped closure, or None."
+        "Report that a step of `o` begins or, if it has no closure, that its gradients are ready. Return arguments with a wrapped closure, or None."
         if not self.open.begin(o): return None
         new = wrap_closure(args, kwargs, lambda: self.gradients_ready(o, False))
         if new is None: self.gradients_ready(o)
@@ -236,13 +236,13 @@ class OptimizerWatch:
         self.listener.gradients_ready(o, gradient_scale(self.scaler, o), unchanged)
 
     def note_end(self, o):
-        "Note the end of a step of `o`: report that it was made or skipped. In the step of a wrapper, wait for the end of the wrapper's step."
+        "Note the end of a step of `o`: report the step as made or skipped. Within a wrapper's step, only store `o` until the wrapper's step ends."
         if self.wrappers: self.in_wrapper[id(o)] = o; return
         self.stepped.add(id(o))
         self.listener.step_skipped(o) if has_skipped(o) else self.listener.step_ends(o)
 
     def begin_step(self, o):
-        "Begin a step for a trainer that does not call `o.step`: report its beginning. Call this method before the weights change."
+        "Report that a step of the optimizer `o` begins, if the trainer does not call `o.step`. Call this method before the weights change."
         if self.attached: self.listener.step_begins(o)
 
     def note_step(self, o):

@@ -54,7 +54,7 @@ def without_dtensors(ttype, named, key):
     return [(n,x) for n,x in named if not hasattr(x, 'placements')]
 
 def with_gradient(named, wanted):
-    "Return the (name, tensor) pairs of tensors with a gradient in the backward pass. Empty if gradients are not `wanted` or not reportable."
+    "Return the (name, tensor) pairs of tensors that need a gradient. Return [] if gradients are not `wanted`, or compiled code cannot report them."
     wanted = wanted and hooks_in_graphs and torch.is_grad_enabled()
     return [(n,x) for n,x in named if wanted and x.requires_grad]
 
@@ -169,7 +169,7 @@ def patched_like(forward, former, function):
     return f
 
 def inner_forward(*inner):
-    "Return a new forward for the second and later listeners. Its code object names a file of `torch.nn`, so that torch.compile skips it."
+    "Return a new forward for one further listener, after the first. Its code object names a file of `torch.nn`, so that torch.compile skips it."
     f = patched(inner=inner)
     f.__code__ = copy_code(nn.Identity.forward, f.__code__)
     return f
@@ -184,7 +184,7 @@ class Patch:
         takes_module = isinstance(found, types.MethodType) and found.__self__ is module and isinstance(found.__func__, types.FunctionType)
         # the replaced function, if it was set on the instance and gets the module as first argument; else None
         self.function = found.__func__ if takes_module else None
-        # True if `forward` is a Python method of the class, not set on the instance, written in C, static or scripted
+        # True if `forward` is a Python method of the class. False if it is set on the instance, written in C, static or scripted
         is_plain = 'forward' not in d and isinstance(of_class, types.FunctionType)
         own = self.function or (is_plain and of_class)
         # the callable that the new forward replaces; None if the callable is a method of the class
@@ -235,7 +235,7 @@ class Patch:
         for st in self.states: st.ended()
 
     def compiled_graph_began(self, last):
-        "Report to the listeners that a compiled graph begins and will report its calls later: from this module to the module of the `Patch` `last`."
+        "Report to the listeners that a compiled graph begins. It reports its calls later, from this module to the module of `last`, a `Patch`."
         for st in self.states:
             if (end := next((s for s in last.states if s.listener is st.listener), None)) is not None: st.compiled_graph_began(end)
 

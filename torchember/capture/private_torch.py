@@ -44,7 +44,7 @@ def private(path, without, then):
 
 @contextmanager
 def noting_failure(path, then):
-    "Return a context manager that catches exceptions and notes the failure: the name `path` and consequence `then` go to `missing`."
+    "Return a context manager that catches an exception and notes it in the dict `missing`: the name `path` with the consequence `then`."
     try: yield
     except Exception: missing[path] = then
 
@@ -118,11 +118,11 @@ def recomputing():
 apply_code = getattr(getattr(torch.autograd.Function.apply, '__func__', None), '__code__', None)
 
 def function_call_in(frame):
-    """Return the Function call in a stack frame: weak references that identify it. None without an autograd Function.
+    """Return weak references that identify the call of an autograd Function in a stack frame. Return None for a frame without such a call.
 
     Return None, too, if the Function only repeats a forward pass for a checkpoint."""
     if apply_code is not None:
-        # compiled code also runs in an autograd Function: `recomputes` excludes that Function by its name
+        # torch.compile, too, runs its compiled code in an autograd Function. `recomputes` recognizes such a Function by its name
         if frame.f_code is not apply_code or recomputes(frame.f_locals['cls']): return None
         return tuple(weakref.ref(x) for x in frame.f_locals['args'] if isinstance(x, torch.Tensor))
     ctx = function_context_in(frame)
@@ -142,7 +142,7 @@ def running_frames():
         frame = frame.f_back
 
 def enclosing_call():
-    "Return the enclosing call of an autograd Function as an id: its forward runs in this thread. True in a backward pass, else None."
+    "Return an id of the autograd Function call whose forward runs in this thread. Return True in a backward pass, None outside of both."
     if running_backward()!=-1: return True
     if torch.is_grad_enabled(): return None
     return next((found for frame in running_frames() if (found := function_call_in(frame)) is not None), None)
@@ -243,11 +243,11 @@ def is_engine_code(code):
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #d2d017bf
 def node_operation_name(node) -> str:
-    "Return the name of the operation of an autograd node: 'MseLoss' for a `MseLossBackward0`. These names are private, in all versions of torch."
+    "Return the operation name of an autograd node: 'MseLoss' for a `MseLossBackward0`. The class names are private. Works in all versions of torch."
     return type(node).__name__.partition('Backward')[0]
 
 def saved(node, name):
-    """Return a saved value of an autograd node, under a name such as 'target', detached. None if the value is missing or freed.
+    """Return the value that an autograd node saved as `name`, such as 'target', detached. Return None if the value is missing or freed.
 
     A tensor is not unpacked if it was packed by hooks, because then unpacking may compute a forward again, as in checkpoints."""
     # `_raw_saved_*` attributes exist in torch 1.9 and later, and have `unpack_hook` in torch 2.8 and later
@@ -366,7 +366,7 @@ def never_merge(op):
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch32
 def keep_in_order(op, token:bool):
-    """Keep the operator `op` in order in Inductor, if it is loaded: run it after the last earlier effect.
+    """Keep the order of the operator `op` in Inductor: `op` runs after the last earlier operator with a side effect. Do nothing without Inductor.
 
     `token`: True if `op` is registered as an effect of torch."""
     lowering = sys.modules.get('torch._inductor.lowering')
@@ -408,7 +408,7 @@ def order_graph_operations(graph, n, last, token):
 # %% ../../nbs/10_capture/05_private_torch.ipynb #5c20f0a1
 slower = 'compiled code reports each call of a module separately, which takes longer'
 
-# operator that wraps the calls of operators with an effect token in a graph. Exists in torch 2.5 and later
+# operator by which a graph calls the operators that have an effect token. Exists in torch 2.5 and later
 with_effects = private('torch._higher_order_ops.effects.with_effects', None, slower)
 
 def operator_call(node):
@@ -428,7 +428,7 @@ def is_barrier(node):
 watched_operators = set() # operators for which `on_inductor_graphs` has registered a function
 
 def on_inductor_graphs(ops, f):
-    """Call `f(graph)` on Inductor's functionalized FX graphs that call one of the operators `ops`, if Inductor is loaded.
+    """Register `f(graph)`, if Inductor is loaded: Inductor calls `f` for its functionalized FX graphs that call one of the operators `ops`.
 
     Uses the pattern matcher of Inductor (torch 2.1 and later)."""
     post = sys.modules.get('torch._inductor.fx_passes.post_grad')
@@ -454,7 +454,7 @@ def loss_scale(scaler):
     return scaler._scale if hasattr(scaler, '_scale') else scaler.get_scale()
 
 def is_unscaled(scaler, optimizer) -> bool:
-    "Return True if a `GradScaler` has unscaled the gradients of an optimizer in this step. Uses `_per_optimizer_states`, in all versions of torch."
+    "Return True if a `GradScaler` has unscaled an optimizer's gradients in this step. All versions of torch store this in `_per_optimizer_states`."
     return hasattr(scaler, '_per_optimizer_states') and scaler._per_optimizer_states[id(optimizer)]['stage'].name!='READY'
 
 def has_unscaled(scaler) -> bool:
@@ -492,7 +492,7 @@ def group_between_shards(module):
     return getattr(module, '_inter_node_pg', None)
 
 def may_free_parameters():
-    """Return True if FSDP may free parameters, because FSDP may be in use. Then parameters must be read at once.
+    """Return True if FSDP may be in use, so that parameters must be read at once.
 
     FSDP frees gathered parameters after a forward pass."""
     return 'torch.distributed.fsdp' in sys.modules and torch.distributed.is_available() and torch.distributed.is_initialized()
@@ -572,6 +572,6 @@ def report_softmax(report):
             return
         # returns None, so that Dynamo itself still adds the softmax to the graph
         def method_softmax(self, tx, *args, **kwargs):
-            "Trace a call of `report` with the arguments of `Tensor.softmax`."
+            "Make Dynamo trace the function `report`, with the arguments of a `Tensor.softmax` call."
             function(report).call_function(tx, [self, *args], kwargs)
         cls.method_softmax = method_softmax

@@ -141,7 +141,7 @@ class Ranks:
         return self.inner if isinstance(ddp.module, nn.ParameterList) else ddp.module
 
     def set_batch(self, module, batch):
-        "Set the `DataParallel` (argument `batch`) of a module and all modules inside. Call this for outer wrappers before inner wrappers."
+        "Store how ranks share the batch of a module and of all modules inside. `batch`: a `DataParallel`. Call this for outer wrappers first."
         for m in module.modules(): self.batches[m] = batch
 
     def find_axes(self):

@@ -44,7 +44,7 @@ def running_calls():
 
 # %% ../../nbs/10_capture/52_routers.ipynb #0d43a931
 def router_listeners() -> list:
-    """Return the listeners of routers: listeners that record routers now.
+    """Return the listeners that record routers (choices of experts) now.
 
     The list is empty in traced code, and inside `vmap` and `torch.func.grad`."""
     if getattr(inner, 'runs', False) or is_exporting() or is_tracing() or inside_transform() is not None: return []
@@ -55,12 +55,12 @@ def is_choice(x, dim) -> bool:
     return isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim()>1 and dim in (-1, x.dim()-1) and x.numel()>0
 
 def report_choice(listeners, result, input=None, k=None, dim=-1, *args, **kwargs):
-    "Report a choice of experts to listeners: the result of `topk`, if it can be one. Arguments after `result`: as in `torch.topk`."
+    "Report the result of `topk` to listeners, if it can be a router's choice of experts. Arguments after `result`: as in `torch.topk`."
     if is_choice(input, dim) and 0<result[1].shape[-1]<input.shape[-1]:
         for listener in listeners: listener.expert_choice(input, result[1], True)
 
 def report_largest(listeners, result, input=None, dim=None, *args, **kwargs):
-    """Report the largest scores to listeners: the result of `argmax`, if it can be a choice of experts.
+    """Report the indices of the largest scores (result of `argmax`) to listeners, if they can be a choice of experts.
 
     Arguments after `result`: as in `torch.argmax`."""
     if is_choice(input, dim) and input.shape[-1]>1:
@@ -70,12 +70,12 @@ def report_largest(listeners, result, input=None, dim=None, *args, **kwargs):
 reports = dict(topk=report_choice, argmax=report_largest)
 
 def with_result_reported(function, report):
-    """Return a function of torch with its result reported: calls the function, then `report(listeners, result, *args, **kwargs)`.
+    """Return a replacement for a function of torch. It calls the function, then `report(listeners, result, *args, **kwargs)`.
 
     Nothing is reported if no listener records routers now."""
     @functools.wraps(function)
     def run(*args, **kwargs):
-        "Run torch's function, and report the result to listeners that record routers."
+        "Run the original function of torch, and report its result to listeners that record routers."
         if torch.compiler.is_compiling() or not (found := router_listeners()): return function(*args, **kwargs)
         inner.runs = True
         try:
@@ -93,7 +93,7 @@ class RouterWatch:
     replacements = Replacements()
 
     def __init__(self, listener):
-        """Create a watch that calls two methods of `listener`.
+        """Create a watch of routers that reports to `listener`, an object with two methods.
 
         `records_routers()` returns True if the listener records the choice that begins.
         `expert_choice(scores, indices, is_topk)` gets the argument and the result of `topk` or `argmax` (then `is_topk` is False).

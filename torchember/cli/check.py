@@ -68,7 +68,7 @@ class BackwardPatch:
         torch.autograd.backward = self.patched = patched
 
     def note(self, tensors):
-        "Note the losses in a backward pass: report each backward tensor with one element, by calling `notify`."
+        "Note the losses, before a backward pass: call `notify` for each tensor with one element among `tensors`, where the backward pass starts."
         import torch
         found = [x for x in (tensors if isinstance(tensors, list|tuple) else [tensors])
             if isinstance(x, torch.Tensor) and x.numel()==1]
@@ -131,13 +131,13 @@ class Checking(Recording):
     options: keyword arguments of `torchEmber`
     steps: number of steps of each model
     rules: as for `check_step`"""
-    patience = 10 # if a model has finished `patience` times the requested steps, stop waiting for other models
+    patience = 10 # factor: when one model has made `patience` times the requested number of steps, stop waiting for other models
 
     def __init__(self, options, steps=1, rules='default'):
         super().__init__(options)
         self.steps,self.rules,self.tables,self.reasons,self.raised,self.patch = steps,rules,[],[],0,None
 
-    def say(self, text): "Say nothing when a model was found, because the tables show all models."
+    def say(self, text): "Show no message for a model that was found, because the result tables of the check show all models."
 
     def start(self):
         "Install the patches, and start to record the models."
@@ -171,7 +171,7 @@ class Checking(Recording):
         self.tables = [self.table_of(t, te) for t in self.trainings.trainings if (te := t.te()) is not None]
 
     def table_of(self, t, te):
-        "Return the table (`ModelTable`) of a training. If the check fails, it contains the error, so that other tables can be shown."
+        "Return the table (`ModelTable`) of a training. If its check raises an error, return a table with the error, to show the other tables."
         make = functools.partial(ModelTable, te, t.live_optimizers())
         if not count_finished_steps(te): return make(why=no_step(te))
         try: return make(table=te.check_step(self.rules, steps=max(te.recorder.tally.steps, 1)))

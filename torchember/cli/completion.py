@@ -74,7 +74,7 @@ def split_line(line):
     return line.split(), ''
 
 def complete_for_bash(line):
-    "Complete a command line for bash: return completions, escaped and without the part up to the last '=' or ':'. In open quotes, unchanged."
+    "Complete a command line for bash. Return completions, escaped and without the part up to the last '=' or ':' (unchanged in open quotes)."
     words,quote = split_line(line)
     found = complete_words(words[1:])
     if quote: return found

@@ -89,7 +89,7 @@ class OpenSteps:
         self.last[log] = max(step, self.last.get(log, step))
 
     def pop_complete(self, logs):
-        "Pop the complete steps (remove and return them): every running log has a later step. `logs`: names of the running logs"
+        "Pop (remove and return) the complete steps, which are before the last step of every running log. `logs`: names of the running logs"
         least = min((self.last.get(n, -math.inf) for n in logs), default=math.inf)
         return [self.open.pop(s) for s in sorted(self.open) if s<least]
 
@@ -176,7 +176,7 @@ class LinePrinter:
             self.print_line(to_json(s.as_dict(), None) if self.json else s.line())
 
     def print_last(self):
-        "Print the last lines that existed at the start, which were stored. After this call, `print_line` prints immediately."
+        "Print the stored lines: the last `n` lines that existed at the start. After this call, `print_line` prints immediately."
         lines,self.last = list(self.last),None
         print_lines(*lines)
 
@@ -212,7 +212,7 @@ def tail_arguments(p):
 
 @command(tail_arguments, 'torchember tail before -n 3')
 def tail_command(args):
-    """Print a line for each step during a run: logged numbers, time, rows, non-finite values, and findings. Ends with the run.
+    """Print a line for each step during a run: logged numbers, time, rows, non-finite values, and findings. Stop when the run ends.
     Exit code 1 if the process has ended without recording the end of the run"""
     if args.lines<0: raise ValueError(f"-n, the number of lines to print, must be at least 0, got {args.lines}.")
     name = expand_one_name(args.run, home := find_home(args), 'tail')

@@ -200,7 +200,7 @@ class Visualization:
         else: self.sink.put(numbers | dict(ext or {}), {}, step)
 
     def add_vector(self, key, step, v):
-        "Add the vector of a step, for later plots. A `FigureSink` stores its vectors itself."
+        "Add a vector (value of a quantity in one step) to the stored vectors, for plots. A `FigureSink` gets the stored vectors at once."
         past = self.history.setdefault(key, {})
         # delete earlier vectors with a different length: the layer was resized, so they cannot be in the same plot
         if past and np.size(next(iter(past.values())))!=np.size(v): past.clear()

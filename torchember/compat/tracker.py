@@ -128,7 +128,7 @@ def save_array(x, path): # path: path of the file without the suffix '.npy'
     np.save(f'{path}.npy', x.astype(np.float32) if x.dtype.kind=='V' else x)
 
 class Stash:
-    "Stash function for the log: converts the dict that a user's function returns for a tensor to columns of the log."
+    "Wrapper of a user's stash function: calls the function with a tensor, and converts the returned dict to columns of the log."
     # f: the stash function (tensor -> dict); folder: function that returns the tracker's folder; save: function that writes a tensor
     def __init__(self, f, folder, save=save_array):
         self.f,self.folder,self.save,self.number,self.__name__ = f,folder,save,count(),getattr(f, '__name__', repr(f))
@@ -228,7 +228,7 @@ def tensor_stash(row):
 
 # %% ../../nbs/80_compat/20_tracker.ipynb #61676271
 class Tracker:
-    "Tracker of a run (base class): writes a LogFrame (table). As a sequence, it contains the latest step's `TensorStash`es."
+    "Base class of trackers: writes the LogFrame (table) of a run. A tracker is also a sequence: the `TensorStash`es of the latest step."
     current_step = 0 # number of the current step, which has begun but not ended
     what = 'a model' # name of the model, for `repr`
     # t: the run, an `emberTracker`; prefix: text before the module names in the LogFrame; wandb: sink for W&B, or None
@@ -243,7 +243,7 @@ class Tracker:
     name = property(lambda self: self.t.fname, doc="Name of the run.")
     stashes = property(lambda self: list(self), doc="A `TensorStash` for each tensor of the latest step.")
 
-    def note_step_end(self, n, seen=True): # seen: True if the step was recorded. Means exist only for a recorded step
+    def note_step_end(self, n, seen=True): # seen: True if the step was recorded, because only a recorded step has mean statistics
         "Note the end of step `n`: send mean statistics to W&B, and call `offload_fn` every `offload_inc` steps."
         self.calls += 1
         if seen and self.wandb is not None: self.log_to_wandb(n)

@@ -92,7 +92,7 @@ class Home:
 def du(
     run='*', # Name of a run, a pattern such as 'GPT*', a `torchEmber` or its tracker, or a list of these
     home=None # Folder of logs, instead of `~/.torchember`
-): # pandas.DataFrame: name, ranks (processes), files, and bytes of the log, parts, latest step and metadata; size is their sum
+): # pandas.DataFrame: name, numbers of ranks and of files; bytes of log, parts, latest step and metadata; size: sum of these bytes
     """Return the disk usage (du) of runs with all their files, the largest first
 
     Args:
@@ -100,7 +100,7 @@ def du(
         home: Folder of logs, instead of `~/.torchember`
 
     Returns:
-        pandas.DataFrame: name, ranks (processes), files, and bytes of the log, parts, latest step and metadata; size is their sum
+        pandas.DataFrame: name, numbers of ranks and of files; bytes of log, parts, latest step and metadata; size: sum of these bytes
     """
     h = Home(home)
     names = h.chosen(run) if h.names or run!='*' else []

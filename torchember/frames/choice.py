@@ -77,7 +77,7 @@ class Choice:
 # %% ../../nbs/50_frames/01_choice.ipynb #98ae9352
 class RowFilter:
     "Callable that takes a block of rows and returns a list of booleans: True for each row that a `Choice` selects."
-    # last: last step of the run; paths: cache of a dict: display name of a module -> its path
+    # last: last step of the run; paths: cache: display name of a module -> its path
     def __init__(self, choice, last=None): self.choice,self.last,self.paths = choice,last,{}
 
     def __call__(self, block):

@@ -166,7 +166,7 @@ def inspect_lines(data, path, at, expected):
     return [segment], kinds, expected.layouts
 
 def kind_of_lines(values, types):
-    """Return the kind of a column from its values, or None if there are no values.
+    """Return the kind of a column in JSON lines, from its values. Return None if there are no values.
 
     A mixture of whole numbers and floats becomes floats, as in the table from `read`."""
     return 'double' if types=={int, float} else column_kind(values, types) if types else None
@@ -217,7 +217,7 @@ def kinds_of_part(part):
     return {k: {kind if has_values[k] else None} for k,kind in part.kinds.items()}
 
 def inspect_unwritten(data, path):
-    "Inspect JSON lines that are in memory. Return their segment in a list, column kinds and layouts. `data`: the lines; `path`: file of the log."
+    "Inspect JSON lines in memory. Return (list with their one segment, column kinds, layouts). `data`: the lines; `path`: file of the log."
     [segment],kinds,layouts = inspect_lines(data, path, 0, Expected())
     return [replace(segment, more=data)], kinds, layouts
 
@@ -353,7 +353,7 @@ def read_rank_metadata(home, names, asked):
 
 @lru_cache(8)
 def new_paths_from_first_chunk(home, logs, steps, asked):
-    "Return new paths of modules with different weights on different ranks. Use only the first chunk, so that all chunks get equal paths."
+    "Return new paths for the modules whose weights differ between ranks. Use only the first chunk, so that all chunks get equal paths."
     return own_names(rank_rows(logs, steps), *read_rank_metadata(home, names_and_ranks(logs), asked))
 
 def read_chunk_frame(chunk):
@@ -386,7 +386,7 @@ def output_columns(contents, merged=False, per_rank=False, several=False):
     if merged:
         kinds = {k: 'double' if k in derived and k!='exponents' or k=='ratio' else kind
             for k,kind in kinds.items() if k not in shard_columns}
-    # the kind is 'double', because some merged rows have no number of elements, and only floats can be NaN
+    # `numel` is 'double', because it is missing (NaN) in some merged rows, and an integer cannot be NaN
     if merged: kinds['numel'] = 'double'
     return {k: kinds[k] for k in column_order(kinds, output_marks(contents, several))}
 

@@ -38,7 +38,7 @@ def partition_of(chunk, schema):
 
 # %% ../../nbs/50_frames/08_dataset.ipynb #652f262e
 def testable_values(values, kind, steps):
-    "Return a dict: column value -> text or step number that a `Choice` (conditions on rows) can test. `steps`: True for the column `step`."
+    "Return a dict for a column: value -> text or step number to test by a `Choice` (conditions on rows). `steps`: True for the column `step`."
     known = {v: json.loads(v) if kind=='json' else v for v in values if v is not None}
     if steps: return {v: int(k) for v,k in known.items() if isinstance(k, int|float) and k==k//1}
     return {v: k for v,k in known.items() if isinstance(k, str)}
@@ -71,7 +71,7 @@ class ChunkReader:
         return self.steps_of(chunk)!=()
 
     def steps_of(self, chunk):
-        "Return the range (first, last) of a chunk's steps selected by the conditions; () if no row can match, None to read all steps."
+        "Return the range (first, last) of the chunk's steps that the conditions select: () if no row can match, None if all steps must be read."
         # no row matches if a column of a condition is missing or contains lists
         if any(self.every.get(c, 'list').startswith('list') for c in self.tested): return ()
         first,last = chunk.known

@@ -108,7 +108,7 @@ def read_base_metadata(name, data):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #6ffa4147
 class LogReader:
-    "Log of one process, open for reading. `tracker`: the run as a `tracker`; None for a file that is not in a home."
+    "Log of one process, open for reading. `tracker`: the run as a `tracker`; None for a file outside of a home (folder of runs)."
     def __init__(self, path, tracker=None):
         self.path,self.t,self.name = path,tracker,path.name
         self.store = JsonLines(path) if tracker is None else tracker.file.disk # `LogStore` object that reads the log
@@ -191,7 +191,7 @@ class Run:
 
     @property
     def t(self):
-        "Tracker of the run (`t`). None for a distributed run, a table, or a file that is not in a home."
+        "Tracker of the run. None for a distributed run, a table, or a file that is not in a home (folder of logs)."
         return None if self.is_ranked or self.log is None else self.log.t
 
     @property

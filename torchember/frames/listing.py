@@ -43,7 +43,7 @@ def count_lines(path, size, start=0, removed=0):
 most_counted = 1<<24
 
 def estimate_lines(path, size, start=0, removed=0):
-    "Estimate the number of lines of a file from its last 1 MB. Return the exact number if at most 16 MB are not counted yet."
+    "Estimate the number of lines of a file from its last 1 MB. Return the exact number if at most 16 MB remain to be counted."
     done,n = counted.get((path, start, removed), (start, 0))
     if size-done<=most_counted: return count_lines(path, size, start, removed)
     with open_file(path, buffering=0) as f:
@@ -139,7 +139,7 @@ def try_describe_log(name, place):
             problem=printable(explain(path, e)))
 
 def explain(path, error):
-    "Explain an error in the file `path`, for the column `problem`: return a text, or a ValueError or OSError unchanged."
+    "Explain an error in the file `path`, for the column `problem`: return a text, or `error` itself if it is a ValueError or OSError."
     if not is_url(path) and os.path.islink(path) and not os.path.exists(path):
         return f"{path} is a link to a file that does not exist."
     return error if isinstance(error, ValueError|OSError) else f'{type(error).__name__}: {error}'
@@ -163,7 +163,7 @@ def runs_without_log(place, names):
 # %% ../../nbs/50_frames/04_listing.ipynb #a1c0ffee
 def group_ranks(rows, place):
     "Merge rows that describe logs of one distributed run. Return the rows of the table of `runs()`, one for each run."
-    # groups: name of a distributed run -> {rank: row of its log}; for another run, id of its row -> the row
+    # groups: name of a distributed run -> {rank: row of its log}; for a run with a single log, `id(row)` -> row of its log
     names,groups = {r['name'] for r in rows},{}
     for r in rows:
         m = rank_pattern.fullmatch(r['name'])

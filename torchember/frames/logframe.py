@@ -254,7 +254,7 @@ def find_column_faults(df):
     if again: yield f"{', '.join(map(str, again))} exists more than once."
 
 def kind_of_column(x):
-    "Return the type of a column for messages: 'text' or a dtype, because the dtype of texts depends on the version of pandas."
+    "Return the type of a column for messages: its dtype, or 'text' for texts, because their dtype depends on the version of pandas."
     got = pd.api.types.infer_dtype(x, skipna=True)
     return 'text' if got=='string' else str(x.dtype)
 
@@ -309,14 +309,14 @@ def split_parameter(name, modules, holders):
     return name, 'weight'
 
 def parent_modules(names):
-    "Return the set of all parent modules of the modules and tensors in `names`: each part of a name before a dot."
+    "Return the set of all parent modules of the modules and tensors in `names`: 'a.b.c' has the parents 'a.b' and 'a'."
     out = set()
     for n in names:
         while '.' in n: n = n.rpartition('.')[0]; out.add(n)
     return out
 
 def longest_module(name, modules):
-    "Split a tensor name into (path of the innermost known module, rest of the name). `modules`: known paths of modules."
+    "Find the innermost known module that contains a tensor. Return (its path, rest of the tensor's name). `modules`: known paths of modules."
     path = name
     while path and path not in modules: path = path.rpartition('.')[0]
     return path, name[len(path):].lstrip('.')

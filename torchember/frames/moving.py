@@ -195,7 +195,7 @@ def make_sync_parts(lines, run, id, start, end, last):
         yield entry|dict(file=name, last=max(map(step_of, rows), default=-1), size=piece.size), piece, hashlib.sha256(data).hexdigest()
 
 def count_to_merge(parts, first):
-    "Return the number of newest Parquet parts to merge into one part, or 0. `first`: first byte of the log with local lines."
+    "Return how many of the newest Parquet parts to merge into one, or 0. `first`: byte of the log at which the local files begin."
     n = 0
     for p in reversed(parts):
         if p['end']-p['start']>=most_bytes//2 or p['start']<first or not p['file'].startswith('sync-'): break
@@ -256,7 +256,7 @@ class Manifest:
         return {rel: since for rel,since in gone.items() if rel not in self.files and rel.startswith(self.folder)}
 
     def write(self, over, sent):
-        "Write the manifest if it has changed. Delete files that left it a minute ago, or at any time if `over`: no reader needs them."
+        "Write the manifest if it has changed. Delete files that it has not listed for a minute, or all unlisted files if the run is over (`over`)."
         gone = self.unlisted_files(over, sent)
         away = [rel for rel,since in gone.items() if over or time.time()-since>60]
         for rel in away: self.to.remove(rel)
@@ -360,7 +360,7 @@ class LogCopy:
             listing['aside'] = True
             self.send(f"{self.folder}lines-{listing['removed']}", Upload(rest))
         log,parts_json = f'log/{self.name}',f'{self.folder}parts.json'
-        # the flag 'alone' in the list makes readers ignore the file of lines
+        # with the flag 'alone' in `parts.json`, readers ignore the log's file of JSON lines
         if (self.to.info(log) or {}).get('size'): self.send(parts_json, json_upload(listing|{'alone': True}))
         self.send(log, Upload(b''))
         self.send(parts_json, json_upload(listing))
@@ -497,7 +497,7 @@ class Background:
         return self.error is None
 
     def run_exists(self):
-        "Return True if a run to copy has a file. A run gets its file when the first row is written."
+        "Return True if a run to copy has its log file already. The file is created when the first row is written."
         try: return bool(Home(self.moving.home).chosen(self.run))
         except FileNotFoundError: return False
 

@@ -54,7 +54,7 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
     # block_ranks: for each block, one rank, or an array of ranks for its rows; masks: for each block, mask of kept rows
     block_ranks,masks = [],[]
     def blocks():
-        "Yield the blocks of rows in shared files, then the blocks in the logs of single ranks. Store the ranks of each block."
+        "Yield the blocks of rows in shared files, then those in the logs of single ranks. Append the ranks of each block to `block_ranks`."
         block_ranks.clear(); masks.clear()
         for path,entries in shared:
             part = Part(path, {id: p for id,p in entries.values()}, steps)

@@ -104,7 +104,7 @@ def polars_frame(rows):
     plugins = needs('polars.io.plugins', for_="scan(engine='polars')", package='polars')
     schema = polars_table(pl, rows.schema.empty_table()).schema
     def batches(columns, condition, most, size):
-        "Yield the matching rows as a Polars DataFrame, for each chunk that may have some."
+        "Yield a Polars DataFrame of matching rows for each chunk that may have matching rows."
         names = list(schema) if columns is None else columns
         used = names if condition is None else list(dict.fromkeys([*names, *condition.meta.root_names()]))
         known = [] if condition is None else [c for c in conjuncts(condition)

@@ -164,7 +164,7 @@ def object_ids(values):
     return np.frombuffer(np.ascontiguousarray(values), np.intp) if len(values) else np.zeros(0, np.intp)
 
 def distinct_objects(values):
-    "Return an array of objects with each object only once. The shapes of a million rows are a few objects. Return other arrays unchanged."
+    "Return an array of objects with each object only once, because many rows share an object such as a shape. Return other arrays unchanged."
     return values[~pd.Series(object_ids(values)).duplicated().to_numpy()] if values.dtype==object else values
 
 def keep_only_types(column, kinds):

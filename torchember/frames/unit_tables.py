@@ -76,10 +76,10 @@ def not_recorded_message(stat, path):
 def dead_units(
     run, # A run that `read` accepts, or a table that `read` returned
     path=None, # Layers: a glob on the path ('features.*'), a compiled regex, or a list of these; all by default
-    window:int|None=None, # A dead unit is inactive in this number of last steps; by default, in the last recorded step
+    window:int|None=None, # A unit is dead if it is inactive in the last `window` recorded steps; by default, in the last recorded step
     stat:str='UnitActivity' # Statistic that is zero for an inactive unit
 ): # pandas.DataFrame: path, unit, dead, since (step), revived (number of times), activity
-    """Return a table with one row for each unit of the layers: dead or not, first step of its last zeros, number of revivals
+    """Return a table with one row for each unit of the layers: if it is dead, since which step, and how often it was revived
 
     `dead`: True if the unit is zero in all rows of the window. `since`: the step where its last zeros begin; missing for a unit
     that is not dead. `revived`: how often a row above zero follows a row of zero. `activity`: mean over the window. A NaN is not zero.
@@ -87,7 +87,7 @@ def dead_units(
     Args:
         run: A run that `read` accepts, or a table that `read` returned
         path: Layers: a glob on the path ('features.*'), a compiled regex, or a list of these; all by default
-        window: A dead unit is inactive in this number of last steps; by default, in the last recorded step
+        window: A unit is dead if it is inactive in the last `window` recorded steps; by default, in the last recorded step
         stat: Statistic that is zero for an inactive unit
 
     Returns:

@@ -35,9 +35,9 @@ def to_ttypes(ttype):
 
 # %% ../../nbs/50_frames/00_words.ipynb #a5be0002
 def accept_earlier_arguments(*order): # order: arguments after `run` in earlier versions; default: current order
-    "Return a decorator. The decorated function also accepts argument names and argument order of earlier versions."
+    "Return a decorator. The decorated function also accepts argument names of Track & Visualize, and the argument order of earlier versions."
     def of(f):
-        "Return a wrapper of `f` that accepts arguments of earlier versions."
+        "Return a wrapper of `f` that also accepts argument names of Track & Visualize, and the argument order of earlier versions."
         known = signature(f)
         @functools.wraps(f)
         def g(*args, **given):
@@ -86,7 +86,7 @@ def with_new_argument_names(given, known, what='A picture'):
 
 kinds_of_words = {'ttype': lambda v: v.partition('.')[0].lower() in {*ttypes, *ttypes_of},
     'stat': lambda v: v in {*derived, *stats_of},
-    # each entry: name of an argument -> function that returns True if a value is known, such as a tensor type
+    # each entry: name of an argument -> function that returns True if a text is a known value of this argument
     'stats': lambda v: v in {*derived, *stats_of}, 'dtypes': lambda v: 'float' in v}
 
 def may_be_names(name, v):

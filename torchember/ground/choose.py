@@ -236,13 +236,13 @@ def until(
 
 def between(
     a:int, # First step to record
-    b:int # End of the range: the first later step that is not recorded
+    b:int # End of the range: the first step after `a` that is not recorded
 ) -> Schedule:
     """Return a schedule that records the steps from `a` to `b`-1, like `range(a, b)`.
 
     Args:
         a: First step to record
-        b: End of the range: the first later step that is not recorded
+        b: End of the range: the first step after `a` that is not recorded
     """
     check_whole('between', 'a', a, 0); check_whole('between', 'b', b, a)
     return Schedule(lambda s: a<=s<b, f'between({a}, {b})')
@@ -258,7 +258,7 @@ def log_spaced(
     """
     check_whole('log_spaced', 'n', n, 1)
     def keep(s):
-        "Return True to keep (record) the step `s`: it is 0, or a rounded point of the evenly spaced points on the logarithmic axis."
+        "Return True to record the step `s`: it is 0, or the rounded value of 10**(j/`n`) for a whole number j."
         if s<1: return s==0
         k = math.floor(math.log10(s)*n + 1e-9)
         return any(round(10**(j/n))==s for j in (k-1, k, k+1))

@@ -16,7 +16,7 @@ def has_nonfinite(row):
     return any(row.get(c) for c in counts) and row.get('ttype')!='scalar'
 
 def needs_user_warning(row):
-    "Return True if the user should be warned of a NaN or infinity in this row. Not in refused or skipped passes, `grad_norm`, or -inf in outputs."
+    "Return True if a NaN or infinity in this row needs a warning. No warning for refused or skipped passes, `grad_norm`, or -inf in activations."
     # no warning, because the training loop itself has discarded this pass (such as after an overflow of a loss scaler)
     if row.get('phase')=='refused': return False
     if row.get('ttype')=='scalar':

@@ -81,7 +81,7 @@ def iterate(work, what):
 # %% ../../nbs/05_ground/40_progress.ipynb #7be2cfdb
 @contextmanager
 def waiting(what:str):
-    "Show the time of waiting for a `with` block of more than two seconds, in a notebook or terminal. `what`: text, such as 'compiling'."
+    "Show the elapsed time of a `with` block that takes more than two seconds, in a notebook or terminal. `what`: text, such as 'compiling'."
     if not (in_notebook() or in_terminal()):
         yield
         return

@@ -40,7 +40,7 @@ unmarkable = frozenset(identity + optional + ('path',)) - {'phase'}
 
 # %% ../../nbs/05_ground/20_record.ipynb #c0de0002
 norm_names = 'grad_norm','grad_norm_unclipped'
-# `tname` of the norm of all gradients: normally 'grad_norm', but the first name if the user logs a 'grad_norm'
+# `tname` of the norm of all gradients: 'recorded_grad_norm' if the user logs a number named 'grad_norm', else 'grad_norm'
 clipped_norm = 'recorded_grad_norm','grad_norm'
 computed = ('grad_norm', 'lr') # `tname` of the rows of scalars that torchember computes
 

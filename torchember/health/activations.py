@@ -89,7 +89,7 @@ def dead_advice(is_first):
     return f"{default if is_first else rate} Or replace the ReLU by LeakyReLU or GELU, which let gradients pass for negative inputs."
 
 def flag_nonpositive(s):
-    "Flag the steps in which no value of a tensor is above zero, in a mask. Use the maximum, or `abs_mean` and `mean` without a maximum."
+    "Return a mask of the steps in which no value of a tensor is above zero, by the maximum. If `max` is missing, use `abs_mean` and `mean`."
     if 'max' in s: return s['max']<=0
     return abs(s['abs_mean']+s['mean'])<=1e-6*s['abs_mean'] if 'abs_mean' in s and 'mean' in s else np.zeros(len(s), bool)
 
@@ -154,7 +154,7 @@ def is_at_one_end(s):
     return bool((s['min'][-n:]>.98).all() or (s['max'][-n:]<.02).all())
 
 def activation_shape(h, s):
-    """Return the shape of the activation that made a tensor: 'tanh' or 'sigmoid'. Return None for other shapes.
+    """Return the kind of curve of the activation function that made a tensor: 'tanh' or 'sigmoid'. Return None for other kinds.
 
     The class of the activation decides for an output. The range of values decides for an input, if the output of the
     module before has larger values.

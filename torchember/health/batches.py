@@ -37,7 +37,7 @@ def is_constant(s):
     return (s['max']==s['min']) & (s.bad==0) & (s.rows.sizes[s.at]>1) if 'max' in s and 'min' in s else np.zeros(len(s), bool)
 
 def find_lost_batches(s, most, least=16):
-    """Find lost batches: return the indices of the steps in which all values are equal. Return an empty array if most batches are constant.
+    """Return the indices of lost batches: steps in which all elements of `s` are equal. Return () for integers, tiny batches, or too many such steps.
 
     most: largest fraction of such steps; least: least number of elements of a batch
     """
@@ -66,7 +66,7 @@ def constant_batch(h, most=.5, least=8):
 
 # %% ../../nbs/55_health/48_batches.ipynb #77878e41
 def equal_to_earlier(ins, distance):
-    """Return a mask of the steps with inputs equal to the inputs `distance` steps earlier in all statistics, so probably with the same batch.
+    """Return a mask of the steps whose inputs have the same statistics as `distance` steps earlier, so probably come from the same batch.
 
     The first element of the mask belongs to the step with index `distance`.
     """
@@ -121,7 +121,7 @@ def batch_sizes(s):
     return np.array([x[0] if (x := as_tuple(shape)) else 0 for shape in s.rows.shapes[s.at]])
 
 def find_single_row(s, others, share):
-    """Find out if the input `s` always has a single row. If so, return the number of rows of the other inputs, else None.
+    """Find out if the input `s` always has the batch size 1. If so, return the batch size of the other inputs, else None.
 
     Return None also if the values of `s` rarely change, or if another dimension of `s` has this size.
     """
@@ -150,7 +150,7 @@ def batch_lost(h, share=.7, least=5):
 
 # %% ../../nbs/55_health/48_batches.ipynb #5165382e
 def row_keys(s, bits=20):
-    """Return an array with one key per row of a tensor (step): a hash of its statistics. Equal tensors have equal keys.
+    """Return an array with one key for each step of the series `s`: a hash of the tensor's statistics. Equal tensors have equal keys.
 
     bits: bits of the mantissa in which the statistics of equal tensors must agree. 20 bits are about six digits"""
     numbers = np.zeros(len(s), np.uint64)

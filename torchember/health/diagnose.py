@@ -61,7 +61,7 @@ cause_order = ( # names of all rules: a rule that finds causes comes before the 
 late_share = {'not_trained': 1., 'unused_expert': 1., 'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
 
 def is_uncalled_expert(found, routers) -> bool:
-    """Return True if a finding is about an expert of one of the routers that is never called: a module inside the router or the router's parent.
+    """Return True if a finding is about an expert that is never called: a module inside one of the `routers`, or inside the parent of a router.
 
     routers: paths of routers
     """

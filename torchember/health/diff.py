@@ -22,7 +22,7 @@ from .series import as_tuple
 from .tolerance import Distances, backward_types, eps_of, flow_types, step_gaps, element_jump, find_limits, rounding_error, most_growth
 
 # %% ../../nbs/55_health/80_diff.ipynb #3bd9d77b
-# smallest fraction of activations with a different dtype that shows that two runs use different dtypes on purpose
+# if at least this fraction of the activations has different dtypes in two runs, the runs use different dtypes on purpose
 format_share = .25
 
 def compare_formats(pairs, dtypes):
@@ -53,7 +53,7 @@ def compare_shapes(pairs, shapes, common):
     return differ, beyond
 
 def coarsest_eps(pairs, dtypes, shapes):
-    """Return two numbers for each pair of rows: `eps` of the coarsest dtype in its module, and number of elements of the module's largest tensor.
+    """Return two arrays for pairs of rows: `eps` of the coarsest dtype in the pair's module, and number of elements of its largest tensor.
 
     `eps` is the distance from 1 to the next larger number of a dtype.
     """
@@ -142,7 +142,7 @@ def describe_steps(steps):
 
 # %% ../../nbs/55_health/80_diff.ipynb #2d63cbb3
 def describe_unmatched(pairs, formats, differ):
-    """Describe in sentences the unmatched rows, which only one run has, and differences of dtype and batch size.
+    """Describe in sentences the rows that only one run has, and differences of dtype and batch size.
 
     formats: result of `compare_formats`
     differ: mask of the pairs of rows whose shapes differ
@@ -167,7 +167,7 @@ def describe_unmatched(pairs, formats, differ):
 
 # %% ../../nbs/55_health/80_diff.ipynb #543d6aad
 def find_missing(pairs):
-    "Find tensors of the first run that are missing in the second run, at steps of both runs. Return texts that name them."
+    "Find tensors that only the first run has, in steps that both runs recorded. Return texts that name these tensors."
     return [f"{t} {printable(n, 60)} of {f'`{printable(p, 60)}`' if p else 'the model'}" for p,t,n,_ in pairs.alone[0]]
 
 class Difference:

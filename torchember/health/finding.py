@@ -21,7 +21,7 @@ def finding(
     last_step:int|None=None, # Last step with the fault; None for the first step
     advice:str='', # First remedy to try, if possible as code
     severity:str|None=None, # 'error', 'warning' or 'info'; None for the default severity of the rule
-    look:str='', # Call of a plot that shows the fault, as code
+    look:str='', # Code that plots the fault, such as 'overview(run)'
     ttype:str|None=None, # Tensor type; None to take the tensor type of the `Series`
     pname:str|None=None, # Name of a parameter, if `where` is the path of a module
     stands:bool=False, # True to never show the finding as a consequence of another finding
@@ -38,7 +38,7 @@ def finding(
         last_step: Last step with the fault; None for the first step
         advice: First remedy to try, if possible as code
         severity: 'error', 'warning' or 'info'; None for the default severity of the rule
-        look: Call of a plot that shows the fault, as code
+        look: Code that plots the fault, such as 'overview(run)'
         ttype: Tensor type; None to take the tensor type of the `Series`
         pname: Name of a parameter, if `where` is the path of a module
         stands: True to never show the finding as a consequence of another finding

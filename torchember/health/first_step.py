@@ -40,7 +40,7 @@ def find_no_gradients(h):
     "Find first steps in which no parameter has a gradient, or all gradients are zero"
     if not len(h.steps) or not h.weights or not any(p['requires_grad'] for p in h.parameters): return
     grads = list(h.grads.values())
-    # no finding if a loss scaler skipped a step, because its gradients were NaN or infinite, and not missing
+    # no finding if a loss scaler skipped a step: the gradients of this step were NaN or infinite, so they were not missing
     if any(s.skipped.any() or not s.zero.all() for s in grads) or any(find_changes(w).any() for w in h.weights.values()): return
     what = "all gradients are exactly zero" if grads else "no parameter got a gradient"
     yield finding('', f"In {steps_phrase(h)}, {what}. The loss may not depend on the model.", h.steps[0], h.steps[-1], severity='error',
@@ -203,7 +203,7 @@ def has_loss_graph(h):
     return bool(getattr(h, 'losses', None)) or any(s.ttype in ('prediction', 'target') for s in h.all)
 
 def make_loss_graph_check(*rules):
-    """Make a check that the loss graph was read: a function of a `History` that returns '' or why `rules` could not check the loss.
+    """Make a function of a `History`: it returns the reason why `rules` could not check the loss, or '' if the loss graph was read.
 
     The rules need the graph of the loss, which the recorder reads in `te.log`.
     """
@@ -420,7 +420,7 @@ def add_current_weights(df, current, step):
     return pd.concat([df, pd.DataFrame(new)], ignore_index=True) if new else df
 
 def is_early(df, steps, finished):
-    """Return a mask of the early rows: rows of the first `steps` steps, and of the weights after these steps.
+    """Return a mask of the early rows: all rows of the first `steps` steps, and the weight rows of the step that follows.
 
     finished: number of the last finished step, or None if all steps are finished
     """

@@ -26,7 +26,7 @@ def typical_size(s, lo=0., hi=1.):
     return median(s.rms[int(lo*n):max(int(hi*n), int(lo*n)+1)])
 
 def falls_with_depth(size, small):
-    """Return True if the size of gradients falls with depth, from the last layer to the first.
+    """Return True if gradients shrink from the last layer to the first: most gradients of the first layers are 100 times smaller than later ones.
 
     size: rms of the gradient of each layer
     small: indices of the layers with small gradients
@@ -243,7 +243,7 @@ class LoneSpike(NamedTuple):
     others: float # median of (rms / usual rms) over the gradients of the other layers, for comparison
 
 def find_lone_spikes(gs, common, times, alone):
-    "Find lone spikes: return a `LoneSpike` for each step with only one layer's gradient far above its usual rms. `common`: steps of all layers."
+    "Find lone spikes: return a `LoneSpike` if only one layer's gradient is far above its usual rms in a step. `common`: steps that all layers have."
     at = np.array([s.rms[np.searchsorted(s.steps, common)] for s in gs.values()])
     at[~np.isfinite(at)] = 0
     usual = np.array([[median(s.rms[s.rms>0])] for s in gs.values()])

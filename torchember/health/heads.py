@@ -68,7 +68,7 @@ def sees_later_keys(layer, least):
     return ((np.nan_to_num(layer['reach'])>0) & (np.nan_to_num(layer['future'])>least)).any(0)
 
 def predicts_next_tokens(h, layer, share):
-    "Return True if a loss predicts the next tokens that `layer` reads. `share`: least fraction of the labels that are next input tokens."
+    "Return True if a loss has next tokens as labels, in sequences as long as those of `layer`. `share`: least fraction of such labels."
     lengths = {n for e in h.losses if (e.get('next_tokens') or 0)>=share for n in e.get('lengths') or ()}
     return 'queries' in layer and bool(lengths & {*layer.rows['queries'].dropna().astype(int)})
 
@@ -93,7 +93,7 @@ def future_attention(h, least=1e-6, keys=8, share=.99):
         group = np.concatenate([seen[id(o)] for o in layers if group_name(o)==group_name(l)])
         heads = [n for n,s in zip(l.names, seen[id(l)], strict=True) if s]
         by_one = seen[id(l)].all() and set(np.unique(l['reach']))=={1}
-        # a layer of an encoder may see all tokens: then each head in layers of its kind does
+        # layers of an encoder may see all tokens. Then all heads of similar layers see later tokens
         must_hide = (all_see or not group.all()) and sees_half_sequence_ahead(l, seen[id(l)]) and predicts_next_tokens(h, l, share)
         if not heads or not by_one and not must_hide and group.mean()>=.5: continue
         at = int(np.flatnonzero((np.nan_to_num(l['reach'])>0).any(1))[0])
@@ -148,7 +148,7 @@ def dead_heads(h, records=4, small=1e-6):
     small: size of the values of a head, as a fraction of the median of the heads of the layer, below which the values count as zero
     """
     layers = layers_of(h)
-    # without any visible key in the run, no row has `logit_max`
+    # if masks hide all keys from all heads in the run, no row has `logit_max`
     visible = any('logit_max' in l for l in layers)
     for l in layers:
         if len(l.steps)<records: continue
@@ -164,8 +164,9 @@ def dead_heads(h, records=4, small=1e-6):
 
 # %% ../../nbs/55_health/41_heads.ipynb #1690dce9
 def guesses_next_tokens(h, layer, share=.99, part=.8):
-    """Return True if a model predicts the next tokens of `layer` only by chance at the start of the run, so nothing was learned before.
+    """Return True if a model predicts next tokens only by chance at the start of the run, so nothing was learned before.
 
+    layer: attention layer that reads these tokens
     share: share of labels equal to the next input token, from which the model predicts next tokens
     part: part of the cross-entropy of random guessing that the first loss must reach
     """
@@ -202,7 +203,7 @@ def peaked_attention(h, early=.5, few=8., sink=.3, keys=8):
 too_large_steps = 'update_too_large', 'first_step', 'exploding_gradient', 'poor_input_scale'
 
 def loss_decrease_after(progress, step):
-    "Return the decrease of the loss after a step, as a fraction of the whole decrease. NaN with fewer than 6 values after it."
+    "Return the decrease of the loss from a step on, as a fraction of the whole decrease. Return NaN if fewer than 6 values remain."
     later = progress.values[progress.steps>=step]
     if len(later)<6: return np.nan
     start,end = start_and_end(later)

@@ -55,7 +55,7 @@ def never_changes(s):
     return any(c in s for c in change_statistics) and not find_changes(s).any()
 
 def is_repeated(flags):
-    "Return True if a change of a weight is repeated: at least two flags are True, or all. A single change may come from `load_state_dict`."
+    "Return True if changes are repeated: at least two of the `flags` are True, or all of them. A single change may come from `load_state_dict`."
     return bool(len(flags)) and bool(flags.sum()>1 or flags.all())
 
 # %% ../../nbs/55_health/10_history.ipynb #dee0d067
@@ -115,7 +115,7 @@ class ModuleGraph:
         return [p for p in self.calls if p not in inner or p=='' and len(self.calls)==1]
 
     def position(self, path):
-        "Return the position (index) of a module in the order of calls, or of its closest called parent. Without one, return the number of calls."
+        "Return the index of a module in the order of calls. For an uncalled module: index of its closest called parent, or the number of calls."
         while path not in self.calls:
             if not path: return len(self.calls)
             path = path.rpartition('.')[0]
@@ -186,7 +186,7 @@ def correct_entry(p, h):
     if p.get('called') is False and any(path in h.graph.calls for path,_ in keys): more['called'] = True
     if weight is not None and len(weight)>1:
         changes = is_repeated(find_changes(weight)) or update is not None and is_repeated(update.rms>0)
-        # without these statistics, keep 'changes' of the metadata, computed from the parameter's version counter
+        # without a change and without any of `sure_statistics`, keep 'changes' of the metadata, which comes from the version counter
         if changes or any(c in weight for c in sure_statistics): more['changes'] = changes
     return p | more
 
@@ -260,7 +260,7 @@ class History:
         """
         return [s for s in (self.until_bad_evaluated if evaluated else self.until_bad_trained) if s.ttype in ttypes]
 
-    # Series of training passes and of evaluations, each without its last steps if all of these have NaN or infinities
+    # Series of training passes and of evaluations. The steps at the end of a series are cut off if all of them have NaN or infinities
     until_bad_trained = cached_property(lambda self: [s.without_nonfinite_end() for s in self.trained])
     until_bad_evaluated = cached_property(lambda self: [s.without_nonfinite_end() for s in self.evaluated])
 
@@ -273,7 +273,7 @@ class History:
 
     @cached_property
     def grads(self):
-        "Dict: (path, pname) of a parameter -> series of its gradient, in the order in which modules return."
+        "Dict: (path, pname) of a parameter -> series of its gradient, in the order in which the calls of the modules end."
         found = {(s.path, s.pname): s for s in self.series('weight_grad')}
         return dict(sorted(found.items(), key=lambda f: self.graph.position(f[0][0])))
 
@@ -282,7 +282,7 @@ class History:
         return key[1]=='weight' if s.shape is None else sum(n>1 for n in s.shape)>1
 
     def activation(self, s):
-        "Return the class of the activation that made an output: the module, or the last function inside a module such as Keras's Dense."
+        "Return the class of the activation that made an output: the module's class, or that of the last function in a module such as Keras's Dense."
         return self.activations.get(s.path, s.kind)
 
     # Dicts: (path, pname) of a parameter -> its `Series`. `matrices`: only gradients of matrices

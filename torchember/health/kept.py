@@ -18,7 +18,7 @@ text_columns = ('module', 'path', 'ttype', 'tname', 'pname', 'phase', 'dtype')
 dropped_columns = ('ts', 'exponents', 'var', 'abs_min', 'skew', 'kurtosis', 'rm4', 'rm8', 'zero_frac', 'ratio', 'nonfinite')
 
 def kept_columns(df):
-    "Return the columns and rows of a run that are kept in a reference file, because `diff` compares them, as a table."
+    "Return the part of a run's table that a reference file keeps: the columns and rows that `diff` compares."
     kept = [c for c in df.columns if c not in dropped_columns and (c in text_columns or c=='shape' or df[c].dtype.kind in 'iufb') and df[c].notna().any()]
     return df[~df['ttype'].isin(('finding', *of_passes))][kept].reset_index(drop=True)
 

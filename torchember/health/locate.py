@@ -97,14 +97,14 @@ def find_spots(last) -> tuple:
         if is_engine_code(code) and inner is None: inner,found = found,{}
         if is_dynamo_frame(frame): found['compiled'] = True
         o = first_argument(frame)
-        # drop the frames found so far, because the dispatch mode called these functions, and not the user's step
+        # drop the frames found so far: their functions were called by the dispatch mode, and not by the user's step
         if issubclass(type(o), DispatchMode):
             found,users,frame = {},False,frame.f_back
             continue
         if issubclass(type(o), nn.Module):
             found.setdefault('module', o)
             found['outer'] = o
-        # an optimizer calls user's code only as a closure, and the closure is no part of the optimizer step
+        # if inner frames run the user's code, the optimizer has called a closure, which does not belong to the optimizer step
         elif issubclass(type(o), torch.optim.Optimizer) and not users: found.setdefault('stepping', o)
         if 'file' not in found and is_users_code(frame): found['file'],found['line'] = code.co_filename,frame.f_lineno
         users = users or is_user_code(frame)
@@ -154,7 +154,7 @@ class Origin:
     kind: str # 'op': an operation made the value; 'outside': a tensor had it before the step; 'raw': uninitialized memory
     op: str # operation that made the NaN or infinity, or that first read a tensor with a NaN or infinity
     place: Place
-    out: TensorValues # values of the result of the operation, or of the tensor from before the step
+    out: TensorValues # values of the tensor in which the NaN or infinity was found
     reads: tuple|list = () # (name of an argument, its `TensorValues`) for all arguments of the operation
     name: str|None = None # name of the tensor as text for a sentence
     intended: bool = False # True if the infinity is probably intended, as in a mask
@@ -340,9 +340,9 @@ class StorageTraces:
 
 # %% ../../nbs/55_health/85_locate.ipynb #10ca7e28
 class Destinations:
-    "Destinations of NaN and infinities: collects the results of a step (loss, gradients, parameters) that have them, and indices of `Origin`s."
+    "Destinations of NaN and infinities: collects the results of a step (such as the loss) with these values, and the indices of their `Origin`s."
     def __init__(self, traces, names): # traces: a `StorageTraces`; names: a `TensorNames`
-        # found: list of (rank, name of the result, indices of its `Origin`s). A smaller rank is more important
+        # found: list of (rank, name of the result, indices of its `Origin`s). rank: 1, 'returned' or 'buffer', or 2 for minor results
         self.traces,self.names,self.found = traces,names,[]
     def note(self, rank, what, x, v=None):
         "Note the tensor `x` as a result of the step if it has NaN or infinities. `what`: its name; `v`: its `TensorValues`, or None."
@@ -351,7 +351,7 @@ class Destinations:
         self.found.append((rank, what, merge_indices(t.nan, t.inf)))
 
     def note_gradient(self, named):
-        "Note the gradient that the running operation adds to `p.grad`, if any, as a result of the step. `named`: arguments of the operation."
+        "Note non-finite values in the gradient that the running operation adds to `p.grad`, if it adds one. `named`: arguments of the operation."
         if not self.traces.traces: return
         node = running_node()
         if node is None or not node.name().endswith('AccumulateGrad'): return
@@ -375,7 +375,7 @@ class Destinations:
             if is_readable(x): self.note(2, f'the output of {an(module)}', x)
 
     def note_state(self, out):
-        "Note tensors with NaN or infinities after a step as results: parameters, gradients, optimizer states, buffers, and the return value `out`."
+        "Note all non-finite parameters, gradients, optimizer states, buffers and return values (`out`) as results of the step."
         for name,kind,x in self.names.named_tensors():
             if is_readable(x): self.note('buffer' if kind=='buffer' else 1, name, x)
         out = list(out.values()) if isinstance(out, dict) else out
@@ -426,7 +426,7 @@ class OriginTracker(DispatchMode):
 
     def note_output(self, module, out):
         "Note the output of a module as a result of the step, when the module returns."
-        if id(module) not in self.names.inside: self.place() # called only because `place` adds the model to `names`
+        if id(module) not in self.names.inside: self.place() # ignore the result of `place`: the call only adds the model to `names`
         self.destinations.note_output(module, out)
 
     def place(self):

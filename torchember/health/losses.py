@@ -158,9 +158,9 @@ def stays_at(values, guess, close=.03):
     return len(late)>=20 and all(abs(plain_median(part)-guess)<close*guess for part in np.array_split(late, 4))
 
 def guesses_of_sigmoid(s):
-    """Return guesses of a sigmoid with nearly equal outputs for all samples, and their losses, as (sentence, loss). `s`: series of the output.
+    """Return losses of constant guesses as a list of (sentence, loss), if a sigmoid has nearly equal outputs for all samples. Else return [].
 
-    If half of the targets are 1, the squared error is smallest for a probability of 0.5.
+    If half of the targets are 1, the squared error is smallest for a probability of 0.5. `s`: series of the sigmoid's output.
     """
     late = slice(-max(3, len(s)//5), None)
     if 'mean' not in s or 'std' not in s or not median(np.nan_to_num(s['std'][late]))<.15: return []
@@ -169,7 +169,7 @@ def guesses_of_sigmoid(s):
     return [*of_half, ("The same probability for all samples gives an absolute error of 0.5.", .5)]
 
 def guesses(h, p, close):
-    "Return the losses of guesses, by a model that has learned nothing, as a list of (sentence, loss)."
+    "Return the losses of a model that has learned nothing and only guesses, as a list of (sentence, loss)."
     found = [(f"Guessing among {n} classes gives a loss of {v:.3f} = ln {n}.", v) for n,v in guessing_losses(h).items()]
     sigmoids = [h.outputs[q] for q in h.graph.last_modules if q in h.outputs and h.activation(h.outputs[q])=='Sigmoid']
     return found+(guesses_of_sigmoid(sigmoids[0]) if sigmoids else [])
@@ -183,7 +183,7 @@ def stall_severity(h, p, guess, n):
     if guess and (not has_changed_enough(h) or is_still_falling(p, guess[1])): return 'info'
     # severity 'warning' instead of 'error' in a short run, because a warm-up or plateau may last many steps
     if guess and n>=2: return 'error' if n>=10 and guess[0].startswith('Guessing') else 'warning'
-    return None if p.noise<1e-6*abs(p.end) else 'info' # 'info': the lowest possible loss is unknown
+    return None if p.noise<1e-6*abs(p.end) else 'info' # 'info', because the lowest possible loss is unknown, and may be reached
 
 def is_still_falling(p, guess, part=.01, trend=-3.):
     """Return True if a loss is still falling slowly at the end, and is already below `guess`, the loss of random guessing.
@@ -244,7 +244,7 @@ def find_relu_logits(h, p):
         if s is None or s.shape is None or len(s.shape)!=2 or s.shape[-1]<3 or not ('min' in s and 'mean' in s) or len(s)<20 or gives_probabilities(s): continue
         guess,relu = math.log(s.shape[-1]),h.activation(s)=='ReLU'
         if not (s['min']>=0 if relu else s['min']==0).all() or not (s['max']>0).any(): continue
-        # a cross-entropy begins near the loss of guessing. With another start, the loss must stay at this value
+        # a cross-entropy begins near the loss of guessing. If this loss began elsewhere, it must stay at the loss of guessing later
         if abs(p.values[0]-guess)>.3*guess and not (relu and stays_at(p.values, guess)): continue
         return finding(path, f"The logits of {s.title} are never below zero: a ReLU after the last layer removes the gradient of all negative logits. "
             f"The loss is probably a cross-entropy: it goes from {fmt(p.start)} to {fmt(p.end)}, and guessing gives {guess:.3f} = ln {s.shape[-1]}.",
@@ -300,7 +300,7 @@ def loss_stalls(h, least=30, close=.03):
 def find_loss_jump(p, times, part):
     "Find a jump of the loss: the first value far above the losses before. Return (index, usual earlier loss), or None."
     v = p.values
-    # largest of the 15 losses before each loss. A smaller loss is no jump. If a NaN or infinity was before, the loss is checked below
+    # largest of the 15 losses before each loss. A smaller loss is no jump. If one of the 15 is NaN, the loop below checks the loss
     largest = np.lib.stride_tricks.sliding_window_view(np.append(np.full(15, -np.inf), v), 15).max(axis=1)[:-1]
     for i in np.flatnonzero((v>=part*abs(p.start)) & ~(v<largest)).tolist():
         if i<5: continue
@@ -358,7 +358,7 @@ def report_constant_data(h, s, at, alone):
     """
     severity = 'info' if not alone else 'error' if h.progress.verdict in ('stalls', 'rises', 'none', 'short') else 'warning'
     what = f"The data are constant: all values of {s.tname} of {s.title} are {fmt(s['max'][at])} from step {s.steps[at]} on."
-    # info, because each batch may be a single sample, such as an image of one color
+    # severity 'info', because each batch may be a single sample, such as an image of one color
     if len(np.unique(s['max'][s['max']==s['min']]))>1:
         severity,what = 'info',f"In nearly all steps, all values of {s.tname} of {s.title} are equal. The value differs between steps."
     return s.finding(at, what, severity=severity, value=float(s['max'][at]),
@@ -380,7 +380,7 @@ def count_different(ins):
     return max(map(len, first.values()))
 
 def held_out_losses(h):
-    "Return the logged losses on other data than training data: at least four values, and 'loss' and val, test or eval in the name."
+    "Return the logged losses on other data than training data: names with 'loss' and with val, test or eval, and with at least four values."
     return [n for n in h.logged if any(w in n.name.lower() for w in ('val', 'test', 'eval')) and 'loss' in n.name.lower() and len(n)>=4]
 
 # %% ../../nbs/55_health/45_losses.ipynb #97e4d3bf

@@ -34,7 +34,7 @@ gains,offsets = ('weight', 'gamma'),('bias', 'beta') # names of the parameters o
 means,variances = ('running_mean', 'moving_mean'),('running_var', 'moving_variance')
 
 def first_present(found, names, *path):
-    "Return the series of the first of `names` that is present in `found`, or None. `path`: path of the module, if keys contain the path."
+    "Return the series of the first of `names` in the dict `found`, or None. `path`: path of the module, if the keys of `found` are (path, name)."
     return next((found[k] for n in names if (k := (*path, n) if path else n) in found), None)
 
 def has_changing_statistics(h, path):
@@ -42,7 +42,7 @@ def has_changing_statistics(h, path):
     return any(is_repeated(find_changes(s)) for s in h.series('buffer') if s.path==path and s.tname in (*means, *variances))
 
 def find_eval_mode(h, out):
-    """Find evaluation mode: a normalization trains in it, with its initial running statistics. Return a finding, or None.
+    """Find a normalization that trains in evaluation mode, with its initial running statistics. Return a finding, or None.
 
     The output of such a module equals its input, apart from weight and bias.
     """
@@ -57,9 +57,9 @@ def find_eval_mode(h, out):
         "initial running statistics.", advice="Call model.train() before training, and model.eval() only to evaluate.")
 
 def find_wrong_scale(h, out, times=3, share=.6):
-    """Find a wrong scale: evaluation mode gives a normalization an output rms that does not fit its weight and bias. Return a finding, or None.
+    """Find a wrong scale: the output rms of a normalization does not fit its weight and bias. Return a finding, or None.
 
-    The reason for a different rms is evaluation mode.
+    The reason is evaluation mode with running statistics that do not fit the data.
     """
     w,b = (first_present(h.weights, names, out.path) for names in (gains, offsets))
     if w is None or len(out)<3: return None
@@ -88,7 +88,7 @@ def uses_batch_statistics(h, out):
     return bool(plain_median(abs(out['mean']-mean))<2e-3*median(out.rms))
 
 def compare_buffers(h, out, least, away=2., shifted=1.5):
-    """Compare buffers with the data: return a finding if running statistics do not fit the batches in the second half. Return None otherwise.
+    """Compare buffers with the data: find running statistics that do not fit the batches in the second half of the run. Return a finding or None.
 
     away: largest ratio of the rms by running statistics to the rms of the batches
     shifted: largest distance of the two means, in standard deviations
@@ -113,7 +113,7 @@ def compare_buffers(h, out, least, away=2., shifted=1.5):
         confidence=max(confidence_from(know/have if have>0 else 0, away if know>have else 1/away), .5))
 
 def compare_sizes(ev, tr, late, away, share=.6, window=9):
-    """Compare the sizes (rms) of a tensor in evaluations and in training. Return (median ratio, index of the first difference), or None.
+    """Compare the rms of a tensor in evaluations and in training. Return (median ratio, index of the first evaluation that differs), or None.
 
     ev, tr: series of the tensor in evaluations and in training
     late: indices in `ev` of the evaluations to compare
@@ -192,7 +192,7 @@ def begins_with_zeros(h, s):
     return s in states or s.ttype=='output' and s is not next((t for t in h.series('output', evaluated=True) if t.path==s.path), None)
 
 def compare_with_training(h, s, away, adapted=60):
-    """Compare the rms of a tensor in evaluations with training. Return (series, ratio, index) if it differs, else None.
+    """Compare a tensor's rms in evaluations with training. Return (series, ratio, index of the first difference), or None without a difference.
 
     The first third of the training is not compared, because running statistics may not fit the data yet.
 

@@ -21,7 +21,7 @@ from .rules import rule
 
 # %% ../../nbs/55_health/43_outputs.ipynb #9e9ae137
 def final_outputs(h):
-    "Return the `Series` of the output of the last layer, then the `Series` of the output of the model. `h`: a `History`."
+    "Return the output `Series` of the last layers and of the whole model as a list, in this order. `h`: a `History`."
     return [h.outputs[p] for p in dict.fromkeys([*reversed(h.graph.leaves), '']) if p in h.graph.last_modules | {''} and p in h.outputs]
 
 def is_in_unit_range(s):
@@ -51,7 +51,7 @@ def all_zero_steps(h):
     return steps, zero
 
 def weights_hardly_change(h, steps, still=2e-5):
-    """Return True if the weights change by less than the fraction `still` in the second half of `steps`, the steps with zero gradients.
+    """Return True if each weight changes by at most the fraction `still` in the second half of `steps` (steps with zero gradients).
 
     Without a gradient, momentum and weight decay may still change the weights a little.
     """
@@ -64,7 +64,7 @@ def weights_hardly_change(h, steps, still=2e-5):
     return True
 
 def find_no_gradient(h, share, least):
-    "Find steps with only zero gradients. Return (their numbers, number of recorded steps), or None for too few, or if the weights change in them."
+    "Return the steps in which all gradients are zero, and the number of all steps. Return None for too few steps, or if weights change in them."
     steps,zero = all_zero_steps(h)
     if len(steps)<least or zero.mean()<=share or not weights_hardly_change(h, steps[zero]): return None
     return steps[zero], len(steps)

@@ -135,7 +135,7 @@ def lowest_cross_entropy(low, top, n, probabilities):
     return min(-math.log(max(top, 1e-30)), -math.log(max(1-low, 1e-30)) if n<=2 else math.inf)
 
 def may_be_cross_entropy(h):
-    """Return True if the loss may be a cross-entropy: its end is not below the smallest cross-entropy of the model's outputs. `h`: a `History`.
+    """Return True if the loss may be a cross-entropy: the final loss is not below the smallest cross-entropy for such outputs. `h`: a `History`.
 
     A cross-entropy cannot be smaller than the range of the outputs allows.
     """

@@ -36,7 +36,7 @@ class Jumps:
         return any(abs(self.s[c][i+1]-self.s[c][i])>least*self.s.rms[i] for c in ('max', 'min') if c in self.s)
 
     def is_explained(self, i, times):
-        "Return True if a large change is explained: the gradient or a learning rate grew in the same step, by at least a quarter of `times`."
+        "Return True if a cause of a large change is known: the gradient or a learning rate grew in the same step, by a factor of at least `times`/4."
         step = self.s.steps[i]
         grown = [v.values[v.steps<=step+1][-1]/max(v.values[v.steps<step][-1], 1e-30) for v in self.rates if (v.steps<step).any()]
         if self.grad is not None and (j := self.grad.at_step(step)) and j>=3:

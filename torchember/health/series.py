@@ -251,7 +251,7 @@ def logged_series(df):
 
 # %% ../../nbs/55_health/06_series.ipynb #ea1f6017
 def find_lost_values(df, values):
-    "Find lost values (NaN or infinite), which the table lacks. Return a dict: name of a logged number -> mask of these rows."
+    "Find logged numbers that the table lacks, because they were NaN or infinite. Return a dict: name of the number -> mask of rows without it."
     lost = {c: np.zeros(len(df), bool) for c in values}
     if 'nonfinite' in df:
         for i,n in enumerate(df['nonfinite']):

@@ -43,7 +43,7 @@ def adjust_small_weights(m):
     return m
 
 def select_updates(moves, ratio):
-    """Select the weights with updates of a size that can be judged: all but embeddings. `moves`: (path, pname) -> `RelativeUpdates`.
+    """Select the weights with updates that can be judged by their size: all but embeddings. `moves`: (path, pname) -> `RelativeUpdates`.
 
     Embeddings are left out, because a step changes only few of their rows.
     If all weights are embeddings, those with updates far above `ratio` are returned.
@@ -202,7 +202,7 @@ def find_early_end(h, moves, drop, many=.7):
     if p.verdict not in ('none', 'short') and not was_falling(p, step): return
     # leave out embeddings, because a step changes only few of their rows
     rare = {k for k,w in h.weights.items() if 'Embedding' in w.kind}
-    # no finding if other weights still change, because `not_trained` reports weights that stop alone
+    # no finding if other weights still change, because `not_trained` reports single weights that stop changing
     if any_weight_changes(h, step, rare): return
     smaller = f"{format_ratio(peak/now)} smaller than before" if now>0 else "zero"
     gradients = ", while the rms of the gradients hardly changes" if k in h.grads else ''
@@ -284,7 +284,7 @@ class LayerStart:
         self.scaled,self.out_rms = float(w.rms[0]*np.sqrt(fan)),float(out.rms[0])
         # assume an rms of 1 if the input was not recorded
         self.in_rms = 1. if given is None else float(given.rms[0])
-        # mean: True for attention, because the size of a weighted mean does not show the size of the weight
+        # mean: True for attention. Its output is a weighted mean, and the size of this mean does not show the size of the weight parameter
         self.mean = 'Attention' in w.kind
         self.finite = bool(np.isfinite(self.out_rms))
         self.gain = self.out_rms/self.in_rms if self.in_rms>0 else np.nan
@@ -354,7 +354,7 @@ def report_large_start(h, large, away):
         gain=by, scaled=scaled, layers=n, confidence=confidence_from(scaled, away, against=h.progress.is_good))
 
 def report_growing_start(h, growing, limit):
-    """Report layers that each make the signal a little larger, so that it grows, as a finding.
+    """Report layers that each make the signal a little larger, as a finding: the signal grows from layer to layer.
 
     growing: list of `LayerStart`
     limit: rms of an output, above which the output is too large

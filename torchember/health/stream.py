@@ -34,7 +34,7 @@ class Blocks:
         return self.rows.pivot(index='step', columns='depth', values=column).reindex(index=self.steps, columns=self.depths).to_numpy(float)
 
     def factors_without_massive(self):
-        "Return the factors by which `added` would grow without massive activations, at least 1, as an array (steps, blocks)."
+        "Return how many times larger `added` (relative change by a block) would be without massive activations: array (steps, blocks), at least 1."
         with np.errstate(all='ignore'): by_median = self['rms']*self['median_ratio']/self['largest']
         # divide by 1.5, because the rms of normally distributed values is 1.48 times their median absolute value
         return np.fmax(by_median/1.5, 1)
@@ -116,7 +116,7 @@ def idle_blocks(h, least=.001, wait=100., records=5):
         idle = (added<least).all(0) & ((least-added[-1])/slope>wait*b.steps[-1])
         if not idle.any(): continue
         names = [t for t,i in zip(b.titles, idle, strict=True) if i]
-        # index of the first record from which all idle blocks add less than `least`
+        # index of the first record from which on the share that each idle block adds to the stream is less than `least`
         at = start_of_last_true((all_added[:, idle]<least).all(1), records)
         step = int(b.steps[at])
         which = f"{names[0]} adds" if len(names)==1 else f"{len(names)} of {len(idle)} blocks, such as {names[0]}, add"

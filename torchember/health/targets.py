@@ -51,7 +51,7 @@ def last_recorded_step(h):
     return h.steps[-1] if len(h.steps) else 0
 
 def report_term(h, e, text, *activations, **more):
-    "Report a fault of a loss term at the module that applies one of `activations`, as a finding. `e`: entry of the term."
+    "Report a fault of a loss term: return a finding at the module that applies one of `activations`. `e`: entry that describes the term."
     return finding_at(module_of_term(h, *activations), text, e.get('first_step') or 0, last_recorded_step(h), e, **more)
 
 # %% ../../nbs/55_health/47_targets.ipynb #07a97fc9
@@ -246,7 +246,7 @@ def target_range(h, least=.02, part=.25):
         if (found := find_wrong_labels(h, e, part) or find_unreachable(h, e, least, part)) is not None: yield found
 
 # %% ../../nbs/55_health/47_targets.ipynb #bdb7419c
-# autograd nodes of layers that return logits. 'probe': predictions of a JAX training, see `history.probed_losses`
+# names of the autograd nodes of layers that return logits; 'probe' stands for predictions of a JAX training, see `history.probed_losses`
 layers = 'probe', 'Addmm', 'Mm', 'Add', 'Convolution', 'Bmm', 'MkldnnConvolution', 'SlowConv2D', 'ThnnConv2D'
 
 def find_one_class(h, e, least):

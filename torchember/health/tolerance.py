@@ -26,7 +26,7 @@ def eps_of(dtype):
     return format_eps.get(str(dtype), 2**-52)
 
 def rounding_error(eps:float, numel:float, weight=False) -> float:
-    """Return the largest rounding error of one operation, relative to the rms of its result.
+    """Return the largest rounding error in the result of one operation, relative to the rms of this result.
 
     eps: distance from 1 to the next larger number of the coarsest dtype
     numel: number of elements of the module's largest tensor
@@ -111,9 +111,9 @@ class CauseTracker:
     """
     def __init__(self, ttypes): # ttypes: tensor types that both runs have
         self.ttypes,self.step = ttypes,None
-        # largest distances so far. before: tensor -> distance; parameters: parameter -> distance of its tensors
+        # largest distances so far, as dicts. before: tensor -> its distance; parameters: parameter -> distance of its tensors
         self.before,self.parameters = {},{}
-        # for the current step. inside: path of a module -> largest distance; made: statistics of a tensor -> distance
+        # distances in the current step. inside: path of a module -> largest distance; made: statistics of a tensor -> distance
         self.inside,self.made = {},{}
         # flow, back: largest distance in the forward and backward pass of this step; last: largest in the step before
         self.flow = self.back = self.last = 0.
@@ -130,7 +130,7 @@ class CauseTracker:
         self.step,self.inside,self.made,self.flow,self.back = step,{},{},0.,0.
 
     def largest_cause(self, tensor, path, ttype, numbers, parameter):
-        """Return the largest distance among the possible causes of a pair of rows.
+        """Return the largest distance among earlier tensors that may have caused the distance in a pair of rows.
 
         `numbers`: statistics of the tensor in the first run; `parameter`: (path, pname) of its parameter.
         """
@@ -144,7 +144,7 @@ class CauseTracker:
         return max(known, more)
 
     def add(self, tensor, path, ttype, numbers, parameter, far, own):
-        "Add the distances of a pair of rows: `far` (relative to the module) and `own` (relative to the tensor)."
+        "Add the distances of a tensor in two runs: `far` (of a gradient: relative to the module's gradients) and `own` (relative to the tensor)."
         self.before[tensor],self.any = max(self.before.get(tensor, 0.), far),self.any or far>0
         if ttype in parameter_types: self.parameters[parameter] = max(self.parameters.get(parameter, 0.), own)
         if ttype in (*flow_types, 'weight', 'buffer'):
@@ -176,11 +176,11 @@ def relative_changes(pairs, size):
     return out
 
 def element_jump(eps):
-    "Return the jump of a gradient if rounding changes the sign of one element before a ReLU: its possible relative distance. `eps`: of the dtype."
+    "Return the relative distance that a gradient may have if rounding flips the sign of one element before a ReLU. `eps`: eps of the dtype."
     return eps**.25
 
 def allowed_jump(c, ttype, jump, way, flat):
-    """Return the allowed jump in the distance of a pair of rows, even if earlier distances are tiny: rounding may switch a ReLU element.
+    """Return how far the distance of a pair of rows may jump, even after tiny distances: rounding may switch an element of a ReLU on or off.
 
     c: a `CauseTracker`
     jump: result of `element_jump`

@@ -89,7 +89,7 @@ loss_advice = ("Check each division, logarithm and square root in the loss: writ
 
 # %% ../../nbs/55_health/20_values.ipynb #546b85dc
 def find_largest_input(h, s, step):
-    "Find the largest input of a module in a step: return its finite absolute value, or 0 if unknown. `s`: series of an output of the module."
+    "Return the largest finite absolute value of a module's inputs in a step, or 0 if unknown. `s`: series of an output of the module."
     sizes = [x.abs_max[i] for x in h.inputs.get(s.path, ()) if (i := x.at_step(step)) is not None]
     return float(np.nan_to_num(finite_max(sizes)))
 
@@ -126,7 +126,7 @@ def describe_forward(h, step):
     return f"{'The recorded outputs are finite. ' if outputs else ''}{missing} recorded in this step."
 
 def find_finite_after(h, s, step, bad):
-    """Find the first module after the module of `s` with a finite gradient in the step. Return its path, or None.
+    """Find the first module after the module of `s` whose weight gradient is finite in the step. Return the path of this later module, or None.
 
     Arguments: as in `explain_source`.
     """
@@ -262,7 +262,7 @@ def find_lost_gradients(h, share, many):
 
 # %% ../../nbs/55_health/20_values.ipynb #27d19e0c
 def find_lost_steps(h, few):
-    "Find lost steps: weights stay the same, because their updates are rounded to zero. Return a finding, or None for only a few weights."
+    "Find weights that stay the same because their updates are rounded to zero. Return a finding, or None if these are only a few weights."
     trained = [(w, h.grads[k]) for k,w in h.weights.items() if k in h.grads and w.dtype in half_digit]
     still = [w for w,grad in trained if len(w)>4 and (grad.rms>0).mean()>.5 and w.rms[0]>0 and never_changes(w)]
     if len(still)<max(1, few*len(trained)): return None

@@ -157,7 +157,7 @@ class TrainingStopped(RuntimeError):
     def __init__(self, found): self.finding = found; super().__init__(f"{found['rule']}: {found['text']} {found['advice']}".strip())
 
 def row_of_finding(found:dict, module:str, over:int|None=None) -> dict:
-    """Return a row for the log that stores a finding. The step of the row is `over`, or the first step of the fault.
+    """Return a row for the log that stores a finding. The step of the row is `over` if given, else the first step of the fault.
 
     module: display name of the module
     over: step since which the finding no longer holds, or None

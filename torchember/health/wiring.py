@@ -45,7 +45,7 @@ class ParameterStates:
             yield part, [p for p in own if part in ('', label_of(p)) or label_of(p).startswith(part+'.')]
 
 def describe_part(part, own):
-    "Describe an untrained part of the model by name and size, to begin a sentence. `part`: path of the module; `own`: its parameters."
+    "Describe a part of the model by name and size, as the subject of a sentence. `part`: path of the module; `own`: parameters in this part."
     n = 'one parameter' if len(own)==1 else f'{len(own):,} parameters'
     return f"{name_module(part) if part else 'The whole model'} ({n}, {total_elements(own):,} values)"
 
@@ -75,7 +75,7 @@ def find_users(h, paths):
     return seen
 
 def find_trained_users(h, own, learn):
-    "Find trained users of untrained modules: paths of trained modules that depend on their outputs. `own`: untrained, `learn`: trained parameters."
+    "Find trained modules (of parameters `learn`) that use outputs of modules of `own`, else the next trained layer. Return their paths."
     paths,trained = [p['path'] for p in own],{p['path'] for p in learn}
     last = max((h.graph.position(p) for p in paths), default=0)
     users = find_users(h, paths)
@@ -118,7 +118,7 @@ def is_before_all_trained(h, known, own):
 def explain_forgotten(h, known, part, own, held):
     "Explain forgotten parameters: a module's parameters are missing from the optimizer. Return a sentence, the severity, and advice."
     what,has_gradient = describe_part(part, own),any(p.get('gradient') for p in own)
-    # a weight that changed at least once (by `load_state_dict`, or by a rarely stepping optimizer) is only a warning
+    # severity 'warning' if a weight has changed at least once: by `load_state_dict`, or by an optimizer that steps rarely
     wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own)
     effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'warning' if is_before_all_trained(h, known, own) else 'error')
     if not known.learn and part=='': return (
@@ -135,7 +135,7 @@ def explain_forgotten(h, known, part, own, held):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #94c07f74
 def explain_cut_off(h, known, part, own):
-    "Explain a called module that is cut off: it has no gradients. Return a sentence, severity and advice, or None if no parameter is trained."
+    "Explain why a part of the model has no gradients. Return a sentence, severity and advice, or None if no parameter of the model is trained."
     if not known.learn or not len(h.steps): return None
     what = describe_part(part, own)
     if later := find_trained_users(h, own, known.learn): return (
@@ -207,7 +207,7 @@ def find_never_changed(h, known, reported, least, tiny, most):
     least, tiny, most: as in `not_trained`
     """
     fixed = {(p['path'], p['name']) for p in known.ps if p['requires_grad'] is False or label_of(p) in reported}
-    # parameters with version counters that show a change between the recorded steps
+    # parameters that changed between the recorded steps (shown by their version counters), or that belong to an optimizer unknown to the run
     moved = {(p['path'], p['name']) for p in known.ps if p.get('changes') or p.get('elsewhere')}
     asked = [s for k,s in h.weights.items() if len(s)>=least and not s.skipped.all() and k not in fixed | moved]
     same = [s for s in asked if never_changes(s) and not has_values(h.updates.get((s.path, s.pname)))]
@@ -270,7 +270,7 @@ def last_change(h, least):
     return max(at) if left>=max(least, 2*pause, .1*len(h.steps)) else None
 
 def has_gradients_after(h, step, share=.03):
-    "Return True if there are gradients after a step: more than half of them have at least the fraction `share` of their size before."
+    "Return True if more than half of the gradients keep more than the fraction `share` of their size (median rms) after a step."
     sizes = [(median(g.rms[g.steps<step]), median(g.rms[g.steps>step])) for g in h.grads.values()]
     return bool(sizes) and np.mean([after>share*before>0 for before,after in sizes])>.5
 
@@ -293,7 +293,7 @@ def explain_unreached(h):
     return 'the loss does not depend on the model, or its gradients are not computed'
 
 def find_unreached(h, known, least):
-    "Find weights of the optimizer that no gradient reached: none changes or has a recorded gradient. Yield a finding. `least`: see `not_trained`."
+    "Find weights of the optimizer that no gradient reached: no weight changes, no gradient is recorded. Yield a finding. `least`: see `not_trained`."
     held = [p for p in known.ps if p.get('optimizer') is True and p['requires_grad']]
     if not held or h.grads or any(p.get('gradient') or p.get('changes') or p.get('elsewhere') for p in known.ps): return
     weights = [w for w in h.weights.values() if len(w)>=least and not w.skipped.any()]
@@ -350,7 +350,7 @@ def find_stop(h, k, s, p, least, share):
 
 # %% ../../nbs/55_health/25_wiring.ipynb #ebc8766f
 def find_stops(h, entries, least, share):
-    "Find the stops of weights: return `StoppedWeight`s. Leave out unfrozen weights if all weights stopped, or if another rule reports them."
+    "Find weights that stopped changing, as `StoppedWeight`s. Unfrozen ones count only if others still change and no other rule reports them."
     ps = {(p['path'], p['name']): p for p in entries}
     found = [s for k,w in h.weights.items() if k in ps and (s := find_stop(h, k, w, ps[k], least, share)) is not None]
     if not found: return []

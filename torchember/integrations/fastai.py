@@ -30,7 +30,7 @@ class SkippedSteps:
         "Return False, because fastai has already unscaled the gradients that torchember reads."
         return False
     def unscale_(self, optimizer): "Do nothing: fastai has unscaled the gradients already."
-    def step(self, optimizer): "Do nothing. After this call without an optimizer step, torchember marks the step as skipped."
+    def step(self, optimizer): "Do nothing. No optimizer steps during this call, so torchember reports a skipped step."
 
 # %% ../../nbs/90_integrations/40_fastai.ipynb #683f6470
 class EmberCallback(RecordingCallback, Callback):
@@ -107,7 +107,7 @@ class EmberCallback(RecordingCallback, Callback):
         if not self.is_separate: self.log_metrics()
 
     def after_fit(self):
-        "End the run. First log the last epoch, because a callback may have ended the fit before `after_epoch`."
+        "Log the losses of the last epoch, because a callback may have ended the fit before `after_epoch`. Then end the run."
         if self.is_separate: return
         self.log_metrics()
         self.end()

@@ -117,7 +117,7 @@ class LastBatchValue:
         "Return the loss of the last batch, and forget this loss. Return None if no batch has run since the last call."
         (values,weight),self.latest = self.latest or (None, None),None
         if values is None or math.prod(getattr(values, 'shape', ()))==1: return values
-        mean = keras.metrics.Mean() # weighted mean over the samples of the batch
+        mean = keras.metrics.Mean() # mean of the batch's loss values, weighted by `sample_weight`
         with torch.no_grad(): mean.update_state(values, weight)
         return mean.result()
 

@@ -65,7 +65,7 @@ def states_of_variables(optimizer, variables) -> dict: # returns a dict: index o
             found[i].setdefault(state.name.removeprefix(prefix) if state.name.startswith(prefix) else attribute.strip('_'), state)
     return found
 
-def batches_applied(optimizer) -> int: # not the optimizer's `iterations`, which counts only the steps
+def batches_applied(optimizer) -> int: # `optimizer.iterations` is only the fallback, because it counts only the steps
     "Return the number of batches for which Keras has called an optimizer. With gradient accumulation, only some calls make a step."
     return int(getattr(getattr(optimizer, 'inner_optimizer', optimizer), '_iterations', optimizer.iterations))
 

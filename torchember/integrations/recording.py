@@ -37,7 +37,7 @@ def check_options(callback, options): # callback: class name for messages; optio
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #9bf8b886
 def loggable_scalars(logs, marks=()) -> dict:
-    "Return the numbers that a trainer logs, except marks such as the epoch. A number named like a log column becomes `logged_<name>`."
+    "Return the numbers that a trainer logs, except those in `marks`, such as the epoch. A number named like a log column becomes `logged_<name>`."
     def is_number(v): # v: a number, or a tensor or array with one element
         "Return True if a value is a number, or has one element."
         if isinstance(v, torch.Tensor|np.ndarray):
@@ -83,7 +83,7 @@ class MethodPatch:
 # %% ../../nbs/90_integrations/00_recording.ipynb #d9c190e4
 # Returns (chosen name, True to continue the run of this name, last step of the run `name`)
 def choose_run_name(name, first_step, home=None) -> tuple:
-    "Choose the run's name, the same in all processes: a run that ends before `first_step` is continued; else the first free `name`, `name_2`, ..."
+    "Choose the run's name, equal in all processes: the latest run that ends before `first_step`, to continue it, else a free name such as `name_2`."
     rank,world = rank_and_size()
     def log_of(n):
         "Return the name of the log in which this process records the run `n`."
@@ -158,7 +158,7 @@ class TrainingRecorder:
         "Mark all following rows with additional columns, such as `epoch=2`."
         if self.te is not None: self.te.mark(**marks)
 
-    def record_only_if(self, is_recorded): # is_recorded: function of the phase of a pass ('eval', 'no_grad' or None), and True if the pass has gradients
+    def record_only_if(self, is_recorded): # is_recorded(phase, grad): `phase` is 'eval', 'no_grad' or None, and `grad` is True if the pass has gradients
         "Record a forward pass of the model only if the function `is_recorded` returns True for this pass."
         if self.te is not None: self.te.recorder.events.pass_events.wanted = is_recorded
 

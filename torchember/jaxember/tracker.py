@@ -89,7 +89,7 @@ def probe(
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #95ff8bbe
 class JaxTracker(Tracker):
-    """Records the steps of a JAX training, and writes a table (LogFrame) at the end. As a list, it contains the latest step's statistics.
+    """Records the steps of a JAX training, and writes a table (LogFrame) at the end. Iteration yields the latest statistics of each tensor.
 
     Args:
         recorder: Recorder that runs and measures the steps

@@ -73,7 +73,7 @@ def row_format(names):
 
 # %% ../../nbs/20_measure/48_arena.ipynb #a4e90012
 class CpuReadPlan:
-    "Plan for measuring the CPU tensors of a tap. It is valid for tensors with the dtype, shape and strides that it stores."
+    "Plan for measuring the CPU tensors of a `Tap`, a place where tensors are measured. Valid for tensors with the stored dtype, shape and strides."
     def __init__(self, dtype=None, shape=None, stride=None, count=None, put=None):
         self.dtype,self.shape,self.stride,self.count = dtype,shape,stride,count
         self.put = put # put: compiled function that reads a tensor and writes its row, or None
@@ -96,7 +96,7 @@ class DeviceReadPlan:
         self.block = self.stream = None
 
     def set_rows(self, block, stream):
-        "Set the rows of this plan: the block (memory) that contains the tap's rows, and the stream that writes them."
+        "Set where the tap's rows are: the block of memory that contains the rows, and the stream that writes them."
         self.block,self.stream = block,stream
 
     def fits(self, x):
@@ -111,8 +111,8 @@ class DeviceReadPlan:
 class InactiveRows(NamedTuple):
     "Rows that a tap does not use now, because its tensors have moved to a different stream or device."
     rows:RowRange
-    next:int # Index of the next free row in these rows
-    turn:int # Count of `Arena.take` calls at the last use of the rows. The next call makes the rows free
+    next:int # Index of the next free row in `rows`
+    turn:int # Number of `Arena.take` calls before the last use of these rows. The next call of `Arena.take` makes all these rows free
 
 class Tap:
     """A place where tensors are measured: module, tensor type and tensor name. `Arena.tap` makes taps.
@@ -135,7 +135,7 @@ class Tap:
         return None if self.rows.block is None else self.rows.block.key
 
     def use_rows(self, rows, at=0):
-        "Use a range of rows for the next rows of the tap, beginning with row `at` of the range."
+        "Use a range of rows for the next tensors of the tap, beginning with row number `at` of the range."
         self.rows,c = rows,self.cursor.array
         c[[NEXT, LAID]] = at,0
         if rows.block.out is not None: c[[ROWS, HEADS, LAID]] = *rows.block.addresses(rows.first),rows.size
@@ -145,7 +145,7 @@ class Tap:
         self.elsewhere[self.place] = InactiveRows(self.rows, int(self.cursor.array[NEXT]), turn)
 
     def switch_rows(self, key, turn):
-        "Switch to the parked rows for `key`, a (device, stream) pair. Return how many new rows the tap needs: 0 if one of the parked rows is free."
+        "Switch to the tap's inactive rows for `key`, a (device, stream) pair. Return 0 if one of them is free, else the number of new rows needed."
         rows = self.rows
         if self.place!=key:
             if self.place is not None: self.deactivate_rows(turn)
@@ -159,7 +159,7 @@ class Tap:
         return 2*rows.size or 1
 
     def all_rows(self):
-        "Return all ranges of rows that belong to the tap: current, former and parked."
+        "Return all row ranges of this tap: the current one, former ones, and the parked ones of other devices and streams."
         return [r for r in (self.rows, *self.former, *(p.rows for p in self.elsewhere.values())) if r.block is not None]
 
     def drop_rows(self):
@@ -199,7 +199,7 @@ def rows_of_pass(heads, micro, once):
     return (heads[:, EVENT]!=0) & (heads[:, MICRO]==micro) & ~once[heads[:, TAP]]
 
 def with_empty_rows(which, heads, vectors, taps):
-    "Replace the rows in the mask `which` by empty rows: summaries of an empty tensor. Return the summary vectors, `vectors`."
+    "Replace the rows in the mask `which` by empty rows: write summaries of an empty tensor into `vectors`. Return `vectors`."
     for i in np.flatnonzero(which): vectors[i] = empty_summary(taps[heads[i, TAP]].format.wanted)
     return vectors
 
@@ -274,7 +274,7 @@ class Arena:
             finally: self.cursors.busy[0] -= 1
 
     def use_black_box(self, box):
-        "Allocate new CPU rows in the memory-mapped file of the black box `box`, so that they survive a crash. If it is None, use ordinary memory."
+        "Use the memory-mapped file of the black box `box` for new rows on the CPU, which then survive a crash. None: use ordinary memory."
         with self.lock:
             self.box = box
             for t in self.taps if box is not None else (): box.tap(t)
@@ -289,7 +289,7 @@ class Arena:
             return t
 
     def add_rows(self, tap, device):
-        "Add rows on `device` and its current stream to `tap`: a free parked row, else twice as many new rows as before."
+        "Give a tap rows on `device` and its current stream: free rows from earlier use there, else twice as many new rows (at least 1)."
         key = device, stream_of(device)
         if not (n := tap.switch_rows(key, self.turn)): return
         block = next((b for b in self.blocks if b.key==key and b.length==tap.format.length and len(b.head)-b.used>=n), None)
@@ -298,7 +298,7 @@ class Arena:
         tap.use_rows(RowRange(block, block.reserve(n), n))
 
     def in_graph(self):
-        "Return True if launches now would become part of a CUDA graph, because a graph is being captured on a device of the arena."
+        "Return True if a kernel launch would become part of a CUDA graph, because a graph is being captured on a device of the arena."
         return any(b.out is None and is_being_captured(b.device.type) for b in self.blocks)
 
     def read_pending(self):
@@ -336,7 +336,7 @@ class Arena:
         for s in earlier: s.parts = [(h, with_empty_rows(rows_of_pass(h, micro, once), h, np.array(v, dtype=np.float64), self.taps)) for h,v in s.parts]
 
     def renumber(self, micro):
-        "Renumber the micro-batch of all rows of the arena, and of all further rows of this pass: its new number is `micro`."
+        "Set the micro-batch number of all rows of the arena, and of all further rows of this pass, to `micro`."
         with self.locked():
             self.unread.assign_rows()
             self.micro = micro

@@ -12,7 +12,7 @@ __all__ = ['most_sequences', 'most_queries', 'most_logits', 'hidden_below', 'dty
 import torch
 
 # %% ../../nbs/20_measure/57_attention.ipynb #7878df32
-# maximum number of sampled sequences; maximum number of queries at equal distances, and of queries with the largest norms
+# maximum number of sampled sequences; maximum number of evenly spaced queries in a sequence, and also of queries with the largest norm
 most_sequences,most_queries = 8,32
 most_logits = 1<<23 # largest number of logits that are computed for one call of attention: 32 MB of float32
 
@@ -43,7 +43,7 @@ def choose_queries(q, n=most_queries):
 hidden_below = -9000.
 
 def select_queries(x, rows):
-    "Select the queries at some positions of a tensor that broadcasts to (sequences, heads, length, n). `rows`: (sequences, heads, m)."
+    "Select the queries at the positions `rows` (sequences, heads, m) of a tensor that broadcasts to (sequences, heads, length, n)."
     x = x.expand(*rows.shape[:2], *x.shape[2:])
     if x.shape[2]==1: return x
     return x.gather(2, rows[..., None].expand(*rows.shape, x.shape[-1]))
@@ -111,7 +111,7 @@ def logit_bound(q, k, scale=None):
     return norm(q)*norm(k).repeat_interleave(q.shape[1]//k.shape[1])*abs(q.shape[-1]**-.5 if scale is None else scale)
 
 def rms_of_values(v, heads:int):
-    """Return the rms of the values of each head. `v`: (sequences, heads, length, size), where fewer heads than `heads` are each for a group.
+    """Return the rms of the values of each head. `v`: (sequences, heads, length, size). If `v` has fewer than `heads` heads, each serves a group.
 
     First reduce the last dimension, which is contiguous: on a CPU, this is more accurate and 4 times faster than one norm of all dimensions."""
     mean_squares = torch.linalg.vector_norm(v, dim=-1, dtype=dtype_of_numbers(v)).square().mean((0, 2))/v.shape[-1]

@@ -134,7 +134,7 @@ unsent = 0xa5
 unknown_to_numpy = torch.bfloat16,*(d for n,d in vars(torch).items() if n.startswith('float8'))
 
 def has_arrived(host):
-    "Return True if a copy has arrived on the host: no element has only bytes `unsent`, which fill the memory before the copy."
+    "Return True if a copy has arrived on the host: each element has at least one byte other than `unsent`, the value of all bytes before the copy."
     return not (host.reshape(-1).view(torch.uint8).view(-1, host.element_size())==unsent).all(1).any()
 
 class Pending:

@@ -61,7 +61,7 @@ def dense(x):
 ordinary = (torch.Tensor, torch.nn.Parameter)
 
 def without_memory(x):
-    "Return True for a strided tensor without memory, because it was freed as by FSDP. False for meta and fake tensors."
+    "Return True if a strided tensor has elements but no memory, because FSDP or similar code freed it. False for meta and fake tensors."
     try: return x.data_ptr()==0 and x.numel()>0 and not x.is_meta
     except RuntimeError: return False
 

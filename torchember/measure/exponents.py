@@ -35,7 +35,7 @@ def with_counts(df) -> np.ndarray:
     return np.array([are_counts(c, m) for c,m in zip(df['exponents'], df['exponent_min'], strict=True)], bool)
 
 def are_counts(counts, lo):
-    "Return True if `counts` are valid exponent counts: non-negative numbers, with exponents from `lo` on that float64 can have."
+    "Return True if `counts` are valid exponent counts: non-negative numbers, at exponents that float64 can have. `lo`: lowest exponent."
     if not isinstance(counts, list|tuple|np.ndarray) or not isinstance(lo, int|float|np.number) or isinstance(lo, bool): return False
     if len(counts)<3 or not lo>=-farthest or lo+len(counts)-3>farthest or lo!=int(lo): return False
     try: c = np.asarray(counts)
@@ -68,18 +68,18 @@ def limits(dtype) -> dict:
 # %% ../../nbs/20_measure/02_exponents.ipynb #e7d2f555
 def headroom(
     counts, # Counts of elements by exponent, shape (..., k). First count: all smaller exponents; last: all larger ones
-    lo:int, # Exponent of the second count, as in column `exponent_min`
+    lo:int, # Exponent of the elements in the second of the `counts`, as in column `exponent_min`
     dtype:str, # Name of a number format
-    zeros=0 # Number of zeros, shape (...). The first count includes the zeros, but every format can represent zero
+    zeros=0 # Number of zeros, shape (...). Zeros are in the first of the `counts`, but every format can represent zero
 ) -> dict: # Dict with 'over', 'subnormal' and 'under': shares of the non-zero elements, arrays of shape (...)
     """Return the shares of elements that overflow, lose digits (become subnormal) or become zero in the format `dtype`.
     Raises ValueError if the counts do not cover the limits of the format.
 
     Args:
         counts: Counts of elements by exponent, shape (..., k). First count: all smaller exponents; last: all larger ones
-        lo: Exponent of the second count, as in column `exponent_min`
+        lo: Exponent of the elements in the second of the `counts`, as in column `exponent_min`
         dtype: Name of a number format
-        zeros: Number of zeros, shape (...). The first count includes the zeros, but every format can represent zero
+        zeros: Number of zeros, shape (...). Zeros are in the first of the `counts`, but every format can represent zero
 
     Returns:
         Dict with 'over', 'subnormal' and 'under': shares of the non-zero elements, arrays of shape (...)
@@ -109,5 +109,5 @@ def exponents_for(
 
 # %% ../../nbs/20_measure/02_exponents.ipynb #081b2289
 def reach(dtype):
-    "Return the exponents within reach of counts for a number format: those of `limits`, each at least -126."
+    "Return the three exponents of `limits`, as a dict. Exponents below -126 become -126, because exponent counts do not distinguish them."
     return {k: max(x, -126) for k,x in limits(dtype).items()}

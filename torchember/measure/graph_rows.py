@@ -79,7 +79,7 @@ class GraphRows:
         return block, block.reserve(1)
 
     def read(self, x, wanted, was_read, scale=None) -> GraphTensor:
-        "Read a tensor in each replay: add its measuring to the CUDA graph being captured. `was_read`: `Arena.was_read`. `scale`: as in `observe`."
+        "Measure a tensor in each replay, by adding this to the CUDA graph being captured. `was_read`: `Arena.was_read`; `scale`: as in `observe`."
         kind = x.device.type
         if kind in ('cpu', 'meta'): raise Unmeasurable(f"the tensor is on the device {kind!r}: "
             "it cannot be measured in a CUDA graph, because no Python runs when the graph is replayed")
@@ -93,7 +93,7 @@ class GraphRows:
         return GraphTensor(x, frozenset(wanted), block, row)
 
     def row_of(self, x, wanted, scale, block, row):
-        "Return the number of the row of a tensor's summary. If there is none, add a launch to the graph that writes the summary into `row`."
+        "Return the row with a tensor's summary: its earlier row if still valid, else `row`, after adding a launch to the graph that writes `row`."
         # None for an inference tensor: without a version counter, changes of its values cannot be detected
         was = None if x.is_inference() else (x._version, address(x))
         same,then,groups,where,its = self.seen.get(id(x), (lambda: None, None, (), None, 0))
@@ -104,7 +104,7 @@ class GraphRows:
         self.seen[id(x)] = weakref.ref(x),was,frozenset(wanted),block,row
         return row
 
-def keep_until_freed(*held): "Keep the arguments (rows and work memory) until a CUDA graph is freed: finalizer of the graph, which does nothing else."
+def keep_until_freed(*held): "Keep the arguments (rows, work memory) until a CUDA graph is freed. This finalizer of the graph does nothing else."
 
 # %% ../../nbs/20_measure/55_graph_rows.ipynb #40dfd9f6
 def prepare_replay(arena, rows):

@@ -19,7 +19,7 @@ dtype_names = [] # names of dtypes. The head of a row contains an index into thi
 most_dtypes = 1<<16 # maximum number of dtypes: far more than torch and JAX have
 
 def dtype_number(name:str) -> int:
-    "Return the number of a dtype in heads of rows (integer columns). A new name gets the next free number."
+    "Return the number that stands for a dtype in the heads of rows. A new name gets the next free number."
     if name not in dtype_names: dtype_names.append(name)
     return dtype_names.index(name)
 
@@ -29,8 +29,8 @@ NEXT,CALLS,ROWS,HEADS,LAID,HOW,CODE,WORK,LIKE = range(9)
 tap_width = LIKE+head_width
 
 # %% ../../nbs/20_measure/01_head.ipynb #e53bc8d9
-# largest number of elements of a tensor that compiled code measures while it keeps the GIL, in less than 0.1 ms
-# Python code measures longer tensors and releases the GIL meanwhile, which costs about 0.2 ms per training step
+# maximum number of elements of a tensor that compiled code measures without releasing the GIL, which takes less than 0.1 ms
+# Python code measures tensors with more elements. It releases the GIL meanwhile, which costs about 0.2 ms per training step
 short = 1<<18
 
 def address_of(a):

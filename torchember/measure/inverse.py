@@ -37,7 +37,7 @@ def mean_and_m2(c, n):
 neutral = np.array([p in sums and p not in ('count', 'nan', 'posinf', 'neginf') for p in (*parts, *['']*(width-len(parts)))])
 
 def vectors_of(columns, count) -> np.ndarray:
-    """Restore the summary vectors of tensors from their statistics: shape (n, width). Unknown sums: NaN, or neutral for tensors with NaN or infinity.
+    """Restore summary vectors, of shape (n, width), from statistics. Unknown sums: NaN; for tensors with NaN or infinity, values of an empty tensor.
 
     `columns`: dict from the name of a statistic to an array of numbers, NaN for rows without the statistic; with `nan`, `posinf` and `neginf`.
     `count`: number of elements of each tensor."""

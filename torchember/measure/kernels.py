@@ -115,7 +115,7 @@ def kernels_for(x, wanted, dtype=None): # dtype: dtype to which `x` is converted
     return gpu if gpu is not None and gpu.reads(dtype, wanted, x.device) else None
 
 def list_kernels(x, wanted, dtype=None): # dtype: dtype to which `x` is converted before it is read
-    "Return the kernels (a Python module) if they can read `x` without a copy, in a list: one launch with other tensors. Else return None."
+    "Return the kernels (a Python module) if one launch can read `x` and other tensors of a list without copying `x`. Else return None."
     if type(x) not in ordinary or x.layout is not torch.strided: return None
     gpu = kernels_for(x, wanted, dtype)
     return gpu if gpu is not None and (x.is_contiguous() or gpu.has_no_gaps(x)) else None

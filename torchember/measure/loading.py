@@ -187,6 +187,6 @@ def seconds_in_background() -> float:
     "Return how many seconds background threads have spent on loading the compiled loops, while no caller had to wait."
     return loader.times.in_thread
 
-def seconds_waited() -> tuple: # (seconds waited at the start of recording, seconds waited later)
+def seconds_waited() -> tuple: # (seconds waited for compiled loops at the start of recording, seconds waited later)
     "Return how many seconds callers have waited for the compiled loops: at the start of recording, and later."
     return loader.times.arming, loader.times.total-loader.times.in_thread-loader.times.arming

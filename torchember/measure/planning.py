@@ -64,7 +64,7 @@ def load_in_thread():
 
 # %% ../../nbs/20_measure/53_planning.ipynb #fdbe30e5
 class WatchedDicts:
-    "Watched dicts: stores their keys and values. The method `unchanged` uses compiled code to detect changes."
+    "Dicts to watch for changes: stores their keys and values. The method `unchanged` detects changes, by compiled code."
     def __init__(self, dicts):
         self.kinds,dicts = objects(),list(dicts)
         # False for a ScriptModule, because its attributes are not ordinary dicts

@@ -19,7 +19,7 @@ def wave(n):
     return 3*np.sin(1.7*np.arange(n))+.25
 
 def trials(dtype, block=64) -> dict:
-    """Return tensors for trials of a reader: a dict of small CPU tensors by name, such as an empty tensor or one with NaN.
+    """Return test tensors for a reader (function that measures a tensor): name -> small CPU tensor, such as an empty tensor or one with NaN.
 
     `block`: number of elements read at once by a kernel."""
     # device='cpu' is given, because a user may have set another default device

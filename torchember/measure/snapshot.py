@@ -51,7 +51,7 @@ class Rows(NamedTuple):
         return self.at(np.lexsort((self.head[:, EVENT], self.owner)))
 
 def count_before(keys):
-    "Count the earlier rows before each row of the array `keys` that are equal to this row."
+    "Count, for each row of the array `keys`, the earlier rows with equal values."
     _,group = np.unique(keys, axis=0, return_inverse=True)
     at = np.argsort(group.ravel(), kind='stable')
     first = np.flatnonzero(np.diff(group.ravel()[at], prepend=-1))
@@ -65,7 +65,7 @@ def merge_passes(rows, taps) -> Rows:
     A merged row is dropped if earlier snapshots had all its parts. `taps`: all taps of the arena, in the order of their numbers."""
     head,vectors,owner,again = rows
     if not again.any() and not head[:, MICRO].any(): return rows
-    # number the rows of each (tap, call, micro-batch), because rows of the same micro-batch must not be merged
+    # number the rows of each (tap, call, micro-batch) from 0: for taps with `repeats`, these rows must not be merged with each other
     turn = count_before(np.column_stack([owner, head[:, [TAP, CALL, MICRO]]]))
     turn[[not taps[i].repeats for i in head[:, TAP]]] = 0
     _,group = np.unique(np.column_stack([owner, head[:, [TAP, CALL]], turn]), axis=0, return_inverse=True)
@@ -80,7 +80,7 @@ def merge_passes(rows, taps) -> Rows:
 
 # %% ../../nbs/20_measure/46_snapshot.ipynb #5a9c0015
 class Columns:
-    "Columns of numbers for rows of taps with the same statistics, in the order of measurement, computed for all rows at once."
+    "Rows with the same statistics, in the order of measurement. Computes each column of numbers for all rows at once."
     def __init__(self, rows, taps): self.head,self.vectors,self.owner,self.again,self.taps = *rows,taps
 
     def __len__(self): return len(self.head)
@@ -110,7 +110,7 @@ class Columns:
         return derive(self.vectors, ['rms'])['rms']
 
     def plain(self):
-        "Return a mask of the plain rows: rows without NaN and infinity that no earlier snapshot contains."
+        "Return a mask of the plain rows: True for a row that has no NaN or infinity, and that was in no earlier snapshot."
         return (finite(self.vectors)==self.vectors[:, index['count']]) & ~self.again
 
     def dicts(self):
@@ -137,7 +137,7 @@ class Snapshot:
     def __len__(self): return sum(len(h) for h,_ in self.parts)
 
     def merge_into_pass(self, micro):
-        "Merge all rows into one pass: return a new snapshot with the rows of this and earlier snapshots in micro-batch `micro`."
+        "Merge all rows into one pass: return a new snapshot with the rows of this and earlier snapshots, all with the micro-batch number `micro`."
         parts = [(h.copy(), v) for s in (*self.earlier, self) for h,v in s.parts]
         for h,_ in parts: h[:, MICRO] = micro
         return Snapshot(parts, self.taps, [])
@@ -147,7 +147,7 @@ class Snapshot:
         return sorted((r for c in columns_of([self]) for r in c.rows()), key=lambda r: r['event'])
 
 def columns_of(snapshots) -> list:
-    """Return the columns of snapshots of an arena, after merging their micro-batches: one `Columns` for each set of statistics.
+    """Merge the micro-batches of several snapshots. Return the merged rows as a list: one `Columns` for each set of statistics.
 
     `owner` of a row is the index of its snapshot in `snapshots`."""
     lengths = dict.fromkeys(v.shape[1] for s in snapshots for _,v in s.parts)

@@ -94,7 +94,7 @@ def feature_gram(x, at):
     shift = rough_mean(y)
     total,gram = torch.zeros_like(shift),shift.new_zeros(C, C)
     flat = x.flatten(2) if x.dim()>2 and at==1 and x.is_contiguous() else None
-    # a product per image is faster for images, where the channels precede the pixels in memory
+    # for images, whose channels precede the pixels in memory, one matrix product for each image is faster
     if flat is not None and flat.shape[2]>=max(128, 4*C):
         step = max(1, CHUNK//max(flat[0].numel(), 1))
         for i in range(0, len(flat), step):
@@ -110,7 +110,7 @@ def feature_gram(x, at):
     return shift+off, both_halves(gram).addr_(off, off, alpha=-n)
 
 def sample_gram(x, at):
-    "Return the Gram matrix of centred samples (N, N), after the mean of each feature. `at`: dimension of the features."
+    "Return (mean of each feature, Gram matrix (N, N) of the samples minus these means). `at`: dimension of the features."
     y = samples(x, at)
     shift = rough_mean(y)
     mean,gram = torch.empty_like(shift),shift.new_zeros(len(y), len(y))
@@ -204,7 +204,7 @@ KEPT = 1024 # maximum number of rows of a stored matrix; of a larger matrix, onl
 LARGE = 8192 # for matrices with this number of rows or more, eigenvalues are estimated
 
 def sizes_of(x, axis):
-    "Return sizes of a tensor: the dimension of the features, and the numbers of samples and features. Raises SpectrumError if too few."
+    "Return the dimension of a tensor's features, and the numbers of samples and features. Raise SpectrumError if samples or features are too few."
     at = features_at(x, axis)
     C = x.shape[at]
     n = x.numel()//max(C, 1)
@@ -303,7 +303,7 @@ def centred_product(x, at, n, C):
         return (out/unit-total[:, None]*left)*(unit**2/(n-1))
 
     def multiply_samples(v):
-        "Multiply a vector by the matrix of samples: return XX'v / (n-1), where X is the centred matrix of samples."
+        "Multiply a vector by the Gram matrix of the samples: return XX'v / (n-1), where X is the centred matrix of samples."
         low,mid,out = v.to(of),v.new_zeros(len(v), C),torch.empty_like(v)
         for rows,at_ in blocks(): mid += low[:, at_].contiguous()@rows
         mid = (mid/unit-v.sum(1)[:, None]*left).to(of)
@@ -419,7 +419,7 @@ def cal_eig(
 WHOLE = 2**22
 
 def singular_values(z, whole=None):
-    """Return the singular values of a matrix, scaled by its largest number.
+    """Return the singular values of a matrix, divided by the largest magnitude of its elements.
 
     For a large matrix, they are square roots of eigenvalues of the smaller Gram matrix."""
     y = to_float64_device(z)
@@ -465,14 +465,14 @@ def rankme(
 
 # %% ../../nbs/20_measure/30_spectrum.ipynb #0983dbf7
 def effective_rank(
-    matrix # Weight, outputs first. Further dimensions are flattened
+    matrix # Weight with the outputs as first dimension. Further dimensions are flattened to one
 ) -> float: # The effective rank, at least 1; NaN if all elements are 0
     """Return the effective rank of a matrix: exp of the entropy of its singular values (Roy and Vetterli 2007).
 
     For more than 4,194,304 numbers, the singular values come from the smaller Gram matrix. The result is then precise to 0.1 percent.
 
     Args:
-        matrix: Weight, outputs first. Further dimensions are flattened
+        matrix: Weight with the outputs as first dimension. Further dimensions are flattened to one
 
     Returns:
         The effective rank, at least 1; NaN if all elements are 0

@@ -99,7 +99,7 @@ def read_array(x, wanted=scalars) -> np.ndarray:
     v,x = empty_summary(wanted),np.asarray(values_of(x))
     x = (np.abs(x) if np.iscomplexobj(x) else x).astype(np.float64).ravel()
     ok = x[np.isfinite(x)]
-    # if all elements are equal, use this number as mean, because a computed mean is rounded
+    # if all elements are equal, use their value as the mean, because a computed mean is rounded
     mean = 0. if not ok.size else ok[0] if (ok==ok[0]).all() else ok.mean()
     d = ok-mean
     with np.errstate(all='ignore'):
@@ -134,7 +134,7 @@ def merged_moments(n, mean, m2, m3, m4, xp=np) -> tuple:
 slots = {how: [index[p] for p,s in sums.items() if s.merge==how] for how in ('moments', 'min', 'max')}
 
 def merge(vectors) -> np.ndarray:
-    "Merge the summary vectors of k tensors, shape (..., k, width) or (..., k, wide), into the vector of all their elements, shape (..., width)."
+    "Merge the summary vectors of k tensors, shape (..., k, n), into the vector of all their elements, shape (..., n). n: `width` or `wide`."
     v = np.asarray(vectors, dtype=np.float64)
     with np.errstate(invalid='ignore', over='ignore', divide='ignore'):
         out = v.sum(-2)
@@ -144,7 +144,7 @@ def merge(vectors) -> np.ndarray:
 
 # %% ../../nbs/20_measure/00_summary.ipynb #8e2722a2
 class Parts:
-    "Parts (sums) of summary vectors, as attributes. The methods set statistics of tensors with NaN or infinity."
+    "Parts (sums) of summary vectors, as attributes. Each method returns a statistic with NaN or infinity for tensors with such elements."
     def __init__(self, v):
         self.v,self.n,self.asked = v,finite(v),set()
         self.bad = v[..., index['nan']]>0
@@ -157,27 +157,27 @@ class Parts:
         return self.v[..., index[name]]
 
     def known(self, x):
-        "Return the statistic `x` where it is known, with NaN for tensors without finite elements."
+        "Return the statistic `x`, with NaN for tensors without finite elements."
         return np.where(self.has_finite, x, np.nan)
     def spoiled(self, x):
         "Return the statistic `x`, with NaN if it is spoiled: for tensors with NaN, infinity or no finite element."
         return np.where(self.bad|self.pos|self.neg|~self.has_finite, np.nan, x)
     # `added` is used for sums over elements, which are 0 for an empty tensor
     def added(self, x):
-        "Return the sum `x` of several summaries, with infinity for tensors with infinite elements, and NaN for tensors with NaN."
+        "Return `x`, a sum over elements, with infinity for tensors that have infinite elements, and NaN for tensors that have NaN."
         return np.where(self.bad, np.nan, np.where(self.pos|self.neg, np.inf, x))
     # `sized` is used for magnitudes such as the rms, which are NaN for an empty tensor
     def sized(self, x):
-        "Return the size (magnitude) `x`, such as the rms: NaN or infinity for tensors with such elements, and NaN for empty tensors."
+        "Return the magnitude `x`, such as the rms, with infinity for tensors with infinite elements, and NaN for tensors that are empty or have NaN."
         return np.where(self.count==0, np.nan, self.added(x))
     def signed(self, x):
         "Return the mean `x`, with signed infinity for tensors that have infinite elements, and NaN if the mean is undefined."
         x = np.where(self.pos, np.inf, np.where(self.neg, -np.inf, x))
         return np.where(self.bad|(self.pos&self.neg)|(self.count==0), np.nan, x)
     def ends(self, x, first, inf):
-        """Return an end of the range: the minimum or maximum `x`, with `inf` for tensors with an element of -infinity (or infinity).
+        """Return the minimum or maximum `x`: `inf` for tensors in the mask `first`, and NaN for empty tensors and for tensors with NaN.
 
-        `first`: mask of these tensors."""
+        `first`: tensors with an element `inf`, which is -infinity for the minimum and infinity for the maximum."""
         return np.where(self.bad|(self.count==0), np.nan, np.where(first, inf, np.where(self.has_finite, x, -inf)))
 
 # %% ../../nbs/20_measure/00_summary.ipynb #5a445b73
@@ -264,7 +264,7 @@ def value_of_null(name, nan, posinf, neginf) -> float:
     """Return the value of a null in a file: a statistic stored as null is NaN or infinity.
 
     `nan`, `posinf`, `neginf`: True if the tensor had such elements."""
-    # all elements were finite: the tensor was empty, or the statistic is too large for a float. Both cases give NaN
+    # without such elements, the tensor was empty, or the statistic was too large for a float: return NaN in both cases
     if not (nan or posinf or neginf): return np.nan
     v = empty_summary()
     for p,any_ in (('nan', nan), ('posinf', posinf), ('neginf', neginf)): v[index[p]] = v[index['count']] = bool(any_)
@@ -309,7 +309,7 @@ class Summary:
     def dict(self,
         names=tuple(derived) # Names of statistics
     ) -> dict: # Dict: name of a statistic -> number
-        """Return a dict of statistics as Python numbers.
+        """Return the statistics `names` of this summary as a dict of Python numbers.
 
         Args:
             names: Names of statistics

@@ -32,7 +32,7 @@ def divide_early(x, wanted, scale) -> tuple:
 
 @cache
 def divides_out(wanted):
-    "Return True if a factor of the tensor divides out: all sums in the groups `wanted` can be divided by it later."
+    "Return True if a factor of a tensor can be divided out after measuring: all sums in the groups `wanted` allow this."
     return all(sums[p].degree is not None for p in parts_in(wanted))
 
 def remove_transforms(x):
@@ -89,7 +89,7 @@ def find_row(known, x, version, at, tap, scale):
     return row
 
 def cache_row(x, version, at, tap, row, scale):
-    "Cache in `Arena.seen` the row that has the summary of `x`. Do nothing for a tap with `once`, as of a weight: a later row may replace it."
+    "Cache the row with the summary of `x` in `Arena.seen`. Do nothing for a tap with `once` (such as a weight's), because its row may be replaced."
     if not tap.once: tap.arena.seen[id(x)] = weakref.ref(x),version,at,tap.format.groups,row,tap,tap.turn,(tap.rows.block, scale)
 
 def write_device_row(x, tap, call, later):
@@ -133,7 +133,7 @@ def write_device_row(x, tap, call, later):
     return True
 
 def read_into_row(x, tap, row, scale):
-    "Read a tensor on a device into row number `row`. If a different row already has the summary, refer to that row instead."
+    "Measure a tensor on a device, and write its summary into row number `row`. If a different row has this summary, refer to that row."
     arena,block,wanted = tap.arena,tap.rows.block,tap.format.wanted
     seen = None if x.is_inference() else arena.seen.get(id(x))
     known = None if seen is None else find_row(seen, x, x._version, address(x), tap, scale)

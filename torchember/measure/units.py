@@ -89,7 +89,7 @@ def distances(x, dtype, squared):
     return base.to(to['dtype']), first, second
 
 def near_mean(p):
-    "Return a number near the mean of each unit; 0 if the mean is not finite. For equal values the number is exactly their value."
+    "Return a number near the mean of each unit, 0 if the mean is not finite. If all values of a unit are equal, it is exactly this value."
     some = p[:, :, :4096]
     start = some[:1, :, :1].nan_to_num(0., 0., 0.)
     mean = start[0, :, 0]+(some-start).mean((0, 2))
@@ -165,7 +165,7 @@ def mean_gap(means, running_mean, running_var) -> float:
 
 @torch.no_grad()
 def std_gap(stds, running_var) -> float:
-    """Return the gap between batches' standard deviations and the running one of a norm layer: mean distance, divided by the latter's norm.
+    """Return the gap between batches' standard deviations and a norm layer's running ones: mean distance, divided by the norm of the running ones.
 
     Arguments: as in `mean_gap`."""
     return mean_gap(stds, running_var.detach().to(widest(running_var.device)).sqrt(), running_var)
@@ -238,7 +238,7 @@ class SignalToNoise:
 
     @torch.no_grad()
     def add(self, x):
-        "Add a vector. All tensors must have the same number of elements."
+        "Add a tensor as a vector. All added tensors must have the same number of elements."
         x = x.detach().reshape(-1)
         to = torch.float64 if x.dtype==torch.float64 else torch.float32
         if self.mean is None: self.mean = torch.zeros_like(x, dtype=to)

@@ -15,7 +15,7 @@ from .kernels import list_kernels
 
 # %% ../../nbs/20_measure/47_unread.ipynb #0ead0006
 class ListPlan:
-    "Plan for a list of tensors of several taps: measures them in one kernel launch, in every step. It writes the heads of all rows at once."
+    "Plan to measure tensors of several taps in one kernel launch, in every step. It writes the heads (integer columns) of all rows at once."
     def __init__(self, taps): # taps: list of taps, each with a `DeviceReadPlan`
         one = taps[0]
         self.taps,self.block,self.wanted = taps,one.rows.block,one.format.wanted
@@ -28,7 +28,7 @@ class ListPlan:
         self.cursors = [(c, [t.cursor.place for t in taps if t.cursor.chunk is c]) for c in chunks.values()]
 
     def is_current(self):
-        "Return True if this plan is current: no tap has changed its rows or its `DeviceReadPlan` since."
+        "Return True if this plan is current: since it was made, no tap has changed its rows or its `DeviceReadPlan`."
         return all(t.device is d and t.rows is r for t,(d,r) in zip(self.taps, self.known, strict=True))
 
     def write_heads(self, events, replaces) -> bool:
@@ -113,7 +113,7 @@ class UnreadTensors:
         return p
 
     def split_lists(self, which=lambda xs: True):
-        "Split lists of tensors: move tensors from lists to `by_row`, where single ones can be removed. `which`: True for lists to move."
+        "Split lists of tensors: move their tensors to `by_row`, to remove single tensors. `which`: function that returns True to split a list."
         lists,self.lists = self.lists,[]
         for p,xs in lists:
             if which(xs): self.by_row |= {(p.block, row): (x, p.wanted, None) for x,row in zip(xs, p.rows, strict=True)}

@@ -64,7 +64,7 @@ def find_quantity(what) -> type:
     raise TypeError(f"a quantity must be a name, a subclass of SingleStepQuantity or MultiStepQuantity, or a function, got {an(what)}.{hint}")
 
 def config_pairs(asked, key):
-    "Yield the configuration's requests for the modules of a key as pairs: (quantity, schedule)."
+    "Yield the requests for the modules that the key `key` of the configuration names, as pairs (quantity, schedule). `asked`: value of the key."
     if isinstance(asked, str|type|Quantity) or callable(asked): asked = [asked]
     if not isinstance(asked, list|tuple|set):
         raise TypeError(f"the quantities of {key!r} must be a list of names or pairs [name, schedule], "
@@ -92,7 +92,7 @@ def parse_config(config, tracked) -> dict: # path of a module -> (`moduleTrack`,
     "Parse the configuration: return the quantities that it requests for each module. Raise ValueError or TypeError for a wrong configuration."
     if not isinstance(config, dict):
         raise TypeError(f"a configuration must be a dict such as {{'fc1': ['WeightNorm']}}, got {an(config)}.")
-    # by_path: pairs (path, quantity) from keys that are paths. Such pairs override pairs from other keys
+    # by_path: pairs (path, quantity) from keys of `config` that are paths. These pairs override pairs from other keys
     found,by_path,schedules = {},set(),{}
     for key,asked in config.items():
         some,is_path = find_modules(key, tracked)
@@ -128,7 +128,7 @@ def describe_tensor(ttype, module, described): # described: (tname, call, dtype)
 # %% ../../nbs/47_monitor/50_monitor.ipynb #1ca83a55
 class QuantityValues:
     "Stores values by module, quantity and step. If memory is short, older values are deleted, and read again from the log if needed."
-    # largest count of numbers in memory. Each value counts 10 more, for the memory of its Python objects
+    # maximum of `numbers`: count of the numbers in memory, plus 10 for the Python objects of each value
     most_numbers = 4_000_000
     def __init__(self):
         self.values,self.numbers = {},0 # values: nested dicts {path of a module: {quantity: {step: value}}}; numbers: total `size_in_memory`
@@ -163,7 +163,7 @@ class QuantityValues:
         return {p: {n: dict(sorted(steps.items())) for n,steps in names.items()} for p,names in out.items()}
 
     def clear(self):
-        "Clear the memory: delete all values from it. `all_values` then also returns no earlier values from the log."
+        "Clear the memory: delete all values from it. After this call, `all_values` returns no earlier values, not even values in the log."
         self.values,self.numbers,self.in_log = {},0,{}
 
 def size_in_memory(value):
@@ -172,13 +172,13 @@ def size_in_memory(value):
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #f0789139
 class QuantityRows:
-    "Rows of quantities: computes the due quantities of a module, and returns log rows. After an error, warns once and writes it into the row."
+    "Computes the due quantities of a module, and makes log rows of their values. After an error, warns once and writes the error into the row."
     def __init__(self, values, on_error='warn'): self.values,self.notices = values,Notices(on_error) # values: `QuantityValues`
 
     def __call__(self, w, qs, step) -> list: # Rows as tuples for `Recorder.add_rows`
         "Return the log rows of a module at a step, one row for each tensor type. `w`: the module's `Watch`; `qs`: its due quantities."
         fill_view(w)
-        stats = {} # tensor type -> columns of its log row
+        stats = {} # tensor type -> columns of the log row for this type
         for q in qs:
             columns = self.compute(w, q, step)
             if columns is None: continue

@@ -18,7 +18,7 @@ class _BatchNormGap(MultiStepQuantity):
     "Base class of quantities that compare statistics of batches with the running statistics of batch normalisation."
     @classmethod
     def unfit(cls, module):
-        "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
+        "Return the reason why the quantity cannot be computed for a module, or None if it can be computed."
         if getattr(module, 'running_mean', None) is not None: return None
         return 'the module has no running_mean, which only batch normalisation with running statistics has'
 
@@ -65,7 +65,7 @@ class VarTID(_BatchNormGap):
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #60e80c2a
 class WeightParamJump(MultiStepQuantity):
-    """Fraction of the elements of a weight with a changed sign since the last due step
+    """Fraction of a weight's elements that have changed their sign since the last due step
 
     The share of the elements of `weight` whose sign changed between two consecutive tracked steps, at least once since the last due step. Zeros do not
     count. A number between 0 and 1; 0 at the first tracked step, which has no step before. Signs are stored packed, in a sixteenth of the weight's
@@ -106,9 +106,9 @@ class UpdateEffectiveRank(MultiStepQuantity):
     """
     needs,unfit = (Need('weight', None),),WeightEffectiveRank.unfit
     last = None # weight at the last due step
-    def _compute_ones(self, global_step): "Return None, because the value depends only on the weights at two due steps."
+    def _compute_ones(self, global_step): "Return None for a single step, because the value is computed from the weights at two due steps."
     def _keep(self, one):
-        "Keep nothing, because the value depends only on the weights at two due steps, and not on the steps between."
+        "Keep nothing of this step, because the value depends only on the weights at due steps."
         pass
     def _compute(self, global_step):
         "Return the effective rank of the change of the weight. Return None at the first due step."
@@ -116,7 +116,7 @@ class UpdateEffectiveRank(MultiStepQuantity):
         return None if last is None or last.shape!=self.last.shape else effective_rank(self.last-last)
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #777059f3
-# number of elements of a gradient -> `Sketch` (random projection), the same for all steps, to add its results
+# number of elements of a gradient -> `Sketch` (random projection), the same for all steps, so that sketches of several steps can be added
 sketches = {}
 
 def sketch(x):
@@ -144,7 +144,7 @@ class GradSNR(MultiStepQuantity):
         return self.reduced()
 
     def _keep(self, one):
-        "Keep the gradient of this step in the running sums."
+        "Add `one`, the sketch of this step's gradient, to the running sums."
         self.sums.add(one)
     def _restart(self):
         "Restart the running sums, after the value was computed."
@@ -171,7 +171,7 @@ class UnitActivity(MultiStepQuantity):
         return self.reduced()
 
     def _keep(self, one):
-        "Keep the fractions of a step: add them to the sum of fractions in the cache."
+        "Keep the fractions of outputs above 0 in a step: add them to the sum in the cache."
         total,n = self.cache or (0., 0)
         self.cache[:] = [total+one, n+1]
 

@@ -51,7 +51,7 @@ def reduce_to_stats(x, axis, module):
     "Reduce a tensor to mean and standard deviation of each channel."
     return channel_stats(x, axis)
 
-# reduction function -> larger reduction function that also computes its value, to compute no value twice
+# reduction function -> other reduction function whose result contains the value of the first, so that no value is computed twice
 contained = {reduce_to_means: reduce_to_stats}
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #0032403f
@@ -97,7 +97,7 @@ def read_parameter_tensor(view, ttype):
     return p.full_tensor() if hasattr(p, 'full_tensor') else p
 
 def reduce_into(view, ttype, f, x):
-    "Reduce the tensor `x` by the function `f`, and store the result, or the exception that `f` raises, in the view of the module."
+    "Reduce the tensor `x` by the function `f`. Store the result, or the exception that `f` raises, in `view`, the `View` of the module."
     more = view._reduced.get((ttype, contained.get(f)))
     try: got = x if f is None else more[0] if isinstance(more, tuple) else f(x, feature_axis(view, x), view)
     except Exception as e: got = e
@@ -114,7 +114,7 @@ def reduce_need(view, need):
 
 # %% ../../nbs/47_monitor/10_quantities.ipynb #93e7fce6
 def stored_value(value):
-    "Return the value of a quantity in the form to be stored: a copy with floats in place of numbers, and numpy arrays in place of tensors."
+    "Return the value of a quantity as it will be stored: a copy with floats for numbers (also 0-dimensional tensors), and numpy arrays for tensors."
     if isinstance(value, torch.Tensor):
         single = value.dtype.is_floating_point and value.dtype not in (torch.float32, torch.float64)
         # copy the tensor, because a tensor that shares its memory by .numpy() cannot be resized later
@@ -174,7 +174,7 @@ class Quantity:
 
     @classmethod
     def unfit(cls, module) -> str|None:
-        "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
+        "Return the reason why the quantity cannot be computed for a module, or None if it can be computed."
 
     # ---- The following methods handle the tensors from which the quantity is computed
 
@@ -191,7 +191,7 @@ class Quantity:
         return [extensions[t]() for t in dict.fromkeys(n.ttype for n in self.needs) if t in ttypes]
 
     def reduced(self, i=0): # i: index of the tensor in `needs`
-        """Return the reduced value of tensor number `i` in `needs`, such as its `Summary`.
+        """Return the reduced value (such as a `Summary`) of the tensor that `needs[i]` describes.
 
         Args:
             i: index of the tensor in `needs`
@@ -252,7 +252,7 @@ class MultiStepQuantity(Quantity):
     cache = cached_property(lambda self: [])
 
     def _compute_ones(self, global_step):
-        "Compute and return the result of one step, to store in `cache` for `_compute`. Subclasses must define this method."
+        "Compute and return the result of one step. `cache` collects these results for `_compute`. Subclasses must define this method."
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute_ones(global_step) that returns "
             "the value of one step. This value is added to `cache`.")
 
@@ -272,7 +272,7 @@ class MultiStepQuantity(Quantity):
             is_due = self._should_compute(global_step)
             if is_due: result = self._compute(global_step)
         finally:
-            # clear also after an exception, because a layer may have a new size, and old and new results do not fit
+            # clear also after an exception: if a layer has a new size, earlier and new results cannot be combined
             if is_due: self._restart()
         if result is not None: self._save(global_step, result)
 
@@ -326,7 +326,7 @@ def all_eigenvalues(spectrum, f):
         "Choose a module with fewer features.")
 
 def missing_parameter(cls, module):
-    "Return the message about a parameter of a module that `cls` needs, but that is missing or has no gradient of its own. None without one."
+    "Return a message if a module lacks a parameter that the class `cls` needs, or if the parameter has no gradient of its own. Else None."
     for n in cls.needs:
         name = n.ttype.removesuffix('_grad')
         if n.ttype not in parameter_ttypes: continue

@@ -31,7 +31,7 @@ class _InputCov(SingleStepQuantity):
 
     @classmethod
     def unfit(cls, module):
-        "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
+        "Return the reason why the quantity cannot be computed for a module, or None if it can be computed."
         return too_few_features(module, *cls.side)
 
     @property
@@ -336,7 +336,7 @@ class WeightEffectiveRank(SingleStepQuantity):
 
     @classmethod
     def unfit(cls, module):
-        "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
+        "Return the reason why the quantity cannot be computed for a module, or None if it can be computed."
         w = read_parameter(module, 'weight')
         if w is None: return 'the module has no weight'
         return 'the weight of the module is a vector, which always has rank 1' if not nn.parameter.is_lazy(w) and w.dim()<2 else None
@@ -385,7 +385,7 @@ class SaturatedUnits(SingleStepQuantity):
 
     @classmethod
     def unfit(cls, module):
-        "Return the reason why a module is unfit for the quantity, so that it cannot be computed. Return None for a fit module."
+        "Return the reason why the quantity cannot be computed for a module, or None if it can be computed."
         return None if activation_bounds(module) else 'the module is not a bounded activation function, such as nn.Tanh'
 
     def _compute(self, global_step):

@@ -28,7 +28,7 @@ class BestPassSelector:
         self.best = self.previous = self.ignored = -1
 
     def accepts(self, rank):
-        "Return True to accept a pass as training: no pass in this step has a higher rank, and it has gradients if the last step had gradients."
+        "Return True to accept a pass as training: no pass of this step has a higher `pass_rank`. After a step with gradients, it needs gradients."
         if rank<self.best or rank<2<=self.previous:
             self.ignored = max(self.ignored, rank)
             return False
@@ -36,7 +36,7 @@ class BestPassSelector:
         return True
 
     def end_step(self):
-        "End the step: store its best rank for the next step."
+        "End the step: store the highest `pass_rank` in this step for the next step."
         if self.best<0 and self.ignored<0: return # if this step had no pass, keep `previous` unchanged
         self.previous = self.best if self.best>=0 else self.ignored
         self.best = self.ignored = -1
@@ -48,10 +48,10 @@ class StepPredictor:
     # maximum number of micro-batches in a step; more passes between two `track` calls are treated as an epoch
     most_micro_batches = 64
     def __init__(self):
-        self.last_step = self.stride = None # number of the last tracked step, and its difference to the step before
-        # number of passes since the last call of `track` (passes), and between the two calls before (usual_passes)
+        self.last_step = self.stride = None # number of the last tracked step, and its distance from the previous tracked step
+        # passes: number of passes since the last call of `track`; usual_passes: number of passes between the two latest calls of `track`
         self.passes,self.usual_passes = 0,1
-        # number of consecutive steps with equal differences of step numbers; number of such steps needed to predict
+        # number of consecutive steps with the same distance between steps; number of such steps needed to predict the next step
         self.regular_steps,self.needed_steps = 0,1
         self.pass_ = 0 # number of the latest accepted pass, counted from the start of the training
         # skipped: True if the running pass is ignored, such as a validation pass
@@ -127,11 +127,11 @@ class ModelPasses(Listener):
     "Listener for the forward passes of a model. Before each pass, it requests the tensors that each `Watch` must capture."
     wants = always(False, False)
     running = False # True while the root module is called
-    rank = -1 # `pass_rank` of the running pass
+    rank = -1 # rank of the running pass: its similarity to training, from `pass_rank`
     def __init__(self, root, scaler=None): # root: `moduleTrack` of the model; scaler: a `GradScaler`
         self.root,self.scaler = root,scaler
         self.predictor,self.groups = StepPredictor(),QuantityGroups()
-        # watches: the `Watch` of each module; plans: set of due groups -> pairs (`Watch`, its due quantities)
+        # watches: the `Watch` of each module; plans: keys of the due groups of quantities -> pairs (`Watch`, its due quantities)
         self.watches,self.plans = [],{}
         self.last_due = None # keys of the groups that were due in the latest pass
         self.measuring = False # True while a quantity is computed, because its calls of the model must be ignored
@@ -154,7 +154,7 @@ class ModelPasses(Listener):
         return self.plans[due]
 
     def pass_begins(self, state, grad=None):
-        "Begin a forward pass of the model. Ignore a pass that a quantity runs."
+        "Begin a forward pass of the model. Return False to ignore the pass, if the computation of a quantity has called the model."
         if self.measuring: return False
         self.running,self.rank = True,pass_rank(self.root.module.training,
             torch.is_grad_enabled() if grad is None else grad)
@@ -201,7 +201,7 @@ class ModelPasses(Listener):
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #20b7c6d1
 def user_extensions(q):
-    """Return the extensions of a user's quantity: pairs (extension, True if it captures gradients).
+    """Return the extensions (hooks that capture tensors) of a user's quantity: pairs (extension, True if the extension captures gradients).
 
     Quantities of torchember define `needs` instead."""
     methods = (q.forward_extensions, False), (q.backward_extensions, True)
@@ -209,7 +209,7 @@ def user_extensions(q):
     return [(e, b or e.backward) for f,b in own for e in f()]
 
 def extension_ttypes(e, backward):
-    "Return the tensor types read by an extension."
+    "Return the types of the tensors that an extension (hook) of a quantity reads."
     t = getattr(e, 'ttype', None) if type(e).__module__.startswith('torchember.') else None
     return (t,) if t else ('input_grad', 'output_grad') if backward else ('input', 'output')
 
@@ -380,7 +380,7 @@ def explain_missing(watch, ttype):
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #59f85522
 def run_extensions(view, captured, q):
-    "Call the extensions (hooks) of a user's quantity, so that they store values in the view. Skip extensions without tensors."
+    "Call the extensions (hooks) of a user's quantity, which store values in the module's view. Skip extensions without captured tensors."
     for e,backward in user_extensions(q):
         if e.is_equivalent(view._extended.get(e._name)): continue
         given = [view._reduced.get((t, None))

@@ -59,7 +59,7 @@ class RankAxes:
         return self.lines[axis] if axis in self.lines else {tuple(range(self.world))}
 
     def line_of(self, axis, rank):
-        "Return the line (group of ranks) along a mesh axis that contains `rank`: its first rank. Without such a group, return `rank`."
+        "Return the first rank of the line (group of ranks) along a mesh axis that contains `rank`. If no line contains `rank`, return `rank`."
         return next((line[0] for line in self.rank_groups_along(axis) if rank in line), rank)
 
     def smallest_related(self, axes, rank):
@@ -82,7 +82,7 @@ def parse_part(part):
 
 # %% ../../nbs/42_processes/03_axes.ipynb #da300004
 class Roles:
-    """Roles of the tensor of each row: how it is distributed along each mesh axis, such as replicated. Read from the column `part`.
+    """Roles of the tensors in a table: how the tensor of each row is distributed along each mesh axis. The roles are read from the column `part`.
 
     Roles: 'R' replicated, 'S0' sharded along dimension 0, 'B' batch, 'P' partial sum, 'P*' other partial result, 'U' unrelated, '?' unknown"""
     def __init__(self, part): # part: the column `part` of a table, with texts such as 'dp:S0 tp:R'
@@ -90,7 +90,7 @@ class Roles:
         if not isinstance(part.dtype, pd.CategoricalDtype):
             part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
         codes,texts = pd.factorize(part)
-        # code: for each row, the index in the list `kinds` at which the dict of its roles is
+        # code: for each row, the index of the row's role dict in the list `kinds`
         self.code = np.where(codes<0, len(texts), codes)
         # kinds: list of the different role dicts in the table: mesh axis -> role, such as 'S0'
         self.kinds = [parse_part(p) for p in [*texts, *(['world:?'] if (codes<0).any() else [])]]

@@ -20,7 +20,7 @@ from ..measure.summary import Parts, merge, squares
 
 # %% ../../nbs/42_processes/06_columns.ipynb #eb7eee97
 def merge_groups(vectors, group):
-    "Merge the summaries in each group: of the shards of one tensor. `vectors`: summary of each row; `group`: group number of each row."
+    "Merge the summaries of each group of rows, such as the shards of a tensor. `vectors`: summary of each row; `group`: group number of each row."
     n = np.bincount(group)
     out,at,ends = np.empty((len(n), vectors.shape[1])),np.argsort(group, kind='stable'),np.cumsum(n)
     for k in np.unique(n):
@@ -70,7 +70,7 @@ class Term(NamedTuple):
     rank: int
 
 def mean_of_sum(terms, axes):
-    "Return the mean of a tensor that is a sum of `Term`s. Add only one of equal replicas. Average samples or shards. NaN if a role is 'P*'."
+    "Return the mean of a tensor from `Term`s: add partial sums, take one of equal replicas, average samples or shards. NaN for a role 'P*'."
     sums = defaultdict(dict)
     for t in terms:
         if 'P*' in t.roles.values(): return np.nan

@@ -69,7 +69,7 @@ class Comparison:
         self.differs = self.find_different(df, without_statistics(df, len(group)))
 
     def find_different(self, df, no_statistics):
-        "Find groups (rows of one tensor) with different statistics in a compared row, or with none. Return a boolean mask of the groups."
+        "Find groups (rows of one tensor) with a compared row that differs or has no statistics. Return a boolean mask of the groups."
         out = np.zeros(self.group.max()+1, bool)
         out[self.group[(differs_from(df, self.at) | no_statistics) & self.where]] = True
         return out

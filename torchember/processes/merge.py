@@ -24,7 +24,7 @@ from ..measure.summary import derive, derived, finite, index
 
 # %% ../../nbs/42_processes/08_merge.ipynb #415b3080
 class MergePlan:
-    "Plan that assigns rows of the ranks to rows of the merged table, one of equal replicas. Steps with rows of the same tensors can use one plan."
+    "Plan that assigns each row of a rank to a row of the merged table. Of equal replicas, it uses only one. Steps with equal tensors can share it."
     def __init__(self, rows): # rows: a `RankRows`, the rows of all ranks
         pd = needs('pandas', for_='A table of rows')
         shards = rows.shards
@@ -97,7 +97,7 @@ class Merge:
     def fill(self):
         "Fill the table of merged rows: merge each column of the ranks' rows."
         plan,d,out = self.plan,self.rows,self.table
-        # mask of the merged rows with statistics to compute: from several shards, or multiplied by a factor
+        # mask of the merged rows whose statistics must be computed, because a row merges several shards or is multiplied by a factor
         changed = plan.several | (self.factor!=1)[plan.first]
         statistics,count = {c: d[c].to_numpy(float) for c in statistic_columns(d)},np.where(np.isnan(self.count), 1., self.count)
         vectors = scaled(vectors_of(statistics, count), self.factor)

@@ -104,7 +104,7 @@ class StepLayout:
     def __init__(self, packets): # packets: rank -> `Packet` of this rank
         # cells: column -> (rows, index of the packed number of each row). lists: column -> list of (row, index of the first number, length)
         self.cells,self.lists = {},{}
-        # is_int: column -> True if all its numbers are ints. measured: result of `columns_key` -> dict; its keys are the changing columns
+        # is_int: column -> True if all its numbers are ints. measured: result of `columns_key` -> dict, with the changing columns as keys
         self.is_int,self.measured = {},{}
         self.n_of,records,place = {},[],0 # n_of: rank -> number of rows of this rank
         for rank in sorted(packets):
@@ -218,7 +218,7 @@ class StepMerger:
         df,metadata = layout.fixed.assign(**columns),{r: about for r,about in self.metadata.items() if about}
         rows = RankRows(df, metadata, self.paths)
         if rows.own: self.own = rows.own
-        # a step without weights uses the names of the last step with weights, because names depend on differences of weights
+        # a step without weights uses the module names of the last step with weights: names depend on the weights that differ between ranks
         elif self.own and not (df['ttype']=='weight').any(): rows = RankRows(df, metadata, self.paths, self.own)
         return rows
 

@@ -18,7 +18,7 @@ def merge_ranks(df, metadata, paths=None, own=None):
     return Merge(MergePlan(rows), rows.df).table
 
 def own_names(df, metadata, paths=None):
-    "Return the own names of modules with different weights on each rank: rank -> dict from paths on this rank to new paths."
+    "Return new paths for modules whose weights differ between ranks: rank -> dict from paths on this rank to new paths."
     return RankRows(df, metadata, paths or {}).own
 
 def merge_and_check(

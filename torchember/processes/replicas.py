@@ -32,7 +32,7 @@ def steps_with(steps, flags):
     return np.unique(steps[flags]).tolist()
 
 def count_differing_steps(steps, differs):
-    "Count the steps with a row that differs. Return a dict: this number, the first step, the first 20 steps, number of all steps."
+    "Count the steps with a differing row. Return a dict: this count, the first of these steps, the first 20 of them, and the count of all steps."
     found = steps_with(steps, differs)
     return {'steps': len(found), 'first': found[0] if found else None, 'at': found[:20], 'of': len(np.unique(steps))}
 
@@ -65,7 +65,7 @@ def name_of_row(row):
 
 # %% ../../nbs/42_processes/09_replicas.ipynb #2d3d5b50
 def compare_replicas(rows) -> list: # rows: rows of all ranks, as `RankRows`
-    """Compare the replicas of all ranks. Return a dict for each rank that differs from the first rank with the same tensors.
+    """Compare the replicas of all ranks. Return a dict for each rank whose replicas differ from those of the first rank that has them.
 
     See `compare_with`."""
     df,found = rows.df,[]
@@ -79,7 +79,7 @@ def compare_replicas(rows) -> list: # rows: rows of all ranks, as `RankRows`
     return found
 
 def rank_specific_modules(rows):
-    """Return arrays about rank-specific modules, which `RankRows` renamed because their weights differ between ranks.
+    """Return two arrays that describe rank-specific modules, which `RankRows` renamed because their weights differ between ranks.
 
     The first has for each row the index of the row on the first rank with the same old module name. The second is the mask of these rows."""
     old = {(r, new): path for r,names in (rows.own or {}).items() for path,new in names.items() if new!=path}

@@ -59,7 +59,7 @@ class Shards:
         self.shard = self.number_shards({a: self.find_copies(a, df) for a in self.roles.axes_with('?', 'B')})
 
     def find_copies(self, axis, df):
-        "Find copies: return a mask of the rows that are replicas along a mesh axis by equal statistics, not by the column `part`."
+        "Return a mask of the rows that are replicas along a mesh axis: equal statistics show this, but the column `part` does not."
         batch,unknown = self.roles.along(axis, 'B'),self.roles.along(axis, '?')
         # the axis 'world' contains all ranks. Compare along it only ranks that no mesh axis connects
         if axis=='world' and unknown.any(): unknown &= self.has_unrelated_ranks()
@@ -99,7 +99,7 @@ class Shards:
         return shard
 
     def smallest_ranks(self):
-        "Return the smallest rank that has a shard or replica of the same tensor, for each row, according to the known roles."
+        "Return for each row the smallest rank with a shard or replica of its tensor. Ranks are connected only by mesh axes with a known role."
         axes = [frozenset(a for a,r in roles.items() if r not in ('?', 'U')) for roles in self.roles.kinds]
         pairs,which = np.unique(np.stack([self.roles.code, self.rank]), axis=1, return_inverse=True)
         return np.array([self.axes.smallest_related(axes[kind], r) for kind,r in pairs.T.tolist()], int)[which.reshape(-1)]
@@ -119,9 +119,9 @@ class Shards:
 
 # %% ../../nbs/42_processes/05_shards.ipynb #e439f38c
 def outermost_unshared(module, shared):
-    """Return the outermost unshared module that contains `module`: its path, which ends with a number.
+    """Return the path of the outermost module that contains `module`, has a number as name, and contains no module of `shared`.
 
-    The module contains no module of `shared`. Without such a module, return `module`."""
+    Without such a module, return `module`."""
     parts = module.split('.')
     for i in range(1, len(parts)+1):
         top = '.'.join(parts[:i])
@@ -130,7 +130,7 @@ def outermost_unshared(module, shared):
 
 # %% ../../nbs/42_processes/05_shards.ipynb #4189cf88
 def name_rank_specific_modules(df, shards, paths) -> tuple: # paths: function that returns the module paths of a rank
-    """Name rank-specific modules: modules with different weights on different ranks, and without metadata to explain this.
+    """Find new names for rank-specific modules: modules with different weights on different ranks, without a reason in the metadata.
 
     Return a dict (rank -> dict from old to new paths) and a message about these modules. Without such modules, return an empty dict and None."""
     weights = (df['ttype']=='weight').to_numpy()
@@ -140,7 +140,7 @@ def name_rank_specific_modules(df, shards, paths) -> tuple: # paths: function th
     shared = set(df['path'][weights & ~own].astype(object))-modules
     tops = sorted({outermost_unshared(m, shared) for m in modules})
     smallest = shards.smallest_ranks()
-    # rank -> smallest rank with the same weights in the modules that differ
+    # rank -> smallest rank that has the same weights as this rank, in the modules whose weights differ between ranks
     group = {r: int(smallest[own & (shards.rank==r)].min(initial=r)) for r in sorted(set(shards.rank.tolist()))}
     groups = sorted(set(group.values()))
     members = [[p for p in paths(g) if not shared or any(p==t or p.startswith(f'{t}.') for t in tops)] for g in groups]
@@ -153,7 +153,7 @@ def name_rank_specific_modules(df, shards, paths) -> tuple: # paths: function th
 
 # %% ../../nbs/42_processes/05_shards.ipynb #7f6415b3
 class RankRows:
-    "Rows of all ranks. Modules have their names in the whole model. `shards`: the `Shards` of the rows."
+    "Rows of all ranks, with the path of each module in the whole model. `shards`: the `Shards` of the rows."
     # paths: rank -> paths of its modules; own: result of `own_names`, or None to compute the new names from `df`
     def __init__(self, df, metadata, paths, own=None):
         self.metadata,self.messages = validate_metadata(metadata)

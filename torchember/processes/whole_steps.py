@@ -194,7 +194,7 @@ class Sharing:
         note=lambda message: None, # Function that is called with each message for the user
         report=lambda rows: None, # Function that is called with the merged rows of each step, only on the first rank
         queued=lambda: 0, # Function that returns the number of steps of this rank that wait in the queue
-        kept=None # Object to keep alive as long as rows are shared
+        kept=None # Object to keep alive while this rank shares its rows with the first rank
     ):
         self.rank,self.about,self.note,self.report,self.kept = rank,about,note,report,kept
         self.maker,self.stopped = PacketMaker(),None # stopped: reason why rows are no longer shared, or None
@@ -263,7 +263,7 @@ class WholeSteps:
         # Function that returns the metadata of this rank: a dict with `about` and `paths`, or None if the run no longer exists
         about=lambda: {},
         note=lambda message: None, # Function that is called with each message for the user
-        kept=None # Object to keep alive as long as rows are shared
+        kept=None # Object that must stay alive as long as this rank shares its rows
     ):
         self.rank,self.note,self.pid = rank,note,os.getpid()
         self.queue,self.pending,self.thread = Queue(Receiver.most),[],None # pending: lines of the current step
@@ -302,7 +302,7 @@ class WholeSteps:
         return self.thread
 
     def mark(self):
-        "Mark the end of the queue: return an event that the thread sets after reporting all lines before. Return None without a running thread."
+        "Mark the end of the queue: return an event that the thread sets when it has reported all lines in the queue. Return None if no thread runs."
         if not self.ours or self.thread is None or self.given_up or threading.current_thread() is self.thread:
             return None
         done = threading.Event()
@@ -330,7 +330,7 @@ class WholeSteps:
         thread.join(1)
 
     def remark(self):
-        "Return a remark about steps not reported to listeners, or reported without some ranks. None without such steps, and on further ranks."
+        "Return a remark about steps that were not reported, or only without some ranks. None if there are none, and on all ranks but the first."
         channel,stopped = self.sharing.channel,self.sharing.stopped
         if self.rank: return None
         if stopped: return f"Merged rows of all ranks were not reported to the end: {stopped}."

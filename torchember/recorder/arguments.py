@@ -20,7 +20,7 @@ from .optimizer import optimizer_names
 
 # %% ../../nbs/40_recorder/85_arguments.ipynb #36c01293
 def check_optimizers(optimizer, scaler, ttypes, params):
-    "Check the optimizers, and return them as a list. Warn if one trains another model. Raise if `scaler=` or `ttypes=` needs an optimizer."
+    "Check the optimizers, and return a list of them. Warn if one trains another model. Raise if `scaler=` or `ttypes=` needs a missing optimizer."
     os = [] if optimizer is None else [*optimizer] if isinstance(optimizer, list|tuple) else [optimizer]
     mine = {id(p) for p in params}
     for o in os:

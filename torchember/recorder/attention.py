@@ -37,7 +37,7 @@ exchanged_heads = ("The queries of scaled_dot_product_attention in {module} have
     "Attention of this kind is not recorded. This warning is given once.")
 
 def are_heads_exchanged(q, heads:int|None) -> bool:
-    "Return True if queries for `scaled_dot_product_attention` have the heads in dimension 2, which must be that of the positions."
+    "Return True if queries for `scaled_dot_product_attention` have the heads in dimension 2, where the function expects positions."
     return q.dim()==4 and heads is not None and q.shape[2]==heads and heads not in (q.shape[0], q.shape[1])
 
 def with_four_dimensions(q, k, v, mask, heads:int|None) -> tuple:
@@ -105,7 +105,7 @@ class Attention(PassNumbers):
         if self.path is not None: self.tracks = {id(st.track.module): st.track for st in self.sources.states}
 
     def report_missing(self):
-        "Warn if a pass has no attention call: in the whole model, or in modules with the class name of an attention module."
+        "Warn if no attention call was found in a pass: in the whole model, or in a module with a class name that ends in 'Attention' or 'Attn'."
         super().report_missing()
         if not self.measured: return
         called = [st.track for st in self.sources.states if st.pass_==self.training.pass_]
@@ -147,7 +147,7 @@ class Attention(PassNumbers):
         "Measure one attention call from its logits (input of the softmax). Do nothing for a softmax that is not attention."
         own = local_part(x)
         def measure(heads, name):
-            "Measure logits. Return None if the softmax is not attention."
+            "Measure the logits of one attention call. Return None if their softmax is not attention."
             if not is_attention(own, dim, heads): return None
             logits = split_heads(own, heads)
             return logits.shape[-2:], measure_logits(logits)

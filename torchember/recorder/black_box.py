@@ -42,8 +42,8 @@ thread_width = 2+most_depth
 # Offset, in bytes, of the text with rows of the current step. Behind it is the text with late rows, which arrived after the end of their step
 NOTES = 8*(THREAD+most_threads*thread_width)
 head_of_slot = 64 # bytes of the integers at the start of a slot, before the copy of a step
-# Indices of integers at the start of a slot. SEQ: number of the copy (0: incomplete); SLOT_PARTS: number of arrays;
-# SLOT_TEXT, SLOT_META: bytes of text and metadata; SLOT_OVER: 1 if the step is over; SLOT_TOLD: number of shards' line
+# Indices of integers at the start of a slot. SEQ: number of the step's copy (0: incomplete); SLOT_PARTS: number of array pairs;
+# SLOT_TEXT, SLOT_META: bytes of text and metadata; SLOT_OVER: 1 if the step is over; SLOT_TOLD: number of the line about shards
 SEQ,SLOT_PARTS,SLOT_TEXT,SLOT_META,SLOT_STEP,SLOT_OVER,SLOT_TOLD = range(7)
 phases = ('before its first step', 'in the forward pass', 'after the forward pass (loss or backward)', 'in the optimizer',
     'between two steps')
@@ -256,17 +256,17 @@ def line_of_custom(row):
     except Exception: return b''
 
 class StepSlots:
-    "Slots of a black box for copies of steps. A copy stays until the log file has its rows. Of unrecorded steps, the last `n_held` copies stay."
+    "Slots of a black box for copies of steps. Recorded steps stay until the log file has their rows. The last `n_held` unrecorded steps stay."
     def __init__(self, header, n_held:int=1): # n_held: number of unrecorded steps to keep
         self.header,self.words,self.n_held = header,header.words,n_held
         self.memories = {} # index of a slot -> memory of the slot in the file
         # seq: number of the last copy; next: next slot for a recorded step; next_held: next slot for an unrecorded step
         self.seq = self.next = self.next_held = 0
-        # last written shards with their number, and last metadata with their line; equal values are not written again
+        # last written shards and the number of their line; last written metadata and their line. Equal values are not written again
         self.shards,self.metadata = ({}, 0),(None, b'')
 
     def free(self):
-        "Free the slots of recorded steps and the text of late rows, because the log file has these rows. Copies of unrecorded steps stay."
+        "Free the slots with copies of recorded steps, and the text of late rows: the log file has these rows. Keep copies of unrecorded steps."
         self.next = self.words[LATE] = 0
 
     def keep(self, parts, custom, step:int, ts:str, over:bool=True, held:bool=False, of_parts=None, **metadata) -> int:
@@ -302,7 +302,7 @@ class StepSlots:
         return self.metadata[1]
 
     def number_of_shards(self, of_parts):
-        "Return the number of the line in the text file that describes the current shards, 0 without shards. Write a new line if the shards changed."
+        "Return the number of the current shards (of their line in the text file), 0 without shards. Write a new line if the shards changed."
         if not of_parts: return 0
         if of_parts!=self.shards[0]:
             self.shards = dict(of_parts),self.shards[1]+1
@@ -507,7 +507,7 @@ class BlackBoxOwner:
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #fe0d4055
 def all_written(writer, log):
-    "Return a function that checks if the log file contains all rows. The function holds the writer by a weak reference, to free the model."
+    "Return a function that checks if the log file contains all rows. The function refers to `writer` only weakly, so that the model can be freed."
     ref = weakref.ref(writer)
     def is_written():
         "Return True if the log file has all rows."

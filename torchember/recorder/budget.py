@@ -136,7 +136,7 @@ class StepTimes:
         self.on,self.costs = deque(maxlen=5),deque(maxlen=5)
         # recorded: number of recorded steps; late: seconds that the writer thread worked for these steps
         self.recorded,self.late = 0,0.
-        # time: median seconds of a step minus recording; cost, idle_cost: median cost of recorded and unrecorded steps; None if unknown
+        # median seconds. time: of a step without recording; cost, idle_cost: of recording in a recorded (None: unknown) and in an unrecorded step
         self.time,self.cost,self.idle_cost = 0.,None,0.
 
     def add(self, took:float, cost:float, recorded:bool, late:float=0., hidden:bool=False) -> float:
@@ -161,15 +161,15 @@ class StepTimes:
 # %% ../../nbs/40_recorder/02_budget.ipynb #56deb09d
 class Budget:
     "Decides which of the selected steps can be recorded within a share of the training time. Reads no clock: `add_step` gets the times."
-    # The slow first recorded step is charged at most the recording time allowed in this number of steps
+    # The budget charges the slow first recorded step at once with at most the recording time allowed in this number of steps. Later steps pay the rest
     patience = 100
     rarest = 1000 # at least one step in this number of steps is recorded, even if this exceeds the budget
 
     def __init__(self, share:float): # share: fraction of the training time that recording may take, above 0 and at most 1
         self.share,self.times = check_share(share),StepTimes()
-        # balance: seconds left for recording; owed: seconds of the first recorded step that later steps still pay
+        # balance: seconds left for recording; owed: seconds of the first recorded step that are not charged to later steps yet
         self.balance,self.owed = 0.,0.
-        # credit: maximum of seconds by which the first recorded step reduces `balance`; floor: minimum of `balance`, in seconds
+        # credit: most seconds that the first recorded step may subtract from `balance`; floor: lowest allowed `balance`, in seconds
         self.credit,self.floor = 0.,0.
         # thinned: number of steps that the budget skipped; since: number of steps since the last recorded step
         self.thinned,self.since = 0,0

@@ -90,10 +90,10 @@ class PlannedPass:
 
         `here`: this thread's `ThreadContext`.
         """
-        buffer,flows = self.buffer,self.sources.at_calls
+        buffer = self.buffer
         if here.skipped or here.phase is not None or self.calls.recorded!=1 or not self.pipe.gate.on: return False
         if buffer.on_device or buffer.shards.ranks is not None or buffer.shards.columns or any(map(callable, buffer.stats.values())): return False
-        return bool(flows) and type(flows[0]) is Flows and set(flows[0].ttypes)=={'input', 'output'}
+        return type(self.sources.at_calls[0]) is Flows
 
     def has_become_ready(self) -> bool:
         "Return True if the compiled functions were loaded since the last pass. The caller must then give each module a plan."
@@ -113,6 +113,7 @@ class PlannedPass:
         ttypes = self.sources.parameter_types[self.steps.manual]
         c[k.MEASURED] = (id(seen) if self.steps.manual else -1) if ttypes else 0
         c[k.MORE_INPUTS],c[k.MORE_OUTPUTS] = (any(map(partial(needs, t), self.sources.at_calls[1:])) for t in ('input', 'output'))
+        c[k.ROWS_OF_INPUTS],c[k.ROWS_OF_OUTPUTS] = (t in self.sources.at_calls[0].ttypes for t in ('input', 'output'))
         c[k.BUSY],c[k.THREAD] = address_of(arena.cursors.busy),get_ident()
         self.begin_black_box(here)
         c[k.ON] = 1
@@ -134,19 +135,23 @@ class PlannedPass:
         self.held,c[k.BOX] = (*self.held[:-1], words, self.held[-1]),address_of(words)
 
     def stop(self):
-        "Stop the use of compiled code: Python code records all calls until another pass begins."
-        if self.compiled is not None: self.cells[self.compiled.ON] = self.cells[self.compiled.BOX] = 0
+        """Stop the use of compiled code: Python code records all calls until another pass begins.
 
-    def end(self):
-        "End the pass for compiled code. Count the rows that compiled code wrote, and the time that it took."
-        if self.compiled is None or not self.held: return
-        self.stop()
-        k,c,arena = self.compiled,self.cells,self.held[-1]
+        Count the rows that compiled code wrote, and the time that it took."""
+        if self.compiled is None: return
+        k,c = self.compiled,self.cells
+        c[k.ON] = c[k.BOX] = 0
+        if not self.held: return
+        arena = self.held[-1]
         arena.filled += c[k.FILLED]
         self.written += c[k.FILLED]
         arena.shared += c[k.SHARED]
         self.cost.spent += 1e-9*c[k.SPENT]
         c[k.FILLED] = c[k.SHARED] = c[k.SPENT] = 0
+
+    def end(self):
+        "End the pass for compiled code."
+        self.stop()
         self.held = ()
 
 # %% ../../nbs/40_recorder/76_call_plans.ipynb #d7068812
@@ -264,7 +269,7 @@ class CallPlan:
         """
         self.state.passes.shapes_known[ttype=='output'] = 0
         # nothing to learn: the structure of these objects is known
-        if code!=self.kinds.OTHER and None not in learned.taps: return
+        if code!=self.kinds.OTHER and (None not in learned.taps or ttype not in self.run.sources.at_calls[0].ttypes): return
         w = self.words
         w[structures] = 0 # if learning is interrupted, for example by Ctrl-C, the plan must not keep addresses of freed memory
         learned.learn(self.kinds, objects, tensors, self.taps_of(ttype, tensors))
@@ -296,14 +301,14 @@ class CallPlan:
         run.calls.current = run.calls.innermost() or st.track
 
     def measure_parameters(self, learns=True):
-        "Measure the parameters of the module, unless they were measured in this step. `learns`: False to learn nothing for compiled code."
+        "Measure the parameters of the module, unless they were measured in this step. `learns`: True to prepare compiled code for later calls."
         sources,run = self.run.sources,self.run
         if ttypes := sources.parameter_types[run.steps.manual]:
             with self.state.listener.lock: sources.parameters.after_call(self.state, False, ttypes)
         if learns and run.steps.manual: self.learn_parameters()
 
     def learn_parameters(self):
-        "Learn the names and taps of the module's own parameters, for a check by compiled code."
+        "Store the names and taps of the module's own parameters, so that compiled code can measure these parameters."
         k,w = self.kinds,self.words
         w[k.N_WEIGHTS] = -1
         self.weights = encode_parameters(k, self.state)

@@ -90,7 +90,7 @@ class Cost:
         if self.local.entered is None: self.spent += clock()-since
 
     def warm(self, tensors=()):
-        "Warm up for these tensors before the training: load compiled loops, and functions for calls. Add the time to `arming`."
+        "Warm up before the training: load compiled loops for these tensors, and cached compiled code for module calls. Add the time to `arming`."
         before = seconds_waited()[0]
         warm(tensors, load_quickly)
         self.arming += seconds_waited()[0]-before

@@ -15,7 +15,7 @@ class ClippedParameter:
         # version: last known version counter of the weight; backward: version counter at the last backward, or None
         self.version,self.backward = version,None
         # flags, reset by each update. idle: True after a clipping without effect (gradient missing or already used);
-        # early: True if a backward followed a clipping without effect; in_time: True after a new gradient was clipped
+        # early: True after a backward that followed a clipping without effect; in_time: True after a clipping of a new gradient
         self.idle = self.early = self.in_time = False
         self.checked = self.wrong = 0
         self.first = None # number of the first training step in which clipping was too early
@@ -30,7 +30,7 @@ class ClippedParameter:
         self.version,self.idle,self.early,self.in_time = version,False,False,False
 
     def note_clip(self, p):
-        "Note that the gradient of the parameter `p` will be clipped. Store whether the gradient is a new one."
+        "Note that the gradient of `p` will be clipped. Store whether a backward has computed this gradient since the last update of `p`."
         self.idle = grad_of(p) is None or self.backward not in (None, p._version)
         self.in_time = self.in_time or not self.idle and self.backward is not None
 
@@ -48,7 +48,7 @@ class EarlyClips:
         self.clips = 0
 
     def note_clip(self, clipped, parameters, step):
-        """Note that gradients will be clipped: check if a new backward has computed these gradients.
+        """Note that gradients will be clipped. For each checked parameter, store if a new backward has computed its gradient.
 
         `clipped`: parameters given to a clipping function; `parameters`: parameters to check; `step`: number of the open training step."""
         self.clips += 1
@@ -69,7 +69,7 @@ class EarlyClips:
             c.note_backward(p)
 
     def facts(self, found) -> dict: # found: result of `every_parameter`
-        "Return the facts for the run's metadata: numbers of early and all clipped updates of each checked parameter."
+        "Return facts for the metadata. For each checked parameter: number of clipped updates, of those clipped too early, and first such step."
         names = {id(p): next(iter(names)) for p,_,names in found}
         counts = [[*names[i], c.checked, c.wrong, c.first] for i,c in self.counts.items() if i in names and c.checked]
         return {'early_clips': counts} if counts else {}

@@ -32,7 +32,7 @@ class Gradients:
     def hook_tensors(self, state, ttype, named, call, phase):
         "Install gradient hooks on the tensors of one module call. `ttype`: 'input_grad' or 'output_grad'."
         named = [(n, x) for n,x in named if x.requires_grad]
-        if not named: return # tensors that compiled code reports have no autograd graph
+        if not named: return # nothing to do without an autograd graph, as for tensors that compiled code reports
         # backwards: name of a tensor -> number of the last backward that computed its gradient
         backwards,pass_ = {},self.steps.pass_
         leaves = {n: id(x) for n,x in named if x.is_leaf}

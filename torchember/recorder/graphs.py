@@ -53,7 +53,7 @@ class Tape:
     # the property is cached, because it is read only after the capture, when the list of events is complete
     @functools.cached_property
     def before(self):
-        """Number of events to repeat before the replay of the CUDA graph.
+        """Number of captured events that are repeated before a replay of the CUDA graph.
 
         These are the events of the first pass, because its weights must be read before the replay.
         """
@@ -129,7 +129,7 @@ class CapturedEvents(Listener):
         self.tape.add('call_fails', self.stack.pop())
 
     def returned(self, state, outputs, call, phase=None):
-        "Add the outputs of a tensor-parallel module, summed over the ranks, to the `Tape` of the captured CUDA graph."
+        "Add the outputs of a tensor-parallel module to the `Tape` of the captured CUDA graph, after they were summed over the ranks."
         self.tape.add('returned', call, self.tensors(state, 'output', outputs))
 
     def probe(self, state, name, x):
@@ -190,7 +190,7 @@ class Player:
     "Player of a `Tape`: repeats its events for a recorder at each replay of a CUDA graph. Each kind of event has its own method."
     def __init__(self, events, optimizer_events): # events, optimizer_events: listeners of the recorder, which get the repeated events
         self.events,self.optimizer_events = events,optimizer_events
-        self.notified = False # True if the recorder records the running pass
+        self.notified = False # True if the recorder accepted the start of the running pass, and must be notified of the end
 
     def play(self, events):
         "Play the events of a captured graph again, in the order of the capture."
@@ -277,7 +277,7 @@ class Graphs(CapturedEvents):
         self.set_listeners(self, self)
 
     def graph_ends(self, graph, whole):
-        "Handle the end of a CUDA graph capture: send the events to the recorder again, and store the `Tape` after a success."
+        "Handle the end of a CUDA graph capture: send events to the recorder again. If the capture succeeded, store its `Tape`."
         if self.tape is None or self.tape.rows.graph() is not graph: return
         tape = self.end_capture()
         if whole and tape.events: self.tapes[graph] = tape
@@ -318,6 +318,6 @@ class Graphs(CapturedEvents):
         else: drop_graph_rows(tape.arena, tape.rows)
 
     def abandon(self):
-        "Abandon the watch for captures of CUDA graphs, and end a running capture."
+        "Stop watching for captures of CUDA graphs. If a capture is running, end its recording."
         self.watch.detach()
         if self.tape is not None: self.end_capture()

@@ -46,7 +46,7 @@ class LeftoverGradient:
         self.begun,self.cleared,self.backwards = True,False,0
 
     def restart(self):
-        "Restart the current interval at the next optimizer step, because some backwards of this interval were not checked."
+        "Ignore the interval since the optimizer's last step, because some of its backwards were not checked. The next step begins a new interval."
         self.begun = False
 
 # %% ../../nbs/40_recorder/46_left_gradients.ipynb #f1216e70

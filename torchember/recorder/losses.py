@@ -25,7 +25,7 @@ most_pending = 16 # maximum number of copies from a GPU that have not arrived ye
 class ArrivingCopies:
     "Copies of small tensors to the host, which a function gets in order. Copies from a GPU arrive later, so the training does not wait."
     def __init__(self, function): # function: gets a numpy array, and the further arguments of `add`
-        self.function,self.pending = function,[] # pending: (copy to the host, further arguments)
+        self.function,self.pending = function,[] # pending: pairs (copy to the host, further arguments of `add`)
 
     def add(self, x, *more):
         "Add a tensor: pass its values to the function, for a GPU after their copy has arrived. Drop it if `most_pending` copies are on their way."
@@ -34,13 +34,13 @@ class ArrivingCopies:
         elif copies_async(x.device) and not is_being_captured(x.device.type) and len(self.pending)<most_pending: self.pending.append((to_host(x), more))
 
     def read(self, wait=False):
-        "Read the copies that have arrived, and pass them to the function. `wait`: True to wait for all copies, because the run ends."
+        "Read the copies that have arrived, and call `self.function` with each copy. `wait`: True to wait for all copies, because the run ends."
         try:
             while self.pending and (wait or self.pending[0][0].done.query()):
                 copy,more = self.pending.pop(0)
                 # `copy.host` is read directly, because `asarray(copy)` would wait for the GPU again
                 self.function(np.asarray(copy) if wait else copy.host.numpy().copy(), *more)
-        except RuntimeError: self.pending = [] # a failed device sends no copies
+        except RuntimeError: self.pending = [] # the device has failed, so its copies will never arrive
 
 def has_values(x) -> bool:
     "Return True if a tensor has values that can be read element by element. False for nested, sparse, meta and empty tensors."
@@ -104,7 +104,7 @@ def count_next_tokens(tokens, labels, ignore=None):
     return torch.stack([x.sum() for x in (counts, counts & (labels==after), counts & (labels!=now), counts[:, 0])])
 
 def may_be_tokens(x) -> bool:
-    "Return True if a tensor may be tokens, or the labels of tokens: whole numbers with values. False for wrappers such as `DTensor`."
+    "Return True if a tensor may contain tokens, or labels of tokens: int32 or int64, with readable values. False for wrappers such as `DTensor`."
     return x.dtype in (torch.int64, torch.int32) and has_values(x) and not hasattr(x, '__tensor_flatten__')
 
 def tokens_among(inputs) -> list:
@@ -130,14 +130,14 @@ class NextTokens:
             self.copies.add(torch.stack([counts for counts,_ in found]), [shape for _,shape in found])
 
     def add_counts(self, counts, shapes):
-        "Add the counts of a batch, one row for each input. Use the input that fits best. Ignore counts that prove nothing, as of few labels."
+        "Add the counts of a batch: the row (one per input) with the most equal labels. Ignore counts that prove nothing, as of few labels."
         (labels,equal,different,first),(n,length) = max(zip(counts.tolist(), shapes, strict=True), key=lambda c: c[0][1])
         if 2*labels<n*(length-1) or 2*first<n or 10*different<labels: return
         self.lengths.add(length)
         self.least = min(equal/labels, 1 if self.least is None else self.least)
 
     def facts(self) -> dict:
-        "Return the facts for the metadata of the run. Empty if no batch has proved anything: see `add_counts`."
+        "Return the facts about next tokens as labels, for the metadata of the run. Empty if `add_counts` has ignored the counts of all batches."
         return {} if self.least is None else dict(next_tokens=round(self.least, 6), lengths=sorted(self.lengths))
 
 
@@ -160,7 +160,7 @@ class TermFacts:
         self.next_tokens.add(tokens, labels, term.ignore_index)
 
     def read_copies(self, wait=False):
-        "Read the copies of values that have arrived from the GPU, and add the values. `wait`: True to wait for all copies, because the run ends."
+        "Add the copied numbers that have arrived from the GPU to the facts. `wait`: True to wait for all copies, because the run ends."
         for x in (self.labels, self.next_tokens): x.copies.read(wait)
 
     def state(self):
@@ -188,7 +188,7 @@ def target_facts(term) -> dict:
     return {'target_dtype': str(term.target.dtype).removeprefix('torch.'), 'target_shape': None if term.target_shape is None else list(term.target_shape)}
 
 def softmax_facts(links) -> dict:
-    "Return facts about a softmax (or normalizing division): dimension and size. One of size 1 if any, else the nearest to the model; {} without one."
+    "Return dimension and size of a softmax (or normalizing division): of one with size 1, else of the one nearest to the model. Without one, {}."
     soft = [(l.dim if l.name!='normalize' else len(l.shape)-1, l.shape) for l in links if l.name in ('softmax', 'log_softmax', 'normalize') and l.shape]
     found = [(d, s[d]) for d,s in soft if d is not None]
     dim,size = min(reversed(found), key=lambda f: f[1]!=1, default=(None, None))
@@ -206,7 +206,7 @@ def describe_term(term) -> dict:
 
 # %% ../../nbs/40_recorder/36_losses.ipynb #b26e8eaa
 def row_names(name, terms) -> list:
-    "Return a row name (`tname`) for each loss term: its kind for the loss 'loss', else the loss name, plus the kind for several. All differ."
+    "Return distinct row names (`tname`) for the terms of the loss `name`: the kinds if `name` is 'loss', else `name`, plus the kinds if several."
     is_plain,seen,out = name=='loss',Counter(),[]
     for t in terms:
         n = t.kind if is_plain else name if len(terms)==1 else f'{name}_{t.kind}'
@@ -233,7 +233,7 @@ class LossReader:
         self.ttypes = tuple(t for t in self.ttypes if t in pipe.sources.ttypes)
         # keys: (name of a loss, `tname` of its rows). facts: `TermFacts`; states: `TermFacts.state` at the last write
         self.facts,self.states,self.due = {},{},1
-        # state of the pass `pass_`. calls: `tname` -> count of measured losses; numbers: numbers of graph nodes already read
+        # state of the pass `pass_`. calls: `tname` -> count of measured losses; numbers: `LossTerm.number` of each loss already read
         self.pass_,self.calls,self.numbers = None,Counter(),set()
         # compiled: True if compiled code computed a loss; freed: True if tensors of a loss were already freed
         self.compiled = self.freed = False
@@ -253,7 +253,7 @@ class LossReader:
     def note_inputs(self, inputs):
         "Note the integer inputs of the model that can be tokens, to compare labels with them. `inputs`: (name, tensor) pairs."
         done = any(f.next_tokens.compared>=NextTokens.most for f in self.facts.values())
-        # tensors of `vmap` and `torch.func.grad` cannot be used after them
+        # keep no tensors of `vmap` or `torch.func.grad`, because such tensors cannot be used after the end of these transforms
         self.tokens = [] if done or inside_transform() is not None else tokens_among(inputs)
 
     def note_outputs(self, outputs):
@@ -287,7 +287,7 @@ class LossReader:
         if not states or not steps.opened or not sum(steps.passes.values()): return
         call,phase = self.calls[tname],steps.phase if steps.manual else None
         self.calls[tname] += 1
-        # a cross-entropy's logits are an output of the model and already have a row, so its prediction gets no row
+        # no row for the prediction of a cross-entropy with logits: the logits are an output of the model, which already has a row
         prediction = None if term.kind=='cross_entropy' and term.takes=='logits' else term.prediction
         for ttype,x in (('prediction', prediction), ('target', term.target)):
             if x is not None and ttype in self.ttypes: buffer.measure(states[0], ttype, tname, x, None, call, phase)

@@ -23,26 +23,26 @@ from .flows import Flows
 
 # %% ../../nbs/40_recorder/77_merged_plans.ipynb #77a00006
 class RowPlace(NamedTuple):
-    "RowPlace of one row of a merged call, or of the parameters of one module."
+    "Place of one row that a merged call records: its module and tensor. It may also be the place of all parameters of a module."
     state:Any # `ModuleState` of the module
     ttype:str # Tensor type, such as 'input', or 'weight' for the parameters of the module
     tname:str # Name of the tensor, '' for parameters
     tensor:int # Index of the tensor in the merged call, -1 for parameters
-    report:int # Index of the module call, or of the gradient, in this part of the merged call
+    report:int # Index of the `Move` in its `MergedCalls`, or of the gradient in its `MergedGradients`
 
 def words_of_place(place):
-    "Return a place as four integers for compiled code: words of its tap, or the address of the module's plan for parameters."
+    "Return four integers for compiled code: the encoded tap of a place. For parameters: the address of the module's plan, and zeros."
     if place.tensor<0: return place.state.patch.plan.address,0,0,0
     return encode_tap(place.state.taps.get((place.ttype, place.tname, None, 0, None)))
 
 class MergedRows:
     "Writes the rows of several module calls, or of several gradients, with one call of compiled code."
-    def __init__(self, kinds, arena, places, n): # kinds: Python module `measure.readers.objects`; n: number of module calls or gradients
+    def __init__(self, kinds, arena, places, n): # kinds: Python module `measure.readers.objects` (compiled functions); n: number of module calls or gradients
         self.kinds,self.arena,self.places = kinds,arena,places
         # written: number of rows that compiled code has written; changed: True if Python code wrote a row in the last call of `write`
         self.written,self.changed = 0,True
         self.items = np.array([(p.tensor, p.report, *words_of_place(p)) for p in places], np.int64).reshape(-1, kinds.item_words)
-        # numbers: number of each module call, -1 if Python code must write its rows; run: integers for compiled code, as in `PlannedPass`
+        # numbers: number of each module call, -1 if Python code must write its rows; run: array for compiled code, as in `PlannedPass`
         self.numbers,self.run = np.zeros(n, np.int64),np.zeros(kinds.run_words, np.int64)
         for i,x in kinds.shared_words().items(): self.run[i] = x
         self.run[[kinds.CLOCK, kinds.SEEN]] = id(arena.clock),id(arena.seen)
@@ -73,12 +73,12 @@ class MergedRows:
         return self.changed or c[k.CHANGED]==1
 
     def find_taps(self):
-        "Find the taps of places that had no tap before, because Python code had not measured their tensors yet."
+        "Find the missing taps of rows: the tap of a row is missing until Python code has measured the row's tensor once."
         for i in np.flatnonzero(self.items[:, self.kinds.ITEM_TAP]==0): self.items[i, self.kinds.ITEM_TAP:] = words_of_place(self.places[i])
 
 # %% ../../nbs/40_recorder/77_merged_plans.ipynb #77a00013
 class Move(NamedTuple):
-    "Start or end of a module call, in the order of a merged call."
+    "Start or end of one module call. A merged call reports several of these, in the order of the calls."
     state:Any # `ModuleState` of the module
     begins:bool # True for the start of the call, with its inputs; False for the end, with its outputs
     named:tuple # Pairs of the name of a tensor and its index in the merged call
@@ -88,7 +88,7 @@ class Move(NamedTuple):
     text = property(lambda self: f"{'enter' if self.begins else 'exit'} {self.state.track.name}", doc="Line of `ThreadContext.log`")
 
 def unmatched(moves):
-    "Return the starts without an end among `moves` (a set of indices), and the states of the ends without a start (a list)."
+    "Find the module calls in `moves` that begin or end elsewhere. Return indices of the starts (a set), and states of the ends (a list)."
     started,ended = [],[]
     for i,m in enumerate(moves):
         if m.begins: started.append(i)
@@ -97,21 +97,21 @@ def unmatched(moves):
     return set(started), ended
 
 def places_of_moves(moves, ttypes):
-    "Yield the `RowPlace` of each row of some module calls, in order: inputs, parameters, outputs. `ttypes`: recorded tensor types."
+    "Yield the `RowPlace` of each row of `moves`: inputs at a call's start; parameters, then outputs at its end. `ttypes`: recorded tensor types."
     for i,m in enumerate(moves):
         if not m.begins: yield RowPlace(m.state, 'weight', '', -1, i)
         if m.ttype in ttypes: yield from (RowPlace(m.state, m.ttype, n, at, i) for n,at in m.named)
 
 # %% ../../nbs/40_recorder/77_merged_plans.ipynb #77a00016
 class MergedCalls:
-    "Part of a merged call: consecutive module calls. `record` records them."
+    "Plan for consecutive module calls that are part of a merged call. The method `record` records these calls."
     def __init__(self, events, moves): # events: `ModelEvents` of the model
         self.events,self.moves,self.calls = events,moves,events.calls
         self.open,self.ended = unmatched(moves)
         self.texts = [m.text for m in moves]
         places = [*places_of_moves(moves, events.sources.at_calls[0].ttypes)]
         self.rows = MergedRows(events.planned.compiled, events.buffer.rows.arena, places, len(moves))
-        self.has_shapes = False # True if each `moduleTrack` has the shapes of the last tensors
+        self.has_shapes = False # True after the shapes of the tensors were stored in the `moduleTrack`s
 
     def can_record(self, here) -> bool:
         "Return True if the plan can record the calls now. `here`: this thread's `ThreadContext`."
@@ -181,7 +181,7 @@ class MergedCalls:
 
 # %% ../../nbs/40_recorder/77_merged_plans.ipynb #77a00018
 class MergedGradients:
-    "Part of a merged call: consecutive gradients of inputs and outputs. `record` records them."
+    "Part of a merged call (one operator call for many reports): consecutive gradients of inputs and outputs. `record` records the gradients."
     def __init__(self, events, places): # events: `ModelEvents` of the model; places: `RowPlace` of each gradient
         self.events,self.places,self.cost = events,places,events.cost
         self.rows = MergedRows(events.planned.compiled, events.buffer.rows.arena, places, len(places))
@@ -201,7 +201,7 @@ class MergedGradients:
 
     @timed
     def write(self, xs):
-        "Find the module call of each gradient, and write all rows."
+        "Find the module call of each gradient, and write a row for each gradient."
         numbers = self.rows.calls
         for i,p in enumerate(self.places):
             if xs[p.tensor] is None: numbers[i] = -1; continue # the backward did not compute this gradient
@@ -216,12 +216,12 @@ class MergedGradients:
 
 # %% ../../nbs/40_recorder/77_merged_plans.ipynb #77a00020
 def state_of(holder, events):
-    "Return the `ModuleState` of a holder (an object that gets reports). Return None if the holder has another listener than `events`, or several."
+    "Return the `ModuleState` of a holder (an object that gets reports), or None if `events` is not the only listener of the holder."
     if getattr(holder, 'listener', None) is not events: return None
     return holder if isinstance(holder, ModuleState) else holder.states[0]
 
 def move_of(report, state):
-    "Return a report as a `Move` if a plan can record it, else None. `state`: `state_of` its holder."
+    "Return a report as a `Move` if a plan can record it, else None. `state`: result of `state_of` for the report's holder."
     if report.operator not in ('entered', 'exited') or state.root or not state.watched: return None
     if state.patch is None or state.patch.plan is None: return None
     begins,(names,hooked) = report.operator=='entered',([n or lone_output for n in some] for some in report.arguments)
@@ -229,7 +229,7 @@ def move_of(report, state):
     return Move(state, begins, tuple(zip(names, report.at, strict=True)), hooked if has_gradients else ())
 
 def places_of_gradients(report, state):
-    "Return the `RowPlace` of each gradient of a report, with 0 as `report`. None if the report is of another kind, or its gradients are not recorded."
+    "Return a `RowPlace` with `report=0` for each gradient of a report. None if the report is of another kind, or its gradients are not recorded."
     if report.operator!='grads_arrived' or not getattr(state.wants, report.arguments[0]): return None
     ttype,names = report.arguments
     return [RowPlace(state, ttype, n or lone_output, at, 0) for n,at in zip(names, report.at, strict=True)]
@@ -244,13 +244,13 @@ class MergedPlan:
         for kind,some in self.grouped(reports):
             self.parts.append(([r for r,_ in some], kind and self.part(kind, [found for _,found in some])))
         self.is_useful = any(part is not None for _,part in self.parts)
-        # states and patches, with the objects to which compiled code has addresses
+        # known: states, each with the objects (taps, patch, plan) that compiled code finds by address; others: holders without a state
         states = {id(st): st for h in holders if (st := state_of(h, events)) is not None}.values()
         self.known = [(st, st.taps, st.patch, st.patch.plan) for st in states]
         self.others = [h for h in holders if state_of(h, events) is None]
 
     def grouped(self, reports):
-        "Yield groups of consecutive reports: MergedCalls, MergedGradients or None, and pairs (report, its `Move`, places or None)."
+        "Group consecutive reports that the same class records. Yield (class or None, pairs of a report and its `Move` or places) for each group."
         group = None,[]
         for r in reports:
             kind,found = self.found(r)
@@ -261,7 +261,7 @@ class MergedPlan:
         if group[1]: yield group
 
     def found(self, report):
-        "Return the class that records a report, with the `Move` or the places of the report. Return (None, None) if no plan can record it."
+        "Return how to record a report: (`MergedCalls`, `Move`), or (`MergedGradients`, list of `RowPlace`), or (None, None) if no plan can."
         state = state_of(self.holders[report.key], self.events)
         if state is None: return None, None
         if (move := move_of(report, state)) is not None: return MergedCalls, move
@@ -269,7 +269,7 @@ class MergedPlan:
         return (None, None) if places is None else (MergedGradients, places)
 
     def part(self, kind, found):
-        "Return the part that records a group of reports. `kind`: `MergedCalls` or `MergedGradients`."
+        "Create the part of this plan that records a group of reports. `kind`: `MergedCalls` or `MergedGradients`."
         if kind is MergedCalls: return MergedCalls(self.events, found)
         places = [p for ps in found for p in ps if p.tensor>=0]
         return MergedGradients(self.events, [p._replace(report=i) for i,p in enumerate(places)])
@@ -282,7 +282,7 @@ class MergedPlan:
         return True
 
     def run(self, xs):
-        "Record all reports of the merged call. `xs`: its tensors."
+        "Record all calls that the merged call replaces. `xs`: tensors of the merged call."
         self.events.memory_reused()
         for h in self.others: h.memory_reused()
         for reports,part in self.parts:
@@ -292,7 +292,7 @@ class MergedPlan:
 class MergedPlans:
     "Plans of all merged calls of a model."
     most = 1000 # maximum number of plans
-    def __init__(self): self.plans = {} # text of the events and ids of the holders -> `MergedPlan`
+    def __init__(self): self.plans = {} # (text of the events, id of each holder) -> `MergedPlan`
 
     written = property(lambda self: sum(part.rows.written for plan in self.plans.values() for _,part in plan.parts if part is not None),
         doc="Number of rows that compiled code has written")
@@ -300,7 +300,7 @@ class MergedPlans:
     def find(self, events, text, holders):
         "Return the plan of a merged call, None if compiled code cannot record it. Make a new plan if needed. `text`: argument of `events_of`."
         planned = events.planned
-        # with tensors on a device, the compiled functions are not loaded for calls of uncompiled code
+        # if tensors are on a device such as a GPU, calls of uncompiled code do not load the compiled functions, so load these functions here
         if planned.compiled is None and not (events.buffer.on_device and planned.has_become_ready()): return None
         if None in holders or not self.are_flows_recorded(events): return None
         key = text,*map(id, holders)
@@ -312,5 +312,5 @@ class MergedPlans:
 
     def are_flows_recorded(self, events) -> bool:
         "Return True if inputs or outputs are recorded, with built-in statistics."
-        flows = events.sources.at_calls
-        return bool(flows) and type(flows[0]) is Flows and not any(map(callable, events.buffer.stats.values()))
+        flows = events.sources.at_calls[0]
+        return type(flows) is Flows and bool(flows.ttypes) and not any(map(callable, events.buffer.stats.values()))

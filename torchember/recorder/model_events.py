@@ -58,7 +58,7 @@ class OtherModels:
         self.is_ours.clear()
 
     def is_caller(self, state) -> bool:
-        """Return True if another model is the caller of this module, and not the recorded model.
+        """Return True if a module of another model calls this module, and not the recorded model.
 
         If the root is never called, calls by other modules count as calls of another model until the weights change.
         Then the recorded model is trained through these calls.
@@ -162,7 +162,7 @@ class RunningPasses:
     def __init__(self, events, planned, lock): # events: `PassEvents`; lock: lock of the recorder
         self.events,self.planned,self.lock,self.running = events,planned,lock,0
 
-    def begin(self, here, state, grad=None): # for the arguments, see `PassEvents.begin`; grad: None without compiled code
+    def begin(self, here, state, grad=None): # arguments: as in `PassEvents.begin`; grad: None for an eager pass, which compiled code did not report
         "Begin a pass in this thread. If an exception is raised, the pass does not count as running."
         with self.lock:
             self.running += 1
@@ -177,7 +177,7 @@ class RunningPasses:
             else: self.planned.begin(here)
 
     def end(self, here, compiled) -> bool|None:
-        "End the pass of a thread. Return `PassEvents.is_next_recorded` for a recorded pass of compiled code, else None."
+        "End the pass of a thread. Return None if the pass was skipped or ran uncompiled code, else the result of `PassEvents.is_next_recorded`."
         with self.lock:
             self.running -= 1
             # wait for the last thread, because compiled calls of all threads use the objects of the pass
@@ -219,7 +219,7 @@ class DTensorInCompiledCode(Unmeasurable):
         "are DTensors in compiled code are not recorded. Weights, weight gradients and updates are recorded. Without torch.compile, all tensors are recorded")
 
 def report_missed(events, state, ttype, names):
-    "Report missed tensors: warn that DTensors in compiled code are not recorded, unless the user does not record this tensor type."
+    "Report missed tensors: warn that DTensors in compiled code are not recorded, if the user records this tensor type or its gradients."
     if {ttype, f'{ttype}_grad'}.isdisjoint({'probe', *events.sources.ttypes}): return
     for n in names: events.failed(state, ttype, n, DTensorInCompiledCode())
 
@@ -239,7 +239,7 @@ class ModelEvents(Listener):
         doc="Number of earlier steps that may be micro-batches of the open step.")
 
     def turn(self, on):
-        "Turn the measurement of module calls on or off, if the current step is measured or not."
+        "Turn the measurement of module calls on if the current step is measured, else off."
         self.on = on
         self.planned.stop()
         self.wants.switch(on)
@@ -252,7 +252,7 @@ class ModelEvents(Listener):
     # the methods of this class use the variable `here` for the `ThreadContext` of the current thread
     @timed
     def pass_begins(self, state, grad=None):
-        "Handle the begin of a pass of the model. Return False to record nothing, in a pass by a user's statistics function."
+        "Handle the beginning of a pass of the model. Return False to ignore a pass that a user's statistics function causes."
         here = self.calls.here
         if here.measuring: return False # do not record a pass that a user's statistics function causes
         if not here.depth:

@@ -74,7 +74,7 @@ class ChangingMarks:
     def __init__(self): self.last = {} # name of a mark -> (value, step, number of consecutive steps in which the value changed)
 
     def find(self, marks:dict, step:int) -> tuple|None:
-        "Find a float mark that has changed in three consecutive steps. Return its (name, value), or None without such a mark."
+        "Find a mark with a float value that has changed in three consecutive steps. Return its (name, value), or None if there is none."
         for name,v in marks.items():
             if isinstance(v, torch.Tensor) and v.numel()==1: v = v.item()
             if type(v) is not float: continue

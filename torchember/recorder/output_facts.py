@@ -72,7 +72,7 @@ class OutputRanks:
         self.found = {} # path of a module -> {'kind', 'rows', 'columns', 'steps', 'cosine', 'rank'} of its output
 
     def note(self, state, x, step):
-        "Note the output `x` of a module, if this module is compared: queue dot products of its rows. `state`: `ModuleState` of the module."
+        "Note the output `x` of a module that is compared: queue dot products between sampled rows of `x`. `state`: `ModuleState` of the module."
         path = state.track.path
         if self.chosen is not None and path not in self.chosen or inside_transform() is not None or x.is_meta: return
         kind = x.device.type
@@ -91,7 +91,7 @@ class OutputRanks:
             self.pending = [p for p in self.pending if p[0] in self.chosen]
 
     def facts(self):
-        "Return the facts for the run's metadata: cosine and effective rank of the queued outputs, with the results of earlier steps."
+        "Return the facts for the run's metadata: cosine and effective rank of module outputs, of the queued outputs and of those queued earlier."
         for path,step,shape,g in self.pending:
             g = g.double().cpu().numpy()
             if not np.isfinite(g).all() or self.chosen is not None and path not in self.chosen: continue
@@ -133,7 +133,7 @@ class OutputFacts:
         return self.is_due
 
     def flow(self, state, ttype, named, call, phase=None):
-        "Note the inputs or outputs of a module call: store the state of autocast, or queue rows of the output. Arguments as in `Flows.flow`."
+        "Note a module call: its inputs to store the state of autocast, its outputs to queue their dot products. Arguments as in `Flows.flow`."
         if not self.is_due or phase is not None or call: return
         x = next((x for _,x in named if isinstance(x, torch.Tensor)), None)
         if x is None: return

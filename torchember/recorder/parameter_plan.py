@@ -39,7 +39,7 @@ class ParameterPlan:
         return self.is_possible and self.states is states and self.uses==uses and self.dicts.unchanged()
 
     def is_within(self, ids) -> bool:
-        "Return True if all parameters are within the set `ids` of ids. A frozenset with all ids is stored, to compare it only once."
+        "Return True if the set `ids` contains the ids of all parameters. If a frozenset contains them, remember it, to skip later comparisons."
         if ids is self.container: return True
         within = ids.issuperset(self.ids)
         if within and type(ids) is frozenset: self.container = ids

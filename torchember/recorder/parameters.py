@@ -37,14 +37,14 @@ def grad_of(p):
 
 # %% ../../nbs/40_recorder/30_parameters.ipynb #3e1a0f12
 class OldGradients:
-    "Detects old gradients: unchanged ones of frozen parameters, which get no rows, and ones from before the run, which prove no training."
+    "Detects old gradients: those that a frozen parameter still has (they get no rows), and those from before the run (they prove no training)."
     def __init__(self):
         self.frozen = {} # (id of a `moduleTrack`, name) of a frozen parameter -> weak reference to its old gradient, or None
-        # (id of a `moduleTrack`, name) of a trained parameter -> (weak reference, version) of an older gradient
+        # (id of a `moduleTrack`, name) of a trained parameter -> (weak reference to its gradient from before the run, version counter)
         self.from_before = {}
 
     def note_existing(self, parameters): # parameters: tuples from `Parameters.each`
-        "Note the gradients that exist before the run."
+        "Note the gradients that the parameters already have when recording starts."
         for st,_,n,p in parameters:
             grad = grad_of(p)
             if not p.requires_grad: self.frozen[st.track.id, n] = reference(grad)
@@ -118,7 +118,7 @@ class GatheredGradients:
         self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in recorded]
 
     def count(self) -> tuple|None:
-        "Count the gradients of this step: (weight gradients, unclipped gradients). None without any, or if trained modules are unrecorded."
+        "Return this step's numbers of (weight gradients, unclipped gradients). None without weight gradients, or if a trained module is unrecorded."
         weights,unclipped = (len(self.places[t]) for t in ('weight_grad', 'unclipped_grad'))
         return None if not weights or any(p.requires_grad for p in self.unrecorded) else (weights, unclipped)
 
@@ -175,7 +175,7 @@ class Parameters:
         return each_parameter(self.states if states is None else states, wanted)
 
     def measure_complete(self, wanted=None, scale=None, plan=None):
-        """Measure the weights without a row in this step, then the complete gradients, at the end of a step.
+        """Measure, at the end of a step, the weights that have no row in this step yet, and the gradients, which are complete now.
 
         The complete gradients replace gradients measured during the passes. `wanted`: ids of the parameters, None for
         all; `scale`: factor to divide out of the gradients; `plan`: result of `current_plan`, None to call it here.
@@ -186,7 +186,7 @@ class Parameters:
         if 'weight_grad' in self.ttypes: self.measure_again(('weight_grad',), which, scale)
 
     def measure_planned(self, wanted, plan=None): # arguments of `measure_complete`
-        "Measure the complete gradients with compiled code, by a `ParameterPlan`. Return False if Python code has to measure them."
+        "Measure the complete (accumulated) gradients by the compiled code of a `ParameterPlan`. Return False if Python code has to measure them."
         old = self.old_gradients
         if 'weight_grad' not in self.ttypes or not self.buffer.is_simple or old.frozen or old.from_before: return False
         if count_function_modes() or inside_transform() is not None: return False
@@ -320,7 +320,7 @@ def children_in(parts):
     return [i for i in parts or () if isinstance(i, int)]
 
 class Containers:
-    "Detects changed children of modules without torchember's hooks, such as an empty `ModuleList`, because new children may need recording."
+    "Detects changed children of modules that have no hooks of torchember, such as an empty `ModuleList`: new children may need recording."
     def __init__(self, tracks=(), states=()): # tracks: all modules; states: recorded modules
         armed = {st.track.id for st in states}
         apart = [t.module for t in tracks if t.id not in armed]
@@ -337,7 +337,7 @@ class VersionChanges:
     def __init__(self): self.last,self.changes = {},{}
 
     def compare(self, p, name):
-        "Compare a parameter's version counter with the last call, and count a change. `name`: (path, name) of the parameter."
+        "Compare a parameter's version counter with its value at the last call, and count a change. `name`: (path, name) of the parameter."
         if is_lazy(p) or p.is_inference(): return # lazy parameters and inference tensors have no version counter
         if self.last.get(name, p._version)!=p._version: self.changes[name] = self.changes.get(name, 0)+1
         self.last[name] = p._version
@@ -354,7 +354,7 @@ class ParameterFacts:
     def __init__(self, ttypes, notify=None): # notify: function to call with changed metadata
         self.notify = notify
         self.grads = 'weight_grad' in ttypes
-        # sets of (path, name) of parameters; elsewhere: in an optimizer of this process that the run does not know
+        # sets of (path, name) of parameters. elsewhere: parameters in an optimizer of this process that the run does not know
         self.with_gradient,self.with_optimizer,self.elsewhere = set(),set(),set()
         self.called = set() # paths of modules that were called
         self.version_changes = VersionChanges()
@@ -366,7 +366,7 @@ class ParameterFacts:
         self.more,self.facts = [],{}
 
     def resume_from(self, entries):
-        "Resume from the facts of an earlier run. `entries`: facts about its parameters, from the metadata of the run."
+        "Resume a run: take over the facts about its parameters that an earlier process noted. `entries`: these facts, from the run's metadata."
         for fact,to in (('gradient', self.with_gradient), ('optimizer', self.with_optimizer)): to |= {(p['path'], p['name']) for p in entries if p.get(fact)}
         self.called |= {p['path'] for p in entries if p.get('called')}
 
@@ -398,7 +398,7 @@ class ParameterFacts:
         if self.notify: self.notify(self.meta())
 
     def search(self, found, ours):
-        "Search this process for unknown optimizers of parameters. It takes up to 0.1 s, so only parameters without an optimizer cause a search."
+        "Search this process for unknown optimizers of parameters. A search takes up to 0.1 s, so do it only if a parameter has no optimizer."
         missing = {id(p): names.keys() for p,_,names in found
             if p.requires_grad and id(p) not in ours and (self.with_optimizer | self.elsewhere).isdisjoint(names)}
         for i in find_ids_in_optimizers(set(missing)) if missing else (): self.elsewhere |= missing[i]

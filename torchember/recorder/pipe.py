@@ -193,7 +193,7 @@ class StepController:
         `boundary`: True if the user ends the step. `by_pass`: True if the begin of the next pass ends the step. `wait`:
         argument of `flush`.
         """
-        if self.buffer.rows.arena.in_graph(): return # the capture of a CUDA graph cannot read the GPU
+        if self.buffer.rows.arena.in_graph(): return # while a CUDA graph is captured, no values can be read from the GPU
         if not by_pass: self.provisional.clear()
         if not self.steps.opened: return
         if boundary: self.steps.confirm_training()
@@ -204,7 +204,7 @@ class StepController:
         finally: self.next_step() # even Ctrl-C during `finish_step` must not prevent the next step
 
     def finish_step(self, boundary, wait=False):
-        "Finish the current step: measure what is still missing, such as buffers, count the gradients for their norm, and queue the rows for the log."
+        "Finish the current step: measure the missing tensors (such as buffers), count the gradients for the norm, and queue the rows for the log."
         if boundary: self.cost.note_end()
         sources,hint = self.sources,self.sources.parameters.hint
         if self.gate.on:
@@ -232,7 +232,7 @@ class StepController:
         self.writer.handle_step_end(steps.number, gate.writes)
         for part in (sources, self.buffer, gate, self.remover.refused) if gate.has_content else (): part.handle_step_end()
         if gate.writes and sources.parameters.known.is_due(tally.recorded):
-            # search unknown optimizers after this step, because live rules check the run for the first time now
+            # after this step, search for unknown optimizers, because live rules check the run for the first time now
             sources.note_parameters(search=tally.recorded==4)
         steps.close()
         if self.box is not None: self.box.set_phase(BETWEEN)
@@ -308,7 +308,7 @@ def close_by_pass(pipe, following):
     pipe.provisional.add(weights, ProvisionalStep(writer.last, writer.ended, noted, hint.steps_without-without))
 
 def join_passes(pipe):
-    "Join earlier steps with the open step as its micro-batches. Each earlier step was ended by the begin of the next pass."
+    "Join earlier steps with the open step, as its micro-batches: the weights were the same, and each earlier step ended when the next pass began."
     steps = pipe.steps
     earlier = pipe.provisional.with_weights(steps.state.weights) if steps.passes[None] and not steps.phase else []
     if not earlier: return

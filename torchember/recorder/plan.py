@@ -86,7 +86,7 @@ class ExamplePass(Listener):
         self.seen,self.calls,self.stack = {},Counter(),[]
 
     def call_begins(self, st, inputs, compiled=False):
-        "Handle the begin of a module call: add the expected rows of its inputs to the list `places`."
+        "Handle the start of a module call: add the expected rows of its inputs to the list `places`."
         self.note(st, 'input', inputs, self.calls[st])
         self.stack.append((st, self.calls[st]))
         self.calls[st] += 1
@@ -128,7 +128,7 @@ def disable_compile():
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #4bc4b785
 def run_example_pass(model, recorder, args, kwargs) -> tuple: # returns a list of `PlannedTensor`, and the states in the order in which their calls ended
-    "Run a model once on an example input. Return the expected rows of this pass, and the states whose calls ended. Write no rows."
+    "Run a model once on an example input. Return the rows expected from this pass, and the module state of each call that ended. Write no rows."
     states = recorder.sources.states
     listener,by_id,ts = ExamplePass(recorder.ttypes, states),{st.track.id: st for st in states},[st.track for st in states]
     arm(ts, listener, {st.track.id for st in states if st.watched})
@@ -170,7 +170,7 @@ def expected_states(optimizer, p) -> dict|None:
     return {k: tuple(p.shape) if v.shape==q.shape else tuple(v.shape) for k,v in state_tensors(small, q).items()}
 
 # %% ../../nbs/40_recorder/90_plan.ipynb #88a37214
-timed_sizes = (16, 1<<13, 1<<17, 1<<20, 1<<22) # numbers of elements of the tensors with measured reading times
+timed_sizes = (16, 1<<13, 1<<17, 1<<20, 1<<22) # numbers of elements of the tensors whose reading is timed
 
 def example(n, dtype, device):
     "Return an example tensor of `n` random numbers, to measure the time of reading."
@@ -280,7 +280,7 @@ def flow_rows(r) -> tuple: # (list of `PlannedTensor`, remarks about unknown row
         dtype = next((p.dtype for p in m.parameters() if p.is_floating_point()), torch.float32)
         for kind,ttype in kinds:
             named = (st.track.input_dt if kind=='input' else st.track.output_dt) if known else {'input': None} if kind=='input' else {'output_0': None}
-            # reading takes no extra time for an inner module's input, because another module's output was read already
+            # an inner module's input takes no time to read: it is the output of another module, which was read already
             read = kind!=ttype or (st.root if kind=='input' else st.track.base_module)
             calls = range(st.calls if known else 1)
             places += [PlannedTensor(st.track, ttype, n, None, c, s, s and dtype, read) for c in calls for n,s in (named or {}).items()]

@@ -62,7 +62,7 @@ def weak_source(recorder):
     return source
 
 # %% ../../nbs/40_recorder/70_process.ipynb #ccba5439
-# shared_names: numbers of keys in the shared store; given: name of a run -> number of runs with this name
+# shared_names: counter that numbers the keys in the shared store; given: name of a run -> number of runs with this name
 shared_names,given = itertools.count(),Counter()
 # name of a run -> number of calls of `store_for`, because each continuation of a run needs its own key prefix
 shared_runs = Counter()

@@ -47,7 +47,7 @@ recorded = tuple(t for t in ttypes if t not in of_no_tensor) # tensor types that
 pass_numbers = {c.ttype: c for c in (Attention, Routers, Stream)} # tensor type -> class that records it in some passes
 
 def numbers_of_passes(asked, **arguments) -> dict:
-    """Return the steps in which attention, router and stream numbers are recorded. Raise an error for an invalid schedule.
+    """Return the schedules of attention, router and stream numbers: a dict by tensor type. Raise an error for an invalid schedule.
 
     `asked`: tensor types that the user asked for; `arguments`: values of the arguments `attention`, `routers` and `stream` of `torchEmber`.
     """
@@ -76,16 +76,16 @@ class Settings:
     # without optimizers, the value is None: then each pass is a step until the first call of `torchEmber.step`
     ends:str|None = None
     root_name:str = 'model' # Display name of the root module
-    # True for a black box, None for one if possible, False for none; a number to keep so many unrecorded steps
+    # True or None for a black box (None: no warning if it cannot be created), False for none; a number to also keep so many unrecorded steps
     blackbox:int|None = False
     note:object = None # Function to call with changed metadata about parameters
     cuda_graphs:bool = False # True to record the replays of CUDA graphs
-    # tensor type in `pass_numbers` -> steps to record it: an argument of `StepSubset`, or False for none
+    # tensor type in `pass_numbers` -> the steps that record this type: the argument `when` of `StepSubset`, or False for no steps
     numbers:dict|tuple = ()
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #009b21b1
 def statistics_of_types(stats) -> dict:
-    """Return a dict: tensor type -> statistics. A user's function is replaced by built-in statistics for predictions and targets.
+    """Return a dict: tensor type -> statistics. If `stats` is a function, predictions and targets get built-in statistics instead.
 
     The user's function is written for tensors of layers, and may not accept labels.
     """
@@ -144,7 +144,7 @@ class ArmedModel:
     numbers = property(lambda self: self.events.pass_events.numbers, doc="Dict: tensor type -> `PassNumbers` that measures some passes")
 
     def record_numbers(self, ttype, when):
-        "Start or stop recording a tensor type of `pass_numbers`, such as 'router'. `when`: argument of `StepSubset`, or False to stop."
+        "Start or stop recording a tensor type such as 'router' (a key of `pass_numbers`). `when`: argument of `StepSubset`, or False to stop."
         old,at_calls = self.numbers.pop(ttype, None),self.sources.at_calls
         if old is not None:
             old.detach()
@@ -206,7 +206,7 @@ class ArmedModel:
         "Forget the modules of the model, and stop the clock of the training until recording starts again."
         self.sources.armed([])
         self.owner = self.same_modules = None
-        self.events.merged.plans.clear() # the plans refer to the modules
+        self.events.merged.plans.clear() # a plan keeps its modules in memory
         self.cost.pause()
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #9e5eebef
@@ -273,7 +273,7 @@ class Recorder:
 
     @timed
     def log_model(self):
-        "Log the state of the model: measure current weights, their gradients, updates, optimizer states and buffers, if their types are recorded."
+        "Log the state of the model: measure weights and their gradients, and updates, optimizer states and buffers if their types are recorded."
         with self.lock: measure_now(self.pipe)
 
     def log(self, numbers):
@@ -305,14 +305,16 @@ class Recorder:
     @timed
     def flush(self):
         "Flush all rows measured so far: queue them for the log, without waiting until the rows are written."
-        with self.lock: self.pipe.flush()
+        with self.lock:
+            self.events.planned.stop() # count the rows that compiled code wrote in the running pass
+            self.pipe.flush()
 
     @timed
     def source(self, close):
         "Serve as a source of rows for readers of the run: queue all rows measured so far. `close`: True to end the current step first."
         with self.lock:
             self.sources.note_parameters()
-            # a step must not change after its rows were read, so earlier steps cannot become micro-batches any more
+            # a step must not change after its rows were read, so earlier steps can no longer be merged into a later step as micro-batches
             self.pipe.provisional.clear()
         self.close() if close else self.flush()
 
@@ -332,6 +334,7 @@ class Recorder:
     def finish(self):
         "Finish the recording: queue the rows of the current step for the log."
         with self.lock:
+            self.events.planned.stop()
             self.losses.write(now=True)
             finish(self.pipe)
         self.flush()

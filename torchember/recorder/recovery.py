@@ -53,7 +53,7 @@ class BlackBoxContent:
         self.modules = [(line['module'], line['last']) if 'last' in line else line['module'] for line in lines if 'module' in line]
         self.marks = next((line['marks'] for line in reversed(lines) if 'marks' in line), {})
         self.shards = {0: {}, **{line['parts']: {tuple(k): v for k,v in line['rows']} for line in lines if 'parts' in line}}
-        # numbers of dtypes differ between processes, so the names in the box are converted to numbers of this process
+        # numbers of dtypes differ between processes, so convert the dtype names in the black box to numbers of this process
         self.dtypes = np.array([dtype_number(str(name)) for name in self.about['dtypes']])
         self.slots = sorted(filter(None, map(self.slot, range(w[SLOTS]))), key=lambda s: s.number)
 
@@ -62,7 +62,7 @@ class BlackBoxContent:
         return np.frombuffer(self.data, kind, n*k, at).reshape(n, k)
 
     def rows(self, heads:int, at:int, n:int, length:int) -> tuple:
-        "Return the headers and summaries of `n` rows. `heads`, `at`: offsets of headers and summaries in bytes; `length`: numbers in a summary."
+        "Return the headers and summaries of `n` rows. `heads`, `at`: byte where the headers and the summaries begin; `length`: numbers per summary."
         h = self.array(heads, n, head_width, np.int64).copy()
         h[:, DTYPE] = self.dtypes[h[:, DTYPE]]
         return h, self.array(at, n, length, np.float64)
@@ -140,9 +140,9 @@ def open_step(box) -> tuple:
     parts,custom = box.opened
     if not parts and not custom: return None, None
     last,step = box.slots[-1] if box.slots else None,int(box.w[STEP])
-    # if the last copied step is over, the rows belong to the next step, although the box notes no pass of it
+    # if the last copied step is over, the rows belong to the next step, although no pass of the next step has set `w[STEP]` yet
     if last is not None and last.over and last.step==step: step += 1
-    earlier = [] # `Snapshot`s with rows of the unfinished step from earlier copies
+    earlier = [] # `Snapshot`s with the rows of earlier copies of the unfinished step
     for s in box.slots:
         if s.step==step and not s.over: earlier.append(Snapshot(s.parts, box.taps, list(earlier)))
     micro = max(int(h[:, MICRO].max()) for h,_ in parts) if parts else 0
@@ -242,7 +242,7 @@ def advice_for(cause, graph=None):
 
 # %% ../../nbs/40_recorder/95_recovery.ipynb #b4e07241
 def split_running(stacks) -> tuple:
-    """Split the stacks of running modules: return the innermost module, and the (first, last) module names of a compiled graph.
+    """Split the longest stack of running modules: return its innermost module, and its compiled graph as (first, last) module name.
 
     Either may be None. `stacks`: property `running` of a `BlackBoxContent`.
     """
@@ -251,7 +251,7 @@ def split_running(stacks) -> tuple:
     return (outer[-1] if outer else None, last) if isinstance(last, tuple) else (last, None)
 
 def place_of_process_end(inside, graph, phase) -> str:
-    "Return a phrase about the place of death. `inside`, `graph`: result of `split_running`; `phase`: number of the phase of the training."
+    "Return a phrase about where the process died. `inside`, `graph`: result of `split_running`; `phase`: number of the phase of the training."
     what = 'forward' if phase==FORWARD else phases[phase]
     if graph: return f"in code compiled by torch.compile, which calls modules from {quote_module(graph[0])} to {quote_module(graph[1])} ({what})"
     return f"in {quote_module(inside)} ({what})" if inside else phases[phase]

@@ -78,7 +78,7 @@ class RefusedPasses:
         self.notify = notify
         self.parameters = [] # parameters with checked gradients: a sample of the model's parameters
         self.passes = [] # a `TrainingPass` for each training pass of the current step
-        # task: id of the running backward; running: passes that it has reached; state: `gradient_state` before it
+        # task: id of the running backward; running: passes that this backward has reached; state: `gradient_state` before this backward
         self.task,self.running,self.state = -1,[],[]
         self.last = [] # `gradient_state` after the last backward
         # number of refused passes (with gradients that no optimizer used) that were removed from the current step
@@ -129,7 +129,7 @@ class RefusedPasses:
         self.task,self.running = -1,[]
 
     def removed(self) -> list:
-        "Return the passes with removed gradients: no optimizer has used them, because the weights have not changed since the pass."
+        "Return the passes whose gradients were removed, while the weights have stayed the same: no optimizer has used these gradients."
         if not any(p.before for p in self.passes): return []
         now = gradient_state(self.parameters)
         if now==self.last: return []
@@ -137,7 +137,7 @@ class RefusedPasses:
         return [p for p in self.passes if p.weights==weights and p.is_removed(self.parameters, now)]
 
     def unreached(self) -> list:
-        "Return the passes that no backward has reached, if all their outputs have hooks. Return an empty list if no pass was reached."
+        "Return the passes that no backward has reached, among those with hooks on all outputs. Return [] if no pass was reached."
         if not any(p.reached for p in self.passes): return []
         return [p for p in self.passes if p.hooks and p.complete and not p.reached]
 

@@ -111,7 +111,7 @@ class Routers(PassNumbers):
         self.tracks,self.expert_calls = {},{}
 
     def needs(self, ttype):
-        "Return True if `flow` must get the tensors of a type: the inputs of modules, while a pass is measured."
+        "Return True if `flow` must get the tensors of type `ttype`. It must get only the inputs of modules, while a pass is measured."
         return self.path is not None and ttype=='input'
 
     def flow(self, state, ttype, named, call, phase=None):
@@ -137,7 +137,7 @@ class Routers(PassNumbers):
     def expert_choice(self, scores, indices, is_topk):
         "Handle a choice of experts: count the tokens of each expert, unless the choice was made outside of a router."
         since = clock()
-        # find the module that makes the choice, and the module that calls it
+        # find the module that chooses the experts, and the module that calls it
         running = list(islice(((m, kwargs) for m,kwargs in running_calls() if id(m) in self.tracks), 2))
         try:
             scores,indices = local_part(scores),local_part(indices)

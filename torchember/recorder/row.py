@@ -38,7 +38,7 @@ def one_row(key, call:int, micro, dtype:str, stats:dict, step:int, ts:str, marks
 
 # %% ../../nbs/40_recorder/55_row.ipynb #66311b0d
 def is_pending(v):
-    "Return True if a device may not have sent this number yet. This can be an array of JAX or a `Pending`."
+    "Return True if a number may still be on its way from a device, such as a JAX array or a `Pending`. Numpy numbers are not pending."
     return hasattr(v, '__array__') and not isinstance(v, np.generic|np.ndarray)
 
 def wait_for_number(v):
@@ -69,7 +69,7 @@ class FirstNonfinite:
             self.file.note(f"{self.found}: the first value of this run that is not finite. Training continues. This warning is given once.")
 
     def remark(self):
-        "Return a remark about the first NaN or infinity that needed a warning. Return None if none did."
+        "Return a remark about the first NaN or infinity that needed a warning. Return None if no warning was needed."
         return f"First value that is not finite: {self.found}." if self.found else None
 
 def warn_of_first_nonfinite(log):

@@ -37,7 +37,7 @@ class StepLog:
         self.put_without_step(lambda: [line])
 
     def put_late(self, rows, **by):
-        "Put late rows into the log: add them to the last step, although it has ended. If that step was not recorded, they belong to no step."
+        "Put late rows into the log: add them to the last step, although it has ended. If that step was not recorded, the rows belong to no step."
         self.t.file.put(rows, joins=True if self.was_on else None, **by)
 
     @property
@@ -90,15 +90,15 @@ class ExtraRows:
         (self.log.put_late if step==steps.closed else self.log.put_without_step)(made)
 
     def join(self, step, first, earlier):
-        """Join the counts of `te.log` rows when earlier steps are merged into the current step: add them up.
+        """Add up the counts of `te.log` rows of several steps, when earlier steps are merged into the current step.
 
         `step`: number of the current step before merging; `first`: its number after merging; `earlier`: the merged steps.
         """
         self.noted[first] = sum(e.noted for e in earlier)+self.noted[step]
 
     def handle_step_end(self, step):
-        "Forget the numbers of rows that `te.log` has added to earlier steps."
-        # keep the count of this step, because numbers logged before the next pass still belong to it
+        "Forget how many rows `te.log` has added to earlier steps."
+        # keep the number of rows of this step, because numbers that are logged before the next pass still belong to this step
         if self.noted: self.noted = Counter({step: self.noted[step]})
 
 # %% ../../nbs/40_recorder/65_row_writer.ipynb #6be1d0aa
@@ -158,7 +158,7 @@ class RowWriter:
         self.marks = None # rank and marks of the rows that were queued last
         # `Measured`s of steps that are written later, because they may turn out to be micro-batches
         self.waiting = []
-        # (number of a step, number of its refused passes, with gradients that no optimizer used)
+        # (number of a step, number of its refused passes: passes with gradients that no optimizer used)
         self.refused = None,0
 
     def note_time(self):
@@ -211,7 +211,7 @@ class RowWriter:
         for measured in waited: self.log.t.put(measured, True, self.lines)
 
     def join(self, step, first, earlier): # for the arguments, see `ExtraRows.join`
-        "Join the waiting steps with the current step: drop them here, because they turned out to be its micro-batches."
+        "Join the waiting steps with the current step, as its micro-batches: drop them here, because `StepBuffer.join` keeps their rows."
         self.waiting = []
         self.extra.join(step, first, earlier)
 
@@ -224,7 +224,7 @@ class RowWriter:
         self.waiting = []
 
     def handle_step_end(self, step:int, on:bool): # on: True if the step was recorded
-        "Handle the end of a step: begin a new step without rows of users' functions or of `te.log`."
+        "Handle the end of a step: move its rows of users' functions and of `te.log` from `custom` to `ended`."
         self.log.was_on,self.skipped = on,False
         self.custom,self.ended = [],self.custom
         self.extra.handle_step_end(step)

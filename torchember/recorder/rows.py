@@ -83,7 +83,7 @@ def group_by_columns(columns):
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #93c2bbe2
 def add_numel(c, more):
-    "Add the column `numel` to rows in which the shape does not give the number of elements. Yield groups of rows: `Columns`, more columns."
+    "Add the column `numel` to rows whose shape does not give the number of elements. Yield pairs: rows (`Columns`), dict of further columns."
     n = c.vectors[:, index['count']]
     dims,sizes = c.dims[:, :1],c.dims[:, 1:]
     odd = n!=np.where(np.arange(sizes.shape[1])<dims, sizes, 1).prod(1)
@@ -121,7 +121,7 @@ def fill_templates(text, columns) -> list:
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #e34d01bb
 def fill_shared(text, m):
-    "Fill the placeholders shared by all rows of a `Measured`, for time, step and marks, in joined templates."
+    "Fill in time, step and marks of the `Measured` `m`, which all its rows share. `text`: joined line templates with placeholders."
     marks = b','+line_of(m.marks)[1:-1] if m.marks else b''
     return text.replace(TS, b'"%s"' % m.ts.encode()).replace(STEP, b'%d' % m.step).replace(MARKS, marks)
 
@@ -145,12 +145,12 @@ def sort_by_event(done, n):
 class LineMaker:
     "Converts measured steps to lines of the log. Keeps line templates for later steps, because filling a template is fast."
     def __init__(self):
-        # made_for: taps, shards and marks of the templates; templates: column names -> {tap number and dtype: template}
+        # templates: column names -> {tap number and dtype: template}; made_for: taps, shards and marks for which the templates were made
         self.made_for,self.templates = None,{}
         self.scalars = StepScalars()
 
     def __call__(self, measured) -> list:
-        """Return a list of rows for each `Measured`, sorted by event number.
+        """Return one list of rows for each `Measured`. The rows of each list are sorted by event number.
 
         A row is the bytes of a line, or a dict that `line_of` must convert.
         """
@@ -183,16 +183,16 @@ class LineMaker:
         return out+self.rows_of_group(c[at], {n: x[at] for n,x in more.items()}, measured) if len(at) else out
 
     def templates_of(self, c, names, m):
-        "Return the template of each row. An entry is None if the row has no template."
+        "Return the template of the log line for each row. An entry is None if the row has no template."
         known,kinds = self.templates.setdefault(names, {}),c.kinds.tolist()
-        # separate templates for each call, because the shards of calls may differ
+        # make a template for each call, because the columns about the shard may differ between calls
         if m.parts: kinds = [*zip(kinds, c.calls.tolist(), strict=True)]
         for i,k in enumerate(kinds):
             if k not in known: known[k] = template(names, c.taps[i].key, c.dtypes()[i], m.columns(c.taps[i].key, int(c.calls[i])), m.marks)
         return [known[k] for k in kinds]
 
     def fill_lines(self, c, columns, templates, measured):
-        "Return the log lines of rows that all have templates."
+        "Return the log lines of rows: fill the templates of these rows with numbers. Each row must have a template."
         ends = np.searchsorted(c.owner, np.arange(len(measured)+1)).tolist()
         text = [fill_shared(b''.join(templates[a:b]), m) for a,b,m in zip(ends, ends[1:], measured, strict=False)]
         return fill_templates(b''.join(text), [*texts_of_columns(columns), texts_of(np.ascontiguousarray(c.calls))])

@@ -23,8 +23,8 @@ from .parameters import OldGradients, Parameters, grad_of
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
 def flow_classes(ttypes):
-    "Return the classes that measure the tensors of module calls, such as `Flows` for inputs and outputs. `ttypes`: recorded tensor types."
-    names = dict.fromkeys(name for t,name in flowing.items() if t in ttypes)
+    "Return the classes that measure the tensors of module calls: first `Flows` for inputs and outputs, always. `ttypes`: recorded tensor types."
+    names = dict.fromkeys(['flows.Flows', *(name for t,name in flowing.items() if t in ttypes)])
     return [getattr(import_module(f"torchember.recorder.{module}"), name) for module,name in (n.split('.') for n in names)]
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #55432f28
@@ -93,7 +93,7 @@ class KnownOptimizers:
         return None if any(is_unscaled(watch.scaler, o) for o in optimizers if watch.scaler) else self.scale()
 
     def unused_gradients(self, plan=None) -> set:
-        """Return the ids of parameters with an unused gradient: no known optimizer has them, such as a forgotten output layer.
+        """Return the ids of parameters that have a gradient but are in no known optimizer, such as the parameters of a forgotten output layer.
 
         `plan`: result of `Parameters.current_plan`, None to call it here.
         """
@@ -103,7 +103,7 @@ class KnownOptimizers:
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in trained and grad_of(p) is not None}
 
     def unmeasured(self, stepped) -> set|None:
-        "Return the ids of parameters without a measured gradient, None for all parameters. `stepped`: ids of the optimizers that have stepped."
+        "Return the ids of parameters whose gradients are not measured yet; None means all. `stepped`: ids of the optimizers that have stepped."
         if not stepped: return None
         measured = {id(p) for o in self.watch.optimizers if id(o) in stepped for p in parameters_of(o)} | self.unused_gradients()
         return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in measured}
@@ -197,7 +197,7 @@ class Sources:
         if not hint.trains: hint.training(self.states)
 
     def complete(self, optimizer, scale):
-        "Complete the gradient rows: measure the complete gradients before an optimizer's step, and gradients without a known optimizer."
+        "Complete the gradient rows before an optimizer's step: measure the gradients of its parameters, and of parameters without a known optimizer."
         if not self.parameter_types[False]: return
         plan = self.parameters.current_plan()
         self.parameters.measure_complete(self.optimizers.ids_of([optimizer]), scale, plan)
@@ -206,7 +206,7 @@ class Sources:
     # ---- The following methods are called at the end of a step
 
     def measure_at_end(self, changed=True):
-        "Measure buffers and followed tensors at the end of a step. `changed`: False after evaluations only, because they change no buffers."
+        "Measure buffers and followed tensors at the end of a step. `changed`: False if the step had only evaluations, which change no buffers."
         if not self.states: return
         for source in self.at_step_end if changed else (): source.measure_all(self.states)
         self.followed.measure_all(self.states[0])
@@ -218,5 +218,5 @@ class Sources:
         for source in self.at_step_end: source.measure_all(self.states)
 
     def handle_step_end(self):
-        "Handle the end of a step in all parts that measure tensors."
+        "Handle the end of a step in all objects that measure tensors."
         for part in (*self.at_calls, self.parameters, self.updates): part.handle_step_end()

@@ -62,11 +62,11 @@ class Generators:
     "Gives users' functions their own random numbers, so that these functions do not change the random numbers of the training."
     # one lock for all instances, because all `torchEmber` objects share the random generators of the training
     lock = threading.RLock()
-    # number of first calls of a user's function that save slow generators; later calls save only used generators
+    # number of calls of a user's function in which all slow generators are restored; later calls restore only those that the function has used
     tries = 100
 
     def __init__(self):
-        self.states = {} # name of a random generator -> its state in users' functions
+        self.states = {} # name of a random generator -> its state after the last call of a user's function
         self.calls = Counter() # id of a function -> number of its calls
         # (id of a function, name of a slow generator): the function has drawn random numbers from this generator
         self.drawn = set()
@@ -85,10 +85,10 @@ class Generators:
                 for k,(get,set_state) in used.items(): self.restore(f_id, k, get(), training[k], set_state)
 
     def restore(self, f_id, k, now, training, set_state):
-        "Store the state of a generator for the next call of a user's function, and restore the state of the training."
+        "Restore the training's state of the random generator `k`. Store its state `now` for the next call of the user's function."
         if k in slow_generators:
             if equal_states(now, self.states.get(k, training)):
-                # the function drew no random numbers, so its state of the generator is not stored
+                # the function drew no random numbers from this generator, so there is no new state to store
                 if k not in self.states: return
             else: self.drawn.add((f_id, k))
         self.states[k] = now
@@ -230,7 +230,7 @@ class CustomRows:
         return mine, sum(r.is_number for r in mine)
 
     def join(self, earlier):
-        "Join earlier steps with this step as micro-batches. The log already has the rows of the first of these steps."
+        "Join earlier steps with this step: each step becomes a micro-batch. The log already contains the rows of the first earlier step."
         # the first step is in the log as a step with one pass, so its rows have no micro-batch number
         self.taken = {(r.key, r.call, None) for r in earlier[0].custom if r.key[3]}
         self.rows = join_rows(earlier, self.rows)
@@ -259,7 +259,7 @@ def join_rows(earlier, own) -> list:
 
 # %% ../../nbs/40_recorder/20_step_buffer.ipynb #c0570a05
 def belongs_to(p, key): # p: a `TrainingPass`; key: argument of `one_row`
-    "Return True if a row with the number of pass `p` belongs to `p`: not an input or output gradient of a later pass, if no backward reached `p`."
+    "Return True if a row numbered like the pass `p` belongs to `p`. Until a backward reaches `p`, input and output gradients belong to later passes."
     return p.reached or key[1] not in ('input_grad', 'output_grad')
 
 class SelectedRows:
@@ -276,7 +276,7 @@ def split_parts(parts:list, which) -> tuple:
     return select(lambda b: b), select(lambda b: ~b)
 
 class Snapshots:
-    "Stores rows of the current step that are no longer in the arena (memory for summaries): rows in the log, and rows of earlier passes."
+    "Stores rows of the current step that are no longer in the arena (memory for summaries): rows that the log has, and rows of earlier passes."
     def __init__(self): self.taken,self.joined,self.any = [],[],False # any: True if the log has some rows of the current step
 
     def take(self, arena, over, keep=None):
@@ -289,7 +289,7 @@ class Snapshots:
         return snapshot
 
     def pop_pass(self, arena, p, whole):
-        """Pop the rows of the pass `p`, except rows of parameters: remove them from the step, and return them as a `Snapshot`.
+        """Pop the rows of the pass `p` (except rows of parameters) from the step. Return the removed rows as a `Snapshot`.
 
         `whole`: True to remove all rows.
         """
@@ -304,7 +304,7 @@ class Snapshots:
         return Snapshot(mine, arena.taps, [])
 
     def join(self, earlier):
-        "Join earlier steps: add their rows as rows of passes. The log already has the rows of the first of these steps."
+        "Join earlier steps with this step: add their rows as rows of passes. The log already contains the rows of the first earlier step."
         first,*more = [[e.measured.snapshot.merge_into_pass(i)] if e.measured is not None else [] for i,e in enumerate(earlier)]
         self.taken,self.joined,self.any = first,[p for some in more for s in some for p in s.parts],bool(first)
 
@@ -342,7 +342,7 @@ class StepRows:
         self.custom.drop_failed_pass(micro)
 
     def join(self, earlier):
-        "Join earlier steps with this step, as passes. `earlier`: `ProvisionalStep`s."
+        "Join earlier steps with this step: each earlier step becomes a pass of this step. `earlier`: `ProvisionalStep`s."
         self.arena.renumber(len(earlier))
         self.snapshots.join(earlier)
         self.custom.join(earlier)
@@ -377,7 +377,7 @@ class StepRows:
         return Snapshot([], self.arena.taps, [])
 
     def forget_logged_rows(self):
-        "Forget the rows in the log. Later rows no longer supersede these rows."
+        "Forget which rows of this step are already in the log, so that later rows do not supersede these rows."
         if self.snapshots.taken: self.snapshots.taken = []
         if self.custom.taken: self.custom.forget_logged_rows()
 
@@ -473,7 +473,7 @@ class StepBuffer:
         for st in states: st.renew_taps({place: tap for place,tap in st.taps.items() if place[0] not in ttypes})
 
     def begin_pass(self, number:int): # number: number of the pass in the step
-        "Begin a pass with this number in the step."
+        "Begin a pass of the current step: the rows that follow belong to this pass."
         self.rows.arena.begin(number)
         self.shards.begin_pass()
 
@@ -491,7 +491,7 @@ class StepBuffer:
         self.rows.drop_failed_pass(number, self.micro)
 
     def join(self, earlier):
-        "Join earlier steps with this step: add their rows as rows of passes. `earlier`: `row_writer.ProvisionalStep`s."
+        "Join earlier steps with this step: each earlier step becomes a pass of this step. `earlier`: `row_writer.ProvisionalStep`s."
         self.rows.join(earlier)
         self.micro = len(earlier)
         self.shards.columns = {k:v for e in earlier if e.measured is not None for k,v in e.measured.parts.items()} | self.shards.columns

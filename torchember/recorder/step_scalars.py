@@ -67,7 +67,7 @@ class GradientNorms:
 
 # %% ../../nbs/40_recorder/57_step_scalars.ipynb #9222cf0e
 class StepScalars:
-    "Makes the scalar rows that torchember adds to each step. Renames numbers with a name that the user logs with `te.log`."
+    "Makes torchember's own scalar rows of a step, such as 'lr'. Adds the prefix `recorded_` to a name that the user also logs with `te.log`."
     def __init__(self):
         self.norms,self.taken = GradientNorms(),set() # taken: names of the user's numbers from `te.log`
         self.rows = {} # `tname` -> last scalar row with this name, 'lr' or 'grad_norm'
@@ -77,7 +77,7 @@ class StepScalars:
         return f'recorded_{name}' if name in self.taken else name
 
     def ask(self, root_name:str, gradients) -> dict:
-        """Ask for gradient norms: return {'norms': their arguments}, which `row` reads. A list, because the black box stores JSON.
+        """Ask for gradient norms: return {'norms': list of arguments}, which `row` reads. It is a list, because the black box stores JSON.
 
         `gradients`: result of `Parameters.gradient_counts`.
         """
@@ -100,13 +100,13 @@ class StepScalars:
             if r['ttype']=='scalar' and r['tname']=='lr': self.rows['lr'] = r
 
     def claim(self, names) -> set:
-        "Claim names for the user's numbers. Return new names that torchember uses for its own numbers, too."
+        "Claim names for the user's numbers. Return those newly claimed names that torchember also gives to its own numbers."
         new = {n for n in names if builtin_scalar_name(n) and not n.startswith('recorded_')}-self.taken
         self.taken |= new
         return new
 
     def rename(self, step:int, names:set) -> list:
-        """Rename torchember's numbers of a step: return its rows with the prefix `recorded_` at names that the user has claimed.
+        """Rename torchember's numbers of a step: return its rows, with the prefix `recorded_` added to the `names` that the user's numbers need.
 
         The new rows supersede the old rows.
         """

@@ -50,7 +50,7 @@ class SteppedOptimizers:
         self.awaited = frozenset(awaited)
         self.stepped = set() # ids of the optimizers that have stepped in the open training step
         self.counts = Counter() # id of an optimizer -> number of its steps in the open training step
-        # id of an optimizer -> largest number of steps of another optimizer before its first step
+        # id of an optimizer -> largest number of steps that another optimizer made in a training step before this optimizer stepped
         self.waits = {}
 
     missing = property(lambda self: self.awaited-self.stepped, doc="Ids of the optimizers that have not stepped yet.")
@@ -167,7 +167,7 @@ class Steps:
 
     @property
     def is_evaluation(self):
-        "True if only evaluations have run since the last training step, which gets their rows. Always False if passes end the steps."
+        "True if only evaluations have run since the last training step. Their rows belong to that step. Always False if each pass is a step."
         s = self.state
         other = self.own_passes or s.measured or self.optimizers.stepped or not (self.trained or self.phases.trains_in_eval and not s.eval_grads)
         return self.manual and not other and any(s.passes.values())
@@ -186,7 +186,7 @@ class Steps:
 
     @property
     def noted(self):
-        "Step in which `te.log` notes a number: the current step, or the previous one before a pass begins. If `manual`, evaluations do not count."
+        "Step that gets the numbers of `te.log`: the last step until a pass of the next step begins. If `manual`, later evaluations do not count."
         later = self.own_passes if self.manual and self.trained else self.passes
         return self.number if later or self.closed is None else self.closed
 

@@ -33,7 +33,7 @@ class RunCounts:
         self.recorded -= n
 
     def note_wait(self, steps, optimizers):
-        "Note a wait for an optimizer: store a sentence about a step with at least 20 steps of one optimizer, but none of another."
+        "Note that a step waits for an optimizer: store a sentence if another optimizer has stepped at least 20 times in this step."
         o = steps.optimizers
         missing = [opt for opt in optimizers if id(opt) in o.missing] if o.max_count>=20 else []
         if missing: self.long_wait = (f"Step {steps.number} waited for {optimizer_names(missing)}: "

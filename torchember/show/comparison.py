@@ -36,7 +36,7 @@ def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: a `TensorSeri
 @drawn
 def compare(
     runs:list, # Two or more runs: names, `torchEmber` objects, trackers (`te.t`) or tables
-    path=None, # Layers to draw: a path, a glob, a compiled regex, or a list; default the layers that differ first
+    path=None, # Layers to draw: a path, a glob, a compiled regex, or a list; default the layers with the earliest difference
     ttype:str='output', # Tensor type to compare
     stat:str='std', # Statistic to compare
     most:int=6, # Largest number of panels
@@ -47,7 +47,7 @@ def compare(
 
     Args:
         runs: Two or more runs: names, `torchEmber` objects, trackers (`te.t`) or tables
-        path: Layers to draw: a path, a glob, a compiled regex, or a list; default the layers that differ first
+        path: Layers to draw: a path, a glob, a compiled regex, or a list; default the layers with the earliest difference
         ttype: Tensor type to compare
         stat: Statistic to compare
         most: Largest number of panels

@@ -47,7 +47,7 @@ def axis_columns(table):
 def statistics_of(table):
     "Return the names of the statistics in a table, such as 'std'."
     t = tensor_rows(table)
-    # in a table of a single tensor, statistics also have one value per step, so no column is taken for a mark
+    # with a single tensor, each statistic has one value per step, like a mark (column added by the user). So no column counts as a mark
     marks = axis_columns(table) if t['step'].nunique()>1 and len(t)>t['step'].nunique() else ()
     return [c for c in numeric_columns(t) if c not in marks]
 
@@ -90,7 +90,7 @@ class Control:
 
     @value.setter
     def value(self, v):
-        "Set the value of the control to a value of the argument of the picture."
+        "Set the control to `v`, a value of the argument that the control shows."
         self.widget.value = self.write(v)
 
     def observe(self, f):
@@ -129,11 +129,11 @@ def make_choices(W, name, labels, value, none, means=lambda v: v, rows=4):
     chosen = [label_for(labels, means(v)) for v in got]
     w = W.SelectMultiple(options=list(labels), value=chosen, description=name, rows=rows)
     def read(ls):
-        "Read the control: return the value of the selected label, a list for several labels, or `none` for no label (raise it if an error)."
+        "Read the control: return the value of the selected label, a list for several, or `none` for no label. If `none` is an exception, raise it."
         if not ls and isinstance(none, Exception): raise none
         return none if not ls else labels[ls[0]] if len(ls)==1 else [labels[l] for l in ls]
     def write(v):
-        "Write values into the control: return their labels, after adding new values to the choices."
+        "Convert values to labels, to write them into the control. Offer new values as further choices."
         ls = [label_for(labels, means(o)) for o in (v if isinstance(v, list|tuple) else [v])]
         if not set(ls)<=set(w.options): c.offer(labels)
         return ls

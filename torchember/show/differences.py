@@ -16,7 +16,7 @@ from .style import canvas, drawn, is_dark
 
 # %% ../../nbs/60_show/87_differences.ipynb #fd0d186e
 def distance_lines(table, most:int=200) -> list: # table: table of a `Difference`
-    """Return lines of distances between two runs, for the tensors with the largest distances: pairs (steps, distances).
+    """Return a line (steps, distances between two runs) to plot for each tensor: the `most` tensors with the largest distances, in this order.
 
     Zero and non-finite distances become NaN, a gap in the line."""
     t = table[table['ttype']!='scalar']
@@ -36,7 +36,7 @@ def differences(
     found:Difference, # Differences of two runs: the result of `diff`
     ax=None # Axes to draw into; default a new figure
 ): # Axes of the picture
-    """Draw the differences of two runs: distances of their tensors over the steps. Mark the first one too large for a rounding error.
+    """Draw the differences of two runs: distances of their tensors over the steps. Mark the first difference too large for rounding.
 
     Args:
         found: Differences of two runs: the result of `diff`

@@ -83,7 +83,7 @@ def write_reasons(ax, g, turned):
         if turned: ax.text(middle, .5, reason, **{**style, 'ha': 'center', 'rotation': 90})
         else: ax.text(.5 if empty else .995, middle, reason, ha='center' if empty else 'right', **style)
 
-def name_rows(ax, labels, every=None, turned=False): # every: n names every n-th row; None names as many rows as fit
+def name_rows(ax, labels, every=None, turned=False): # every: interval of the named rows, such as 2 for every second row; None names as many rows as fit
     "Name the rows beside a heat map, or the columns if `turned`. If not all names fit, omit names at regular intervals."
     space = axes_size(ax)[not turned]
     every = every or max(1, int(np.ceil(len(labels)*mpl.rcParams['ytick.labelsize']*1.1/space)))
@@ -235,7 +235,7 @@ def scalar_global_heatmap(
 layers_called = ('name', 'layer', 'path')
 
 def axis_roles(x, y):
-    "Return the roles of the axes: the column for the axis of steps, and True if layers are drawn as columns. Accept tuples as column names."
+    "Return the roles of the axes: (column for the axis without layers, True if layers are on the x axis). `x`, `y`: column names, or tuples of them."
     x,y = (str(a[-1]) if isinstance(a, tuple|list) and a else a for a in (x, y))
     if x in layers_called:
         if y in (None, *layers_called): y = 'step'

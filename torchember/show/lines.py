@@ -66,7 +66,7 @@ def line_colors(n):
     return list(plt.get_cmap('viridis')(np.linspace(.12 if is_dark() else 0, .92, n)))
 
 def mark_nonfinite(ax, steps):
-    "Mark steps with non-finite values by red crosses at the top of the axes: each step, or 400 of more steps."
+    "Mark steps with non-finite values by red crosses at the top of the axes. Of more than 400 steps, mark 400 evenly spaced ones."
     if not len(steps): return
     c = alarm[is_dark()]
     if len(steps)>400: steps = steps[np.linspace(0, len(steps)-1, 400).astype(int)]

@@ -75,7 +75,7 @@ class PageFigure:
             if a.get_visible(): self.figure.draw_artist(a)
 
     def moved(self):
-        "Redraw only the artists that move with the pointer, and update the figure in the notebook. Redraw an image as a whole."
+        "Redraw only the artists that move with the pointer, and update the figure in the notebook. If this is not possible, redraw the whole figure."
         if not self.live or self.back is None: return self.show()
         self.canvas.restore_region(self.back)
         self.paint()
@@ -233,7 +233,7 @@ def axes_with_steps(fig):
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a013
 class StepCursor:
     "Step that the user selects with the mouse or a slider. The loss curves and the picture mark this step."
-    def __init__(self, W, loss, picture, step_control, live, pause, locked): # step_control: function that returns the control of the step, or None
+    def __init__(self, W, loss, picture, step_control, live, pause, locked): # step_control: function that returns the control (widget) for the step, or None
         self.loss,self.picture,self.step_control,self.pinned,self.slider = loss,picture,step_control,None,None
         self.hover = Throttle(lambda step: self.point(step), pause, locked)
         if not live:
@@ -340,7 +340,7 @@ class HeatmapCells:
         return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, self.by)
 
     def row_of(self, label, step):
-        "Return the row of a tensor at a step, or None. If no tensor has the chosen label, use the first tensor."
+        "Return the row of the tensor with the label `label` at a step, or None. If no tensor has this label, use the first label."
         rows,labels = self.cells()[0],self.labels()
         found = rows[(rows['label']==(label if label in labels else labels[0])) & (rows['step']==step)]
         return found.iloc[0] if len(found) else None
@@ -350,7 +350,7 @@ class HeatmapCells:
         return self.cells()[0]['label'].unique().tolist()
 
     def histogram(self, row):
-        "Return the arguments of a histogram, with their controls. `row`: log row of the tensor."
+        "Return the `Arguments` (values and controls) to draw the histogram of a tensor. `row`: log row of the tensor."
         ttype = self.values.get('ttype', 'output')
         if ttype not in self.exponents:
             self.exponents[ttype] = (self.table if hasattr(self.source, 'columns')
@@ -361,7 +361,7 @@ class HeatmapCells:
             self.on_change)
 
 def read_rows_for(f, source, ttype=None):
-    "Read all rows that a drawing function may need. Return a table (a list for several runs), so that changes of its controls read no file."
+    "Read all rows that the function `f` may draw, so that its controls need no file. Return a table, or a list of tables for several runs."
     # exponent counts are read only for pictures that show ranges of number formats
     stats = ['exponents'] if any(n.startswith('dtype') for n in signature(f).parameters) else None
     if isinstance(source, list|tuple): return [rows_to_draw(s, stats) for s in source]
@@ -369,7 +369,7 @@ def read_rows_for(f, source, ttype=None):
 
 # %% ../../nbs/60_show/94_pointing.ipynb #f8a22577
 class TensorChooser:
-    "Chooser of a tensor and a step: controls below a heat map that cannot receive mouse clicks, and a button for the histogram."
+    "Controls to choose a tensor and a step, if a heat map cannot receive mouse clicks, and a button for the histogram."
     def __init__(self, W, patches, enter):
         self.patches,self.names = patches,[]
         self.which,self.when = LayerPicker(W, 'tensor', [], None, one=True),StepSlider(W, 'step', np.array([0]), None)
@@ -551,7 +551,7 @@ def why_no_controls():
         return "interactive needs ipywidgets, which is not installed. Run: pip install ipywidgets ipympl."
 
 def reports_pointer():
-    "Return True if the matplotlib backend reports the mouse pointer: it is ipympl."
+    "Return True if the matplotlib backend is ipympl, which reports the mouse pointer."
     return mpl.get_backend().removeprefix('module://') in ('widget', 'ipympl', 'ipympl.backend_nbagg')
 
 # %% ../../nbs/60_show/94_pointing.ipynb #fc1e0406

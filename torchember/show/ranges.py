@@ -37,7 +37,7 @@ def zero_counts(rows):
     return round(float((rows['zero_frac']*n).sum()))
 
 def formats_in_range(rows, dtypes):
-    "Return the number formats that are in the range of the exponent counts in the log, with their whole range."
+    "Return the number formats whose whole range (from exponent -126 on) is in the range of the exponent counts in the log."
     if 'exponents' not in rows or not len(rows): return []
     counts,lo,*_ = total_counts(rows)
     return [d for d in dtypes if lo<=(r := reach(d))['subnormal'] and r['max']<lo+len(counts)]

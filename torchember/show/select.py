@@ -32,7 +32,7 @@ def rows_to_draw(source, stats=None, rows=None, **wanted): # rows: all rows of t
     return df if stats is None else with_statistics(df, stats)
 
 def with_statistics(df, stats=()):
-    "Return the rows with values of the given statistics (default: any built-in statistic, which omits quantities of a `Monitor`)."
+    "Return the rows with any of the given statistics. By default, return the rows with built-in statistics, without quantities of a `Monitor`."
     names = ([n for s in stats for n in (s, stats_of.get(s)) if n in df] if len(stats)
         else [c for c in df.columns if c in usual])
     some = measured_any(df, names)
@@ -41,7 +41,7 @@ def with_statistics(df, stats=()):
 usual = {*derived, 'shape', 'ratio', 'exponents'}
 
 def table_and_findings(source, ttype=None): # ttype: the tensor types to read; by default all types
-    "Return a table of a run and its findings: rows of tensors and logged numbers, and, in a second table, rows of findings."
+    "Return two tables of a run: one with the rows of tensors and logged numbers, and one with the rows of findings."
     df = rows_of_source(source, None, {} if ttype is None else {'ttype': [*ttype, 'finding']})
     return without_findings(df), df[has_ttype(df, 'finding')]
 
@@ -59,7 +59,7 @@ def without_findings(df):
     return df.drop(columns=[c for c in finding_only_columns if c in df and df[c].isna().all()])
 
 def run_of(source):
-    "Return the run of a picture, opened from its source. Raise TypeError if `source` is not a run, also for a table."
+    "Open the run that a picture shows, and return it. Raise TypeError if `source` is not a run, but for example a table."
     if isinstance(source, str|PathLike|Run) or is_url(source) or hasattr(getattr(source, 't', source), 'log_path'):
         return open_run(source)
     hint = " To see where runs begin to differ: compare([...])." if isinstance(source, list|tuple) else ""
@@ -168,7 +168,7 @@ def logframe_names(df):
     return list(dict.fromkeys(df['layer_name'].astype(str).tolist())) if 'layer_name' in df else []
 
 def rows_of_names(df, asked):
-    "Return the rows of layer names of a LogFrame, as a mask, and the names that match no layer."
+    "Select the rows of a LogFrame by names of layers. Return a mask of the rows, and the names in `asked` that match no layer."
     if not (known := logframe_names(df)): return np.zeros(len(df), bool), asked
     got = [{n for n in known if one.match(n)} if isinstance(one, re.Pattern) else paths_like(one, known)
         for one in asked]
@@ -179,7 +179,7 @@ def parameter_names(df):
     paths = df['path'].astype(str)
     return paths+np.where(paths=='', '', '.')+df['pname'].astype(object).where(df['pname'].notna(), '').astype(str)
 
-def paths_like(one, known, kinds=None): # kinds: path of a module -> names of its classes
+def paths_like(one, known, kinds=None): # kinds: path of a module -> class names, such as 'fc' -> ('Linear',)
     "Return the paths of modules that are like a selector: a path, glob, compiled regex, class or function."
     if not (isinstance(one, re.Pattern|Selection|type) or callable(one)): one = str(one)
     if isinstance(one, str) and one in known: return {one}
@@ -220,22 +220,22 @@ def no_ttype_message(typed, ttype, there, name):
     return f"{printable(name)} has no rows of {name_of_type}; it has {', '.join(map(repr, there))}.{meant} To record {ttype!r} next time: {how}."
 
 def tensors_to_draw(run, path, ttype, stats=None):
-    "Return the tensors to draw: rows of the selected layers and types (default: all but 'scalar') with the statistics. Raise ValueError for none."
+    "Return the rows to draw: of the selected layers and types (default: all but 'scalar') with the statistics. Raise ValueError if no row matches."
     df = rows_to_draw(run, stats, **({} if ttype is None else {'ttype': to_ttypes(ttype)}))
     return without_other_scalars(pick(df if ttype is not None else df[~has_ttype(df, 'scalar')], path, ttype), stats)
 
 def without_other_scalars(df, stats):
-    "Return rows without other scalars: remove logged numbers that cannot have the statistics, such as the gradient norm for `stats=['loss']`."
+    "Return the rows without scalars that cannot have the statistics `stats`: for `stats=['loss']`, remove the row of the gradient norm."
     asked,scalar = [s for s in stats or () if s in df],has_ttype(df, 'scalar')
     if not asked or not scalar.any(): return df
-    # `builtin_scalar_name` returns None for statistics that the user has logged
+    # `builtin_scalar_name` returns None for scalars that the user has logged
     wanted = set(map(builtin_scalar_name, asked))
     may_have = np.array([(t if t in computed else None) in wanted for t in df['tname']], bool)
     return df[~scalar | may_have | df[asked].notna().any(axis=1).to_numpy()]
 
 # %% ../../nbs/60_show/10_select.ipynb #7e2e294a
 def find_stat(df, stat:str) -> str:
-    "Find the column of a statistic, also by its Track & Visualize name. It may hold only NaN. Raise ValueError if it is missing or not numeric."
+    "Find the column of a statistic, given its name or its Track & Visualize name. Raise ValueError if it is missing or not numeric."
     if stat in df and df[stat].notna().any():
         if has_vectors(df[stat]):
             raise ValueError(f"The statistic {stat!r} is a vector, not a number. To draw it: surface(run, path=..., stat={stat!r}).")
@@ -257,7 +257,7 @@ def numeric_columns(df):
 # %% ../../nbs/60_show/10_select.ipynb #6bc987c2
 class TensorSeries:
     "Values of one statistic of many tensors over the steps, in flat arrays: all values of the first tensor, then of the second, and so on."
-    def __init__(self, labels:list, code, step, value, bad): # code: index of the tensor's label for each value, in ascending order
+    def __init__(self, labels:list, code, step, value, bad): # code: for each value, the index of its tensor's label. The indices ascend
         self.labels,self.code,self.step,self.value,self.bad = labels,code,step,value,bad
 
     def __len__(self): return len(self.labels)
@@ -302,7 +302,7 @@ def training(df):
 
 # %% ../../nbs/60_show/10_select.ipynb #7a0ffafd
 def places(df) -> tuple:
-    "Return the place of each tensor of a table in the order of the log: its number for each row, and the label of each tensor."
+    "Number the tensors of a table in the order of the log. Return the number of each row's tensor, and the label of each tensor."
     cols = [c for c in ('path', 'ttype', 'tname', 'call', 'shard') if c in df]
     code = df.groupby(cols, sort=False, observed=True, dropna=False).ngroup().to_numpy()
     _,first = np.unique(code, return_index=True)
@@ -339,7 +339,7 @@ def root_name(df):
 
 # %% ../../nbs/60_show/10_select.ipynb #07512929
 def reduce_indices(x, y, bad, n:int=2000) -> np.ndarray: # n: approximate number of points to keep
-    "Reduce a line to about `n` points that give the same picture. Return their indices. `bad`: mask of non-finite tensors."
+    "Reduce a line to about `n` points that give the same picture. Return their indices. `bad`: mask of the points whose tensor is not finite."
     if len(x)<=n: return np.arange(len(x))
     edges = np.linspace(0, len(x), max(n//2, 1)+1).astype(int)
     low,high = np.where(np.isfinite(y), y, np.inf),np.where(np.isfinite(y), y, -np.inf)

@@ -122,7 +122,7 @@ given = ContextVar('given', default=(None, None))
 
 @contextmanager
 def drawing_on(fig, wanted=None):
-    "Use the figure `fig` for drawing in a `with` block: clear it, then draw each picture into it. `wanted`: called with the size in inches."
+    "Use the figure `fig` for all pictures in a `with` block: each clears it first. `wanted`: function to call with a picture's size in inches."
     was = given.set((fig, wanted))
     try: yield fig
     finally: given.reset(was)

@@ -32,7 +32,7 @@ def boxes(paths:list, deepest:int|None=None) -> list:
     for p,outer in reversed(around.items()):
         heights[p] = heights[p] or 1
         if p: heights[outer] += heights[p]
-    out,free = [],{None: 0.} # free: path -> upper edge of the next box inside this module
+    out,free = [],{None: 0.} # free: path of a module -> upper edge of the next box inside the module's box
     for p,outer in around.items():
         free[p] = free[outer]
         free[outer] += heights[p]

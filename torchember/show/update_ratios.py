@@ -74,7 +74,7 @@ def unchanged_mask(rows, code):
     still[order[1:]],before[order[1:]] = same,code[order][1:]==code[order][:-1]
     return still & before, before
 
-def count_unchanged_steps(rows, known:bool) -> dict: # known: True if the rows are of updates, False if they are of weights
+def count_unchanged_steps(rows, known:bool) -> dict: # known: True if `rows` are recorded updates, False if `rows` are weights
     "Count unchanged steps of each weight. Return a dict: label -> (number of steps without change, number of checked steps)."
     code,labels = places(rows)
     still,counted = (zero_update_mask(rows), np.ones(len(rows), bool)) if known else unchanged_mask(rows, code)

@@ -86,7 +86,7 @@ class SentSteps:
                 if row.get('target')==target: self.steps.update(range(row['first'], row['last']+1))
 
     def add(self, steps):
-        "Add steps that the destination has received, and append new steps to the file (only with a target). Consecutive steps share one line."
+        "Add steps that the destination has received. With a target, append the new steps to the file, with one line for consecutive steps."
         ranges = []
         for s in sorted({*steps}-self.steps):
             if ranges and ranges[-1][1]==s-1: ranges[-1][1] = s

@@ -18,7 +18,7 @@ from ..ground.needs import needs
 most_numbers,most_letters,most_text = 1000,250,5000
 
 def escape_name(part:str):
-    "Make one part of a metric name valid for MLflow: if a character is forbidden, replace it by '_' and append a checksum. Names stay different."
+    "Make one part of a metric name valid for MLflow: if needed, replace characters by '_'. A checksum then keeps different names different."
     if re.fullmatch(r'[\w.\- ]+', part) and part not in ('.', '..'): return part
     return re.sub(r'[^\w\- ]', '_', part)+f'-{crc32(part.encode()):08x}'
 
@@ -39,7 +39,7 @@ def percentile_edges(edges, counts) -> dict: # edges: edges of the histogram's b
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #b005e772
 class MLflow(Sink):
-    """Sends to MLflow: to the MLflow run that is open, or else to a new MLflow run.
+    """Sink that sends the statistics of each step to MLflow: to the open MLflow run, or else to a new MLflow run.
 
     Args:
         run: MLflow run, or the id of a run. Default: the open run, or else a new run
@@ -138,7 +138,7 @@ class MLflow(Sink):
             line = f"step {step}: {'no longer so: ' if f.get('over') else ''}{f['text']}"
             lines = self.tags.get(tag, '').splitlines()
             text = '\n'.join([*lines, line])
-            # do not extend a full tag, because its first findings are usually the causes of later findings
+            # do not add lines to a tag that is full, because its first findings are usually the causes of later findings
             if line in lines or len(text)>most_text: continue
             self.client.set_tag(self.id, tag, text)
             self.tags[tag] = text

@@ -196,7 +196,7 @@ class Sink:
     def chosen(self,
         rows:list # Log rows of a step
     ) -> tuple: # Two dicts: metric name -> number, and metric name -> histogram
-        """Return the chosen numbers and histograms, which this sink sends for a step.
+        """Choose the numbers and histograms that this sink sends for a step. Return them as two dicts.
 
         Args:
             rows: Log rows of a step

@@ -43,7 +43,7 @@ owner_file = 'torchember.json' # file that identifies the torchember run of a Te
 
 # %% ../../nbs/56_sinks/30_tensorboard.ipynb #8b5e8906
 class TensorBoard(Sink):
-    """Sends the statistics of a run to TensorBoard, through a given `SummaryWriter` or a new one.
+    """Sink that sends the statistics of each step to TensorBoard, through a given `SummaryWriter` or a new one.
 
     Args:
         writer: `SummaryWriter` to use. Default: a new writer

@@ -29,7 +29,7 @@ def without_print(f):
 
 # %% ../../nbs/56_sinks/50_trackio.ipynb #190f1d1c
 class Trackio(Sink):
-    """Sends to trackio: to the trackio run that is open, or else to a new trackio run.
+    """Sink that sends the statistics of each step to trackio: to the open trackio run, or else to a new trackio run.
 
     Args:
         run: trackio run. Default: the open run, or else a new run

@@ -14,7 +14,7 @@ from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/20_wandb.ipynb #a1ee9bab
 class Wandb(Sink):
-    """Sends to Weights & Biases: to the W&B run that is open, or else to a new W&B run.
+    """Sink that sends the statistics of each step to Weights & Biases: to the open W&B run, or else to a new W&B run.
 
     Args:
         run: W&B run. Default: the open run, or else a new run
@@ -91,7 +91,7 @@ class Wandb(Sink):
             if axis!=self.axis and axis not in self.axes: self.axes.add(axis); self.run.define_metric(axis, hidden=True)
         if self.commit and any(s!=step for s,_ in self.open_row.values()): self.flush()
         self.detect_new_row()
-        for axis,keys in keys_of_axis.items(): # overwrite values of another step in the same row with None
+        for axis,keys in keys_of_axis.items(): # if the current W&B row has values of another step, replace them by None
             before,present = self.open_row.get(axis, (step, set()))
             if before!=step: outdated |= dict.fromkeys(present-keys)
             self.open_row[axis] = step,present|keys

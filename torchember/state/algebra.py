@@ -82,14 +82,14 @@ class NamedValues(OrderedDict):
 
     def at(self,
         index:int # Position of the layer, from 0
-    ): # Tensor or number of the layer
+    ): # Tensor of the layer, or its number if the snapshot consists of numbers
         """Return the tensor or number at a position in the snapshot.
 
         Args:
             index: Position of the layer, from 0
 
         Returns:
-            Tensor or number of the layer
+            Tensor of the layer, or its number if the snapshot consists of numbers
         """
         return self[list(self)[index]]
 
@@ -220,7 +220,7 @@ def in_place(method):
     "Return an in-place variant of `method`: it writes the result into the snapshot. Its name ends in '_', as in torch."
     @functools.wraps(method)
     def f(self, *args, **kwargs):
-        "Replace the values of this snapshot by the result of the method. Return this snapshot."
+        "Replace the values of this snapshot by the result of `method`. Return this snapshot."
         return self.take(method(self, *args, **kwargs))
     f.__name__ += '_'
     f.__qualname__ += '_'
@@ -323,7 +323,7 @@ def apply_reversed(op, x, d):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #6dd25472
 class Arithmetic(EditableLayers):
-    "Layers with arithmetic: operators, and elementwise functions of torch."
+    "Layers that support arithmetic: operators, and elementwise functions of torch."
     def neg(self):
         "Return the negative of each value."
         return apply_operation('neg', self)
@@ -459,7 +459,7 @@ def correct_bias(name, value, n):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #86225f0a
 def reduce_norm(d, p, lw, pattern, dtype=None):
-    "Reduce to the p-norm of each layer if `lw`, else of the whole model, for any p. Return the result."
+    "Reduce tensors to p-norms, for any p. Return the norm of each layer if `lw` (layer-wise), else the norm of the whole model."
     if p=='fro': p = 2
     if p in (1, 2): return reduce_layers(d, f'norm{int(p)}', lw, pattern, None, dtype)
     layers = tensors_to_reduce(d, pattern, True)
@@ -576,7 +576,7 @@ class Reductions(Layers):
 
 # %% ../../nbs/70_state/06_algebra.ipynb #70bb056a
 def describe_layers(d, lw, pattern, group, include, exclude, additional):
-    "Describe layers in rows of a table of reductions: layer name -> row if `lw` (layer-wise), else '' -> row of the whole model."
+    "Compute the rows of a table that describes layers. Return a dict: layer name -> row if `lw` (layer-wise), else '' -> row of the whole model."
     columns = ['no', 'name', 'value'] if d.is_result else select_columns(group, include, exclude)
     columns = [c for c in columns if c not in exclude]
     selected = select_layers(d, pattern)
@@ -687,7 +687,7 @@ class DescribedLayers(Reductions):
 
     def rows(self,
         stats='basic', # Statistics to compute, as `get_stats` accepts them
-        ttype=None, # Tensor type. Default: the type known from the snapshot ('weight', ...), or 'probe'
+        ttype=None, # Tensor type of the rows. Default: the type of the snapshot ('weight', ...), or 'probe' if it has none
         step=None, # Training step to write into the rows
         pattern=None # Regular expression for layer names, matched from the start
     ) -> list: # Rows, which are dicts
@@ -695,7 +695,7 @@ class DescribedLayers(Reductions):
 
         Args:
             stats: Statistics to compute, as `get_stats` accepts them
-            ttype: Tensor type. Default: the type known from the snapshot ('weight', ...), or 'probe'
+            ttype: Tensor type of the rows. Default: the type of the snapshot ('weight', ...), or 'probe' if it has none
             step: Training step to write into the rows
             pattern: Regular expression for layer names, matched from the start
 
@@ -795,7 +795,7 @@ class StateDict(Arithmetic, DescribedLayers, PlottableLayers):
         """
         if hasattr(cls, name): raise ValueError(f"The class StateDict already has an attribute {name!r}. Choose another name.")
         def method(self, *, lw=False, pattern=None):
-            "Apply the registered function to each layer if `lw`, else to one tensor of all values, or to each layer and then `merge` the results."
+            "Apply the registered function to each layer if `lw`, else `merge` the results of all layers. Without `merge`, apply it to all values."
             if lw or merge is None: return self.apply_reduction(func, lw=lw, pattern=pattern)
             return merge([func(x) for x in select_layers(self, pattern).values()])
         method.__name__,method.__doc__ = name,func.__doc__

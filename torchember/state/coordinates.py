@@ -27,12 +27,12 @@ from .layer_sizes import as_batches, train_and_measure
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #58ad9719
 quantities = 'output', 'change', 'from_weights', 'from_inputs', 'input', 'input_change' # columns of the table that contain sizes
-# name of a ratio -> its two sizes. The slope of a ratio is the slope that the layer adds to that of its input
+# name of a ratio -> the two sizes that it divides. The slope of a ratio is the difference between the slopes of these sizes
 ratios = {'output/input': ('output', 'input'), 'from_weights/input': ('from_weights', 'input'),
     'from_inputs/input_change': ('from_inputs', 'input_change')}
 
 def fit_slope(widths, sizes) -> tuple: # sizes: array of shape (seeds, widths)
-    "Fit the slope of log(size) over log(width), averaged over seeds. Return it and its error (NaN for one seed). Both NaN for a size 0 or inf."
+    "Fit log(size) over log(width). Return the mean slope of the seeds and its error (NaN for one seed); both NaN if a size is 0 or infinite."
     with np.errstate(divide='ignore', invalid='ignore'): x,y = np.log2(np.asarray(widths, float)),np.log2(np.asarray(sizes, float))
     if not np.isfinite(y).all(): return math.nan, math.nan
     x = x-x.mean()
@@ -81,7 +81,7 @@ class Slopes:
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #3593eb77
 def round_slope(slope) -> float:
-    "Round a slope to a multiple of 1/2, or to two decimals if this multiple is 0 or more than 0.15 away."
+    "Round a slope to the nearest multiple of 1/2, if this is not 0 and at most 0.15 away. Otherwise round it to two decimals."
     half = round(2*slope)/2
     return half if half and abs(half-slope)<=.15 else round(slope, 2)
 
@@ -92,8 +92,8 @@ def correction_factor_text(slope, widths) -> str:
     code = base if abs(exponent)==1 else f'({base})**{abs(exponent):g}'
     return f'{code} ({(small/widths[-1])**exponent:.3g} at width {widths[-1]:g}), where {small:g} is the smallest width of this check'
 
-def compare_widths(slope, widths, how='large') -> str: # how: 'large' or 'much'
-    "Return a text that compares a size at the largest width with the size at the smallest width. Compute the ratio from the slope."
+def compare_widths(slope, widths, how='large') -> str: # how: 'large' or 'much', for 'as large as' or 'as much as'
+    "Return a text that compares a size at the largest width with the size at the smallest. `slope`: slope of log(size) over log(width)."
     times = format_ratio((widths[-1]/widths[0])**slope)
     return f'{times} as {how} at width {widths[-1]:g} as at width {widths[0]:g} (about proportional to width^{slope:.2f})'
 
@@ -103,7 +103,7 @@ class Fault(NamedTuple):
     rule:str # key of `remedies`
     layer:dict # row of the layer in the table of sizes
     step:int # training step at which the slope was measured
-    quantity:str # name of the size, a column of the table
+    quantity:str # name of the size that depends on the width: a column of the table of sizes
     own:float # part of the slope due to this layer: `Slopes.own`
     text:str # description of the fault, without the name of the layer
 
@@ -210,7 +210,7 @@ class CoordCheck:
         self.step = int(known.groupby('layer')['step'].min().max()) if len(known) else 1
 
     def at_step(self, step:int|None=None):
-        "Return a table of slopes over the width, with a row per layer: output before training, and changes of the output after `step` steps."
+        "Return a table of slopes over the width, one row per layer: of outputs before training, and of their changes after `step` steps."
         at = self.slopes[self.slopes['step']==(self.step if step is None else step)].pivot(index='layer', columns='quantity', values='slope')
         before = self.slopes[(self.slopes['step']==0) & (self.slopes['quantity']=='output')].set_index('layer')['slope']
         return at.assign(output=before).reindex(index=self.layers, columns=list(shown)).rename(columns=shown).rename_axis(columns=None)
@@ -373,7 +373,7 @@ def train_one_model(maker, width, seed, batches, loss_fn, steps, include, exclud
 def coord_check(
     make_model, # Function of the width that returns a new model on the device of the data
     widths, # Increasing widths, at least two. Four widths with a ratio of 2 give good slopes
-    data, # A batch `(x, y)`, a dict of arguments for the model, or a list of such batches. Sizes are measured on the first batch
+    data, # A batch `(x, y)`, a dict of arguments for the model, or a list of such batches. Output sizes are measured on the first batch
     steps:int=4, # Number of training steps
     *,
     loss_fn=None, # Function that returns the loss from the model's output and the target `y`. None if the model returns its loss
@@ -387,7 +387,7 @@ def coord_check(
     Args:
         make_model: Function of the width that returns a new model on the device of the data
         widths: Increasing widths, at least two. Four widths with a ratio of 2 give good slopes
-        data: A batch `(x, y)`, a dict of arguments for the model, or a list of such batches. Sizes are measured on the first batch
+        data: A batch `(x, y)`, a dict of arguments for the model, or a list of such batches. Output sizes are measured on the first batch
         steps: Number of training steps
         loss_fn: Function that returns the loss from the model's output and the target `y`. None if the model returns its loss
         make_optimizer: Function of the model that returns an optimizer; default: Adam with a learning rate of 0.001

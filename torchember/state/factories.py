@@ -242,7 +242,7 @@ class LatestPass:
         self.count = 0
 
     def add_name(self, key, place):
-        "Add the name of the next output in the forward pass, to store its position. `key`: name of the output; `place`: columns of its log row."
+        "Store the name and position of the next output in the forward pass. `key`: name of the output; `place`: columns of its log row."
         self.position[key] = self.count = self.count+1
         self.state._places[key] = place
 

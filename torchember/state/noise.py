@@ -42,7 +42,7 @@ class PairMean:
         self.mean,self.spread = np.zeros(2),np.zeros((2, 2))
 
     def add(self, pair):
-        "Add a new pair of numbers to the moving average and its covariance."
+        "Add a pair of numbers: update the moving average, and the sums for the covariance matrix of the average."
         d,pair = self.decay,np.asarray(pair, dtype=float)
         self.count,self.weight,self.weight2 = self.count+1,d*self.weight+1,d*d*self.weight2+1
         difference = pair-self.mean
@@ -75,7 +75,7 @@ class NoiseEstimate:
     @property
     def is_known(self):
         "True if the squared gradient norm is known: it exceeds twice its standard error, or 0 if the error is unknown. False for NaN."
-        # the comparison with NaN returns False
+        # if one side is NaN, this comparison returns False
         return self.grad_sq>self.two_errors()
 
     @property
@@ -168,7 +168,7 @@ class GradWatch:
         self.vectors,self.seen,self.twice = [],set(),False
 
     def pop_summaries(self):
-        "Pop the summary vectors of new gradients: return them, and True if any parameter got two or more gradients. Then reset."
+        "Pop the summary vectors of new gradients: return them, and True if any parameter got two or more gradients. Reset this watch."
         result = self.vectors,self.twice
         self.reset()
         return result
@@ -237,9 +237,9 @@ def measure_micro_batches(watch, closure, lengths, tick): # tick: function to ca
     return check_accumulation(np.array(norms[:len(micro)]), np.array(norms[len(micro):]), lengths)
 
 def check_accumulation(micro, sums, lengths):
-    "Check the accumulation of gradients: return the squared norms. Raise ValueError if `p.grad` was not the sum of the micro-batch gradients."
+    "Raise ValueError unless `p.grad` was the sum of the micro-batch gradients. Return the squared norms `micro` and `sums` unchanged."
     def close(a, b):
-        "Return True if two arrays of norms are close: equal up to rounding, and not all zero."
+        "Return True if two arrays of norms are equal up to rounding, and contain a norm above 0."
         return np.allclose(a, b, rtol=1e-3, atol=0) and (a>0).any()
     if not (close(micro[:1], sums[:1]) or micro[0]==0 or np.isnan(micro[0])):
         raise ValueError("after one micro-batch, p.grad is not the gradient of this micro-batch: p.grad is averaged over ranks, or clipped. "
@@ -254,7 +254,7 @@ def noise_scale(
     closure, # Function without arguments that runs a micro-batch. It returns the loss or calls backward, but never zero_grad
     micro_batch_size:int, # Samples in a micro-batch
     num_iters:int=8, # Number of micro-batches in the largest batch; their gradients are summed
-    num_average:int=16, # Number of repetitions to average
+    num_average:int=16, # Number of measurements to average; each uses `num_iters` micro-batches
     scale:float=1., # Loss divided by the mean loss per sample: 1 for a mean loss, `micro_batch_size` for a sum over samples
     progress:bool=False # True to show a progress bar; needs tqdm
 ) -> NoiseEstimate: # Estimate from the smallest and the largest batch size. The attribute `fit` of the result uses all batch sizes
@@ -265,7 +265,7 @@ def noise_scale(
         closure: Function without arguments that runs a micro-batch. It returns the loss or calls backward, but never zero_grad
         micro_batch_size: Samples in a micro-batch
         num_iters: Number of micro-batches in the largest batch; their gradients are summed
-        num_average: Number of repetitions to average
+        num_average: Number of measurements to average; each uses `num_iters` micro-batches
         scale: Loss divided by the mean loss per sample: 1 for a mean loss, `micro_batch_size` for a sum over samples
         progress: True to show a progress bar; needs tqdm
 

@@ -209,7 +209,7 @@ def positive_percentile(a, q):
     return float(np.percentile(a, q)) if a.size else 1.
 
 def color_scale(m, vmin, vmax, log, each_row=False):
-    "Return the color scale and the color map for a matrix. A linear scale ends at the 99.5th percentile, with `each_row` at its median over rows."
+    "Return the color map and scale for a matrix. A linear scale ends at the 99.5th percentile: of all values, or the median over rows if `each_row`."
     import matplotlib
     from matplotlib.colors import LogNorm, Normalize
     a = np.where(np.isfinite(m), np.abs(m), 0)

@@ -16,7 +16,7 @@ columns_group = dict(
     all=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2', 'sum', 'mean', 'var', 'std',
         'skew', 'kurtosis', 'max', 'min', 'abs_min', 'abs_max'],
     default=['no', 'name', 'shape', 'numel', 'norm1', 'norm1_mean', 'norm2'],
-    custom=[]) # name of a group -> its columns. `register_reduction` adds columns to `all`
+    custom=[]) # name of a group -> names of its columns. `register_reduction` adds a column to the group 'all'
 
 # %% ../../nbs/70_state/02_tables.ipynb #9f12e2d7
 def as_list(names):
@@ -27,7 +27,7 @@ def as_list(names):
 
 # %% ../../nbs/70_state/02_tables.ipynb #f9ec588c
 def select_columns(group=None, include_keys=None, exclude_keys=None) -> list:
-    "Select the columns to show, by name. If `include_keys` is given without a group, show only these columns."
+    "Return the names of the columns to show: those of the group and `include_keys`. Without a group: only `include_keys`, or the default columns."
     include,exclude = as_list(include_keys),as_list(exclude_keys)
     if group is not None and group not in columns_group:
         raise ValueError(unknown('group of columns', group, columns_group))

@@ -27,7 +27,7 @@ class ColumnBlock:
     """Consecutive rows, stored as columns: key -> list of values, `missing` for rows without the key.
 
     `sure`: key -> type of its values, if all have the same type."""
-    sure = {} # a `StoredBlock` knows its types from its file
+    sure = {} # always empty in a `StoredBlock`, which gets its types from its file
     def __init__(self, columns, n, sure=None): self.columns,self.n,self.sure = columns,n,sure or {}
 
     @classmethod
@@ -118,13 +118,13 @@ class Expected:
         self.decoder = self.new_decoder()
 
     def add_layouts(self, layouts):
-        "Add the layouts that contain a new key. A layout is the tuple of a row's keys."
+        "Add those of the `layouts` that contain a new key to this object. A layout is the tuple of a row's keys."
         for keys in layouts:
             if not self.types.keys()>=set(keys): self.layouts.append(keys)
             for k in keys: self.types.setdefault(k, set())
 
     def add_texts(self, k, texts):
-        "Add distinct texts of the key `k` to the known texts. If any text is new, count this change."
+        "Add distinct texts to the known texts of the key `k`. If any of them is new, increment the number of changes of this key."
         known,changes = self.texts.setdefault(k, (set(), 0))
         if not known>=texts: self.texts[k] = known|texts,changes+1
 
@@ -133,7 +133,7 @@ class Expected:
         types = self.types[k]-{none}
         if types=={str}:
             known,changes = self.texts[k]
-            # a time stamp changes each second: as known texts, they would delay msgspec until the fourth new second
+            # `ts` is a time stamp, with a new text each second: with known texts only, msgspec would reject rows until the fourth new second
             return str|None if k=='ts' or len(known)>few or changes>3 else Literal[tuple(sorted(known))]|None
         if types=={list} and k in self.names: return tuple if self.types[k]=={list} else tuple|None
         return int|None if types=={int} else int|float|None if types and types<={int, float} else Any if types else None
@@ -207,7 +207,7 @@ class Column:
         return self.convert_floats(values) if sure in (int, float) else None
 
     def convert_floats(self, values):
-        "Convert numbers to floats, and missing values to NaN. Return None if a value is null, infinite, or from 2**53 (maybe an integer)."
+        "Convert numbers to floats, and missing values to NaN. Return None if a value is null, or at least 2**53 in magnitude (maybe an integer)."
         if (numbers := pack(values, 'd')) is None: return None
         largest = np.fmax.reduce(abs(numbers)) # NaN if all values are missing
         return ('nothing', values) if largest!=largest else ('numbers', numbers) if largest<2**53 else None
@@ -227,7 +227,7 @@ class Column:
         return 'values', values
 
     def to_codes(self, texts):
-        "Return the code of each text as an array."
+        "Return an array with the number (code) of each text."
         return np.fromiter(map(self.codes.__getitem__, texts), np.int32, len(texts))
 
     def to_tuple_codes(self, values):
@@ -305,10 +305,10 @@ def as_texts(codes, texts, category):
     return pd.Categorical.from_codes(again[codes], categories=pd.Index([texts[i] for i in seen]))
 
 # %% ../../nbs/30_store/07_columns.ipynb #7c1d20ae
-most_combinations = 20_000 # with more combinations of texts, each text is looked up
+most_combinations = 20_000 # with more different combinations of a row's texts, look up each text on its own
 
 class TextColumns:
-    "All columns of texts and of lists in a log. Their codes are found by one lookup of the combination of a row's texts."
+    "All columns of texts and of lists in a log. One lookup of the combination of all texts in a row finds the codes (numbers) of these texts."
     # known: combination -> its number; codes: codes of each combination's texts, one row for each combination
     def __init__(self): self.keys,self.known,self.codes = [],Codes(),None
 
@@ -323,7 +323,7 @@ class TextColumns:
         return {k: ('texts' if block.sure[k] is str else 'tuples', codes) for k,codes in zip(keys, self.codes[numbers].T, strict=True) if codes.max()>=0}
 
     def add_combinations(self, columns):
-        "Append the codes of the texts in new combinations to `codes`."
+        "Append a row to `codes` for each new combination of texts: the codes of these texts."
         new = zip(*[*self.known][len(self.codes)+2:], strict=True)
         self.codes = np.vstack([self.codes, np.transpose([columns[k].to_codes(texts) for k,texts in zip(self.keys, new, strict=True)])])
 

@@ -248,14 +248,14 @@ class AppendedRun(StoredRun):
     def put(self,
         rows, # Object that the function `by` converts to rows later, in the writer thread
         close:bool=False, # True if no more rows of this step follow
-        by=call_functions # Function: list of `rows` objects -> one list of rows each. Default: call each object
+        by=call_functions # Function that converts a list of queued `rows` objects to one list of rows for each object. Default: call each object
     ):
         """Queue rows. The writer thread computes the rows later, and writes them to the file
 
         Args:
             rows: Object that the function `by` converts to rows later, in the writer thread
             close: True if no more rows of this step follow
-            by: Function: list of `rows` objects -> one list of rows each. Default: call each object
+            by: Function that converts a list of queued `rows` objects to one list of rows for each object. Default: call each object
         """
         self.file.put(rows, close, by=by)
 
@@ -307,7 +307,7 @@ class tracker(AppendedRun):
         fname: Name of the run. The name of an existing run opens this run again
         home: Folder to use instead of `~/.<libname>`
         fresh: True for a new run. If another run gets this name first, a number is added to the name
-        fsync: When to fsync: 'never' (a power cut may lose rows), each 'barrier', each 'step'
+        fsync: When to fsync: 'never' (a power cut may lose rows), 'barrier' (at each call of `barrier`), 'step' (also at each write of rows)
         exact: True if the user chose the name. A warning then reports a changed name
         store: 'jsonl': JSON lines; 'parquet': lines are converted to Parquet during the run, by pyarrow
         ranks: Number of logs of the run, one for each process
@@ -317,7 +317,7 @@ class tracker(AppendedRun):
         fname:str, # Name of the run. The name of an existing run opens this run again
         home=None, # Folder to use instead of `~/.<libname>`
         fresh:bool=False, # True for a new run. If another run gets this name first, a number is added to the name
-        fsync:str='never', # When to fsync: 'never' (a power cut may lose rows), each 'barrier', each 'step'
+        fsync:str='never', # When to fsync: 'never' (a power cut may lose rows), 'barrier' (at each call of `barrier`), 'step' (also at each write of rows)
         exact:bool=False, # True if the user chose the name. A warning then reports a changed name
         store:str='jsonl', # 'jsonl': JSON lines; 'parquet': lines are converted to Parquet during the run, by pyarrow
         ranks:int=1 # Number of logs of the run, one for each process
@@ -343,7 +343,7 @@ class tracker(AppendedRun):
         base:dict, # General metadata (kind 'base'), such as the start time
         more:dict # Further metadata: kind -> value
     ):
-        """Begin a run: set the metadata to write with the first row, with the process id, so that readers can check if the run is still recorded
+        """Begin a run: set metadata to write with the first row. They contain the process id, for readers to check if the run is still recorded
 
         Args:
             base: General metadata (kind 'base'), such as the start time

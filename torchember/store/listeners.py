@@ -61,7 +61,7 @@ class BoundedQueue:
                 try: job = self.queue.get_nowait()
                 except Empty: break
                 if isinstance(job, tuple): self.note_removed(job[2]); dropped.append(job[1])
-                elif job is not None: job.set() # set a removed event, because another thread waits for it
+                elif job is not None: job.set() # this job is an event: set it, because another thread waits for it
         return dropped
 
     def note_removed(self, lines):
@@ -88,7 +88,7 @@ class LostSteps:
             "The next rows will be delivered, and the log has all rows. "
             "This warning is shown once.")
 
-    def remark(self, waiting=()): # waiting: steps still queued, with lost rows: the listener does not return
+    def remark(self, waiting=()): # waiting: steps still in the queue, lost because the listener does not return
         "Return a sentence about lost rows, for the report at the end of the run. Return None if no rows were lost."
         n = self.count+len({*waiting}-{self.last})
         if n: return f"{self.name} lost rows of {n:,} step{'s'*(n!=1)}: {self.reason or 'it has not returned'}."

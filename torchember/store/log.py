@@ -29,7 +29,7 @@ class Writer:
 
     def __init__(self):
         self.dirty,self.lock,self.thread,self.over = deque(),threading.Lock(),None,False
-        # SimpleQueue instead of Event: `Event.set` deadlocks if a signal handler interrupts and calls `Event.set`
+        # SimpleQueue instead of Event: `Event.set` deadlocks if a signal handler interrupts this call, and calls `Event.set` again
         self.ready = SimpleQueue()
         # logs with a failed last write. This set keeps these logs in memory until a write succeeds
         self.holding = set()
@@ -69,12 +69,12 @@ class Writer:
             for log in list(self.holding): self.empty(log)
 
     def wait_for_rows(self, seconds):
-        "Wait for queued rows, at most `seconds`. Return False if no rows were queued in time."
+        "Wait until rows are queued, at most `seconds`. Return 0 if no rows were queued in time."
         try: return self.ready.get(timeout=seconds)
         except Empty: return 0
 
     def empty(self, log):
-        "Empty the queue of `log`: write its rows without raising an error. Keep a warning that a filter turns into an error for later."
+        "Empty the queue of `log`: write its rows without raising an error. If a filter turns a warning into an error, keep the warning as a note."
         try: log.drain()
         except EmberWarning as e: log.messages.notes.append(str(e).removeprefix('torchember: '))
         except Exception as e: log.note("rows could not be written to the log", e)
@@ -109,7 +109,7 @@ class Messages:
             self.notes.append(f'{what}: {type(error).__name__}: {error} (shown once)' if error else what)
 
     def is_new(self, kind):
-        "Return True if the message `kind` is new: only at the first call with it."
+        "Return True if the message `kind` is new: at the first call of this method with this `kind`."
         new = kind not in self.known
         self.known.add(kind)
         return new
@@ -126,7 +126,7 @@ def call_functions(functions):
 
 class Batch(NamedTuple):
     "Rows of one call of `Log.put`, queued but not yet computed."
-    rows:object # function that returns rows, or a sequence that the function `by` converts to rows
+    rows:object # either a function that returns rows, or a sequence, which the function `by` converts to rows
     close:bool # True if no more rows of this step follow
     joins:bool|None # True if the rows belong to the step that was closed before; None if the rows belong to no step
     by:object # function: list of `rows` objects -> one list of rows for each object
@@ -190,11 +190,11 @@ class LogFiles:
     """The two files of a log: one with all rows, one with only the rows of the latest step.
 
     After a failed write, lines stay in memory until a later write succeeds."""
-    # seconds after a failed write without a rotation (renaming the file): readers may still use its byte positions
+    # seconds to wait after a failed write before the file is rotated (renamed), because readers may still use byte positions in the file
     grace = 10.
 
     def __init__(self, disk, first, note, hold):
-        """Manage the files of a log. `disk`: `JsonLines` for all rows. `first`: function to call once when the file has rows, or None.
+        """Manage the files of a log. `disk`: `JsonLines` object that writes all rows. `first`: function to call once when the file has rows, or None.
 
         `hold`: function that is called with True if another write is needed, else with False.
         """
@@ -243,12 +243,12 @@ class LogFiles:
             "and written as soon as possible. Free some disk space, or choose another folder with home= or TORCHEMBER_HOME.", once=False)
 
     def create(self):
-        "Create the file for all rows now, and call the function `first`. Raise OSError if the file cannot be created."
+        "Create the log file before it gets rows, and call the function `first`. Raise OSError if the file cannot be created."
         if self.disk.fresh: self.disk.create()
         if self.first is not None: self.call_first()
 
     def call_first(self):
-        "Call the function `first` only once. After an OSError, call `first` again at the next write."
+        "Call the function `first`, and forget it. After an OSError, keep `first`, to repeat the call at the next write."
         # clear `first` before the call, because the called function may set a new `first`
         first,self.first = self.first,None
         try: first()
@@ -281,7 +281,7 @@ class Log:
     step = property(lambda self: self.files.step, doc="`LatestStep`: the lines of the latest step.")
 
     def hold(self, needed):
-        "Hold this log back for another write by the writer thread if `needed` is True; else cancel the planned write."
+        "Hold this log back: the writer thread will write it again later. If `needed` is False, cancel the later write instead."
         if needed: writer.hold(self)
         else: writer.holding.discard(self)
 
@@ -300,7 +300,7 @@ class Log:
         if len(self.batches)>self.bound: writer.empty(self)
         else:
             writer.wake(self)
-            # if many batches wait, the writer thread writes at once instead of waiting for more steps
+            # if many batches of rows are queued, the writer thread writes at once instead of waiting for more steps
             if len(self.batches)==self.bound//2: writer.ready.put(1)
 
     def drain(self, insist=False):

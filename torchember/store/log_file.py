@@ -216,7 +216,7 @@ class JsonLines:
             return self.path, summarize_parts(self.path)['lines']+file_size(self.path)
 
     def summary(self):
-        "Return a dict of steps, rows and bytes of a run; only steps if it was continued. None if this object wrote no rows, or lines are queued."
+        "Return a dict of the log's steps, rows and bytes (only steps if a run is continued). None if this object wrote no rows, or has queued lines."
         if not (self.is_ours and self.written_rows) or self.waiting: return None
         return {'steps': self.tail()+1, **({} if self.earlier else {'rows': self.written_rows,
             'bytes': self.complete_file()[1]})}

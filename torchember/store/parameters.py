@@ -63,7 +63,7 @@ def names_of_containers(p):
     names = label_of(p).split('.', deepest)
     return ['.'.join(names[:i]) for i in range(len(names)+1)]
 
-deepest = 50 # maximum number of module levels that are split in a parameter name
+deepest = 50 # a parameter name is split at its first `deepest` dots; each dot is a module level
 
 # %% ../../nbs/30_store/05_parameters.ipynb #efcd0043
 def untrained(ps, only=None, most=4):

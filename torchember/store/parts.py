@@ -117,7 +117,7 @@ def write_table(table, file, group=group_rows): # file: a path, or an open file
         **write_options(json.loads(table.schema.metadata[b'torchember'])['kinds'], table.column_names))
 
 def part_bytes(table, group=group_rows):
-    "Return an Arrow table as the bytes of a Parquet file, for a URL."
+    "Return an Arrow table as the bytes of a Parquet file, to upload these bytes to a URL."
     file = BytesIO()
     write_table(table, file, group)
     return file.getvalue()
@@ -234,7 +234,7 @@ class Part:
         self.header = f.header|dict(start=0, end=sum(end-start for start,end,*_ in mine), torn=sum(torn for *_,torn in mine))
         self.known,self.first = {},0 # known: columns that were read before; first: number of rows to skip
         self.numbers = np.sort([f.number[id] for id in entries])
-        # for each row group: index of the first log of this part that may have rows in the group
+        # for each row group: index (in `numbers`) of the first selected log that may have rows in the group
         nearest = np.searchsorted(self.numbers, f.logs[:, 0])
         has = (nearest<len(self.numbers)) & (np.append(self.numbers, 0)[nearest]<=f.logs[:, 1])
         self.groups = [i for i,s in enumerate(f.steps) if has[i] and f.rows[i] and overlaps(s, steps)]
@@ -255,7 +255,7 @@ class Part:
 
     @cached_property
     def logs(self):
-        "Array with the number of the log for each row in the selected row groups."
+        "Array with the index of the log to which each row of the selected row groups belongs."
         if 'log' not in self.header: return np.zeros(sum(self.about.rows[g] for g in self.groups), int)
         return self.read([self.header['log']])[self.header['log']].to_numpy(zero_copy_only=False).astype(int)
 
@@ -375,7 +375,7 @@ class StoredBlock(ColumnBlock):
         return [{k: columns[k][i] for k in keys[at]} for i,at in enumerate(self.layout)]
 
     def distinct(self, k):
-        """Return (distinct values, index of each row's value) for a column of texts, or of whole numbers in all rows. Return None for others.
+        """Return (distinct values, index of each row's value) for a text column, or an int64 column without missing values. Return None otherwise.
 
         The index is -1 for a row without a text.
         """
@@ -392,7 +392,7 @@ class StoredBlock(ColumnBlock):
         return StoredBlock(self.part, self.at[np.array(mask, bool)])
 
     def convert(self, k, column):
-        "Convert the values of the key `k` to (kind, array) for the table column `column`. Return None if each value must be inspected."
+        "Convert the values of the key `k` for the table column `column`: return (kind, array), or None if `column` must inspect each value itself."
         types = self.types(k)
         present,kind = types-{none, Missing},self.part.kinds.get(k)
         if present and present<={int, float} and kind in ('int64', 'double'):
@@ -403,7 +403,7 @@ class StoredBlock(ColumnBlock):
         got = self.column(k)
         at = got.indices.fill_null(-1).to_numpy(zero_copy_only=False)
         texts = got.dictionary.to_pylist()
-        # the index -1 of a row without a value selects the last element of the array: the code of None
+        # a row without a value has the index -1, which selects the last element of the array: the code of None
         if len(texts)<=len(at): return 'texts', np.array([column.codes[t] for t in (*texts, None)], np.int32)[at]
         used,again = np.unique(at, return_inverse=True)
         return 'texts', np.array([-1 if i<0 else column.codes[texts[i]] for i in used], np.int32)[again]
@@ -480,7 +480,7 @@ def lines_after(path, listing):
     aside,at = renamed_file(path, listing),listing['end']-listing['removed']
     is_aside = (listing.get('aside')
         or path_exists(aside) and (is_url(path) or not (os.path.exists(path) and os.path.samefile(path, aside))))
-    # the flag 'alone' means that all rows are in Parquet parts or the renamed file, so that `path` must be ignored
+    # with the flag 'alone', all rows are in Parquet parts or in the file `aside`, so `path` must be ignored
     files = [(aside, at)] if listing.get('alone') else [(aside, at), (path, 0)] if is_aside else [(path, at)]
     for file,start in files:
         size = file_size(file) if file==aside and listing.get('aside') else size_or_zero(file)
@@ -511,7 +511,7 @@ def call_with_current_files(path, f):
         except FileNotFoundError:
             if is_url(path) or parts_and_lines(path)==now: raise
             continue
-        # no check for changes behind a URL, because old Parquet parts stay there for some time
+        # behind a URL, do not check if the files have changed during the read, because old Parquet parts stay there for some time
         if path is None or is_url(path) or parts_and_lines(path)==now: return out
 
 def read_up_to(path, listing, files, end):
@@ -531,7 +531,7 @@ def read_first_block(blocks):
     return () if first is None else chain([first], blocks)
 
 def blocks_of_run(path, more=b'', end=None, after=(0, 0)):
-    """Yield all rows of a log: first its Parquet parts, then blocks of complete JSON lines.
+    """Yield all rows of a log in blocks: first each Parquet part as one block, then blocks of complete JSON lines.
 
     `path`: file of JSON lines; None for no file. `more`: lines to yield last. `end`: byte of the file to stop at.
     `after`: (bytes of the log, rows) to skip."""
@@ -562,7 +562,7 @@ def blocks_of_run(path, more=b'', end=None, after=(0, 0)):
 # %% ../../nbs/30_store/09_parts.ipynb #de8b0b14
 def layouts_in_parts(path):
     "Return the layouts (tuples of keys) of a log's rows without reading rows. Return None if some rows are not in Parquet parts, or for a URL."
-    # opening each remote Parquet part takes more time than known layouts save
+    # do not open remote Parquet parts to read layouts: this takes more time than known layouts save
     if is_url(path): return None
     listing,files = parts_and_lines(path)
     if listing is None or any(size_or_zero(file)>start for file,start in files): return None

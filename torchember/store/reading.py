@@ -25,7 +25,7 @@ def marks_in(layouts):
     return list(found)
 
 def distinct_layouts(rows):
-    "Return the distinct layouts (tuples of keys) of rows, in order. Omit a layout without a new key."
+    "Return the distinct layouts (tuples of keys) of rows, in order. Omit a layout if earlier layouts have all of its keys."
     known = set()
     return [keys for keys in dict.fromkeys(map(tuple, rows)) if not known.issuperset(keys) and not known.update(keys)]
 
@@ -66,7 +66,7 @@ def path_of(module):
 def with_path(df):
     "Insert the column `path` (path of the module) after `module`, if the table has rows of tensors."
     if not {'module', 'ttype', 'tname'}<=set(df.columns): return df
-    if 'path' in df: # keep each path that was recorded with its row
+    if 'path' in df: # keep recorded paths, and compute only the missing paths
         own = df['path'].map(lambda p: isinstance(p, str)).to_numpy(bool)
         if own.all(): return df
         return df.assign(path=df['path'].astype(object).where(own, paths_of_modules(df['module']).astype(object)))
@@ -91,7 +91,7 @@ row_key = ('step', 'module', 'ttype', 'tname', 'call', 'micro', 'phase', 'backwa
 
 # %% ../../nbs/30_store/08_reading.ipynb #4174c1a4
 def without_superseded(rows):
-    """Drop each row that is replaced by a later row (equal `row_key` columns, a value in `supersedes`), and drop the column `supersedes`.
+    """Drop each row that a later row with equal `row_key` columns and a value in `supersedes` replaces. Also drop the column `supersedes`.
 
     `rows`: list of dicts, or a table.
     """

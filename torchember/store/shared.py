@@ -90,7 +90,7 @@ class LogRows:
         return p['start']+(p['end']-p['start'])*int(rows-self.ends[i])//p['rows'], sum(p['torn'] for p in self.own[:i])
 
     def share(self, before):
-        "Return this log's share of a file: (start byte, end byte, rows, incomplete lines) of the rows taken after the first `before` rows."
+        "Return (start byte, end byte, rows, incomplete lines) for this log's share of a shared file: its rows after the first `before` rows."
         (start,torn_before),(end,torn) = self.position(before),self.position(self.taken)
         return start, end, self.taken-before, torn-torn_before
 
@@ -145,7 +145,7 @@ class SharedFiles:
             self.write_file([w for w,end in zip(every, ends, strict=True) if (end-1)//rows==file])
 
     def write_file(self, every):
-        "Write one shared file with the rows of several windows. `every`: list of windows (row counts of the logs)."
+        "Write one shared file with the rows of several windows. `every`: for each window, an array with the number of rows from each log."
         name = next(n for n in (f'steps-{i:05}.parquet' for i in range(10**6)) if n not in self.taken)
         path,before = self.folder/name,[log.taken for log in self.logs]
         with part_in_progress(path) as temp:

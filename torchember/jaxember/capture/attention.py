@@ -51,7 +51,7 @@ def attention_arguments(given) -> tuple:
 
 # %% ../../../nbs/88_jaxember/25_attention.ipynb #5d9733f4
 class Reports(threading.local):
-    "Setting for reports of attention in one thread: `say` shows a warning, or is None if attention is not recorded."
+    "Reporter of attention, separate for each thread. `say`: function that shows a warning, or None while attention is not recorded."
     say = None
 
 reports = Reports()

@@ -149,7 +149,7 @@ def linen_place(module, path, stack):
         if at==():
             if path: break
             if user_class_name(type(other))==cls: return where
-            # change only the class name: after `flax.linen.share_scope`, two linen modules have the same path
+            # keep the path and change only the class name: after `flax.linen.share_scope`, two linen modules have the same path
             if isinstance(module.parent, Module): return replace_class(where, cls)
             break
     if not path: return place_of_nested(stack[-1], module) if stack else root_place(cls, linen_model(module, cls))
@@ -318,7 +318,7 @@ def nnx_place(module, s):
     if not s.stack: return root_place(type(module).__name__, nnx_model(module))
     if s.trees and (where := s.trees[-1].place(module)) is not None: return where
     where,cls = s.stack[-1][0],type(module).__name__
-    # look for the module in its caller, because the caller may have added it after the `Mark` attributes were set
+    # search the attributes of the calling module, which may have added `module` after the `Mark` attributes were set
     with lock: own = next((k for k,v in vars(s.stack[-1][1]).items() if v is module), None)
     return place_of_nested(s.stack[-1], module) if own is None else child_place(where, own, cls)
 

@@ -156,10 +156,10 @@ def branch_for_all_examples(branch):
     return marked[branch]
 
 def mark_vmapped_branches(rule):
-    "Wrap JAX's `vmap` rule of `cond`. If each example chooses its branch, JAX computes all branches: set `all_examples=True` in their tags."
+    "Wrap JAX's `vmap` rule of `cond`. If each example chooses its branch, JAX computes all branches: set `all_examples=True` in the branches' tags."
     @wraps(rule)
     def batch_and_mark(axis, args, dims, *, branches, **params):
-        "Apply JAX's `vmap` rule of `cond`. If each example chooses its branch, apply the rule to copies with `all_examples=True` in their tags."
+        "Apply JAX's `vmap` rule of `cond`. If each example chooses its branch, use copies of the branches with `all_examples=True` in each tag."
         return rule(axis, args, dims, branches=branches if dims[0] is None else tuple(map(branch_for_all_examples, branches)),
             **params)
     return batch_and_mark
@@ -168,7 +168,7 @@ batching.fancy_primitive_batchers[lax.cond_p] = mark_vmapped_branches(batching.f
 
 # %% ../../../nbs/88_jaxember/10_tags.ipynb #6fa4c0de
 def known_loop_params(first, params):
-    "Return parameters of a `while` loop that repeats the loop `first` without recording its values again. None if `first` records no value."
+    "Return `params` of a `while` loop that repeats the loop `first`, changed to record no value twice. None if `first` records no value."
     name = lambda tag: (tag.number, tag.grad, tag.order)
     done = {name(t) for j in jaxprs_in_params(first) for t in tags_of(j) if not t.again}
     return {k: replace_tags(v, lambda tag: tag._replace(again=tag.again or name(tag) in done)) for k,v in params.items()} if done else None
@@ -190,13 +190,13 @@ def partial_eval_while(rule):
     The second loop repeats the first loop, so its values are not recorded."""
     @wraps(rule)
     def split_while(trace, *tracers, **params):
-        "Split a `while` loop by JAX's rule. The second loop does not record the values of the first loop again."
+        "Split a `while` loop into two by the JAX rule `rule`. The second loop does not record the values of the first loop again."
         if not any(map(has_tags, jaxprs_in_params(params))): return rule(trace, *tracers, **params)
         with take_current_trace() as below: first,handles = LoopNesting(below),len(trace.effect_handles)
         with set_current_trace(first): out = rule(trace, *tracers, **params)
         again = known_loop_params(first.params[-1], params) if first.params else None
         if not again: return out
-        # discard the second loop created by JAX, because the next line creates a second loop without recording
+        # discard the second loop that JAX created, because the next line creates one that does not record the values again
         del trace.effect_handles[handles:]
         second = trace.default_process_primitive(lax.while_p, tracers, again)
         return [b if isinstance(a, partial_eval.JaxprTracer) and not a.is_known() else a

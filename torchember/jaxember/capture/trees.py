@@ -106,7 +106,7 @@ def has_models(tree, depth=0):
     return isinstance(tree, Mapping|list|tuple) and any(has_models(x, depth+1) for _,x in items_in(tree))
 
 def paths_in_tree(tree):
-    "Return the paths to the leaves of a tree: a set of tuples of keys, as text."
+    "Return the paths to the leaves of a tree as a set of tuples. A tuple contains the keys of a path, converted to text."
     return {tuple(map(key_text, keys)) for keys,_ in tree_flatten_with_path(tree)[0]}
 
 def has_own_name(key, tree, of):
@@ -122,7 +122,7 @@ def array_fields(state):
     return {k: x for k,x in some.items() if jax.tree.leaves(x) and all(map(value_kind, jax.tree.leaves(x)))}
 
 def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: 'buffer' if the tree is a copy of a model, such as an average
-    "Yield (keys without linen collections, kind of arrays, subtree, all keys) of each model or linen collection in a tree, to name its arrays."
+    "Yield a tuple for each model or linen collection in a tree: (keys without names of linen collections, kind of arrays, subtree, all keys)."
     if is_train_state(tree):
         params,own = tree.params,array_fields(tree)
         if has_nnx_variables(params):
@@ -233,14 +233,14 @@ class ParameterFinder:
         return [w for w in split_keys(keys) if w not in self.skip]
 
     def find(self, name, before):
-        "Return the parameter with a name that ends in `name`. If several match, choose by the model's path `before`. None if none or several remain."
+        "Return the parameter whose name ends in `name`. If several match, use the keys before the name, `before`. Return None unless one fits."
         if name in self.full: return self.full[name]
         ends = self.ends.get(name, [])
         of = [n for model,n in ends if ' '.join(model) in ' '.join(before)] if before else []
         return of[0] if len(of)==1 else ends[0][1] if len(ends)==1 and not name.isdigit() else None
 
-def parameter_of_leaf(keys, at, known, before=()): # at: positions of the keys that are fields, such as 'mu'; known: `ParameterFinder`
-    "Return the parameter of an array in an optimizer state: (position of the field in `keys`, parameter, keys after its name). None if unknown."
+def parameter_of_leaf(keys, at, known, before=()): # at: indices of fields such as 'mu' in `keys`; known: `ParameterFinder`; before: keys that lead to the state
+    "Find the parameter of an array in an optimizer state. Return (index of the field in `keys`, parameter, keys after the parameter), or None."
     for i in at if known.full else ():
         inside = i!=at[0]
         if inside and key_text(keys[i]) in (*holders, labelled): continue
@@ -320,7 +320,7 @@ class CachedNames:
 
 # %% ../../../nbs/88_jaxember/12_trees.ipynb #19db1e09
 def indices_of(leaves, arrays):
-    "Return the index of each array in the list `leaves`. None if an array is missing in `leaves`, is in it more often, or the order is different."
+    "Return the index of each array in the list `leaves`. Return None if arrays are missing, repeated or in a different order in `leaves`."
     there,meant = Counter(map(id, leaves)),Counter(map(id, arrays))
     if any(there[k]!=n for k,n in meant.items()): return None
     at = [i for i,x in enumerate(leaves) if id(x) in meant]

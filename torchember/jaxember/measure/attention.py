@@ -31,7 +31,7 @@ def norms_of(x):
     return jnp.sqrt(jnp.square(x.astype(jnp.float32)).sum(-1))
 
 def sample_queries(q, n=most_queries):
-    "Return positions (sequences, heads, m) of n equally spaced queries, then of the n with the largest norm, and n. All queries if length<=2n."
+    "Sample queries: return positions (sequences, heads, m), equally spaced ones first, then those of largest norm; and the number of the former."
     sequences,heads,length,_ = q.shape
     if length<=2*n: return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), (sequences, heads, length)), length
     spaced = jnp.broadcast_to(equally_spaced_queries(sequences, length, n)[:, None], (sequences, heads, n))
@@ -51,12 +51,12 @@ class Limits:
         self.arrays,self.causal,self.window = (mask, bias, query_lengths, key_lengths),causal,window
 
     def of_sequences(self, every):
-        "Return the `Limits` (visible keys) of every n-th sequence. `every`: n."
+        "Return the `Limits` (visible keys) of the sequences 0, n, 2n, ..., where n is `every`."
         mask,bias,*lengths = (x if x is None or len(x)==1 else x[::every] for x in self.arrays)
         return Limits(mask, bias, *lengths, self.causal, self.window)
 
     def apply(self, logits, rows):
-        "Apply the limits to logits: return the logits with the bias added, and a boolean array, which is True for visible keys."
+        "Apply these limits to logits. Return the logits with the bias added, and a boolean array, which is True for visible keys."
         mask,bias,query_lengths,key_lengths = self.arrays
         row,key = rows[..., None],jnp.arange(logits.shape[-1], dtype=jnp.int32)
         visible = jnp.ones(logits.shape, bool)
@@ -91,7 +91,7 @@ def grouped_logits(q, k, rows, scale):
     return got.reshape(sequences, heads, m, -1)
 
 def parts_of_logits(logits, visible, rows, n) -> dict:
-    "Return sums and maxima of each head, as a dict: name -> array (heads,). `rows`: positions of the queries; sums use the first `n` queries."
+    "Return attention statistics of each head: name -> array (heads,). Maxima use all queries (at positions `rows`), sums only the first `n`."
     distance = jnp.arange(logits.shape[-1], dtype=jnp.int32)-rows[..., None]
     log_weights = jax.nn.log_softmax(jnp.where(visible, logits, -jnp.inf), -1)
     weights = jnp.where(visible, jnp.exp(log_weights), 0.)
@@ -132,7 +132,7 @@ def attention_parts(q, k, v, limits, scale):
     return jnp.stack([found[p].astype(jnp.float32) for p in parts], -1)
 
 def merged_attention(x):
-    "Merge the statistics of several attention calls along the first axis of an array (calls, ..., heads, parts)."
+    "Merge the statistics of several attention calls along the first axis of an array (calls, ..., heads, statistics), as named in `parts`."
     return jnp.concatenate([x[..., :len(maxima)].max(0), x[..., len(maxima):].sum(0)], -1)
 
 # %% ../../../nbs/88_jaxember/22_attention.ipynb #bb513b04
@@ -142,7 +142,7 @@ def attention_bits(x, width:int):
     return jnp.pad(lax.bitcast_convert_type(x, np.uint32), ((0, 0), (0, width-len(parts))))
 
 def merged_bits(one, two, is_first):
-    "Merge two results of `attention_bits`. `is_first`: True if `one` contains no statistics yet, so that the result is `two`."
+    "Merge `one` and `two`, two results of `attention_bits`. `is_first`: True if `one` has no statistics yet: then return `two`."
     both = lax.bitcast_convert_type(jnp.stack([one, two])[..., :len(parts)], np.float32)
     return jnp.where(is_first, two, attention_bits(merged_attention(both), two.shape[-1]))
 

@@ -329,7 +329,7 @@ def summary_row(
         raise TypeError(f"summary_row needs an array of numbers, got an array of dtype {x.dtype}.")
     return measure_p.bind(lax.stop_gradient(x), wanted=ordered_groups(wanted), by_parts=bool(by_parts))
 
-def merged_row(rows, wanted=scalars, axis:int=0): # rows: array of uint32, shape (..., k, ..., words)
+def merged_row(rows, wanted=scalars, axis:int=0): # rows: uint32 array, with the numbers of a row along the last axis
     "Merge summary rows along an axis, into the summary of all elements. The rows may be traced."
     rows = jnp.asarray(rows)
     if not -rows.ndim<=axis<rows.ndim-1 or axis==-1 or rows.dtype!=np.uint32 or rows.shape[-1]!=row_length(wanted):

@@ -1,1 +1,1 @@
-"From the measurements of a JAX step to rows."
+"Convert the measurements of a JAX step to rows."

@@ -304,7 +304,7 @@ class JaxRecorder:
             over, by=self.rows)
 
     def finish(self):
-        "Finish the recording: write the current step to the log if it has run or has scalars, and end the run."
+        "Finish the recording: write the current step to the log if its function was called or scalars were logged, and end the run."
         unfinished,self.is_open = self.on and (self.current.ran or self.current.noted),False
         if unfinished: # mark the rows of this step as `unfinished`, because the run ends before `tracker.step`
             self.watching.found += self.current.failed

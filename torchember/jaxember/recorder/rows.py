@@ -63,11 +63,11 @@ def last_part_of(name, path):
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #52bccf81
 class ModulePlaces:
-    "Finds a path in the log for each recorded model: the path of the model's parameters in `model_state`, or else an unused path."
+    "Finds for each recorded model its path in the log: the path of its parameters in `model_state`, else a path that no other model uses."
     def __init__(self, say=lambda text: None): self.say,self.at,self.done,self.by,self.own = say,{},{},{},set()
 
     def learn(self, named, arrays): # named: a `Named` (path, name, kind) for each array
-        "Learn the names and shapes of the recorded parameters, from which `known` finds the path of a flax model."
+        "Learn the names and shapes of the recorded parameters. The method `known` uses them to find the path of a flax model."
         below = defaultdict(list)
         for n,x in zip(named, arrays, strict=True):
             if n.kind!='weight': continue
@@ -79,7 +79,7 @@ class ModulePlaces:
                 self.by.setdefault(k, []).append(p)
 
     def find_paths(self, models): # models: list of `Model`, or None for unknown models
-        "Choose the paths of several models in the log. Begin with the models that have parameters under exactly one path."
+        "Choose a path in the log for each new model. Begin with the models whose paths are known from their parameters."
         new = [m for m in dict.fromkeys(models) if m is not None and m not in self.at]
         for m in new:
             at = self.known(m)
@@ -88,7 +88,7 @@ class ModulePlaces:
             if m not in self.at: self.at[m] = self.free(m)
 
     def known(self, m):
-        "Return the known path of a model, under which its parameters are recorded. None for no path, several paths, or a path of another class."
+        "Return the path of a model's recorded parameters. Return None if the path is unknown, ambiguous, or taken by a model of another class."
         same = [p for o,p in self.at.items() if o.leaves==m.leaves and m.leaves and '' in (o.cls, m.cls)]
         if same: return same[0]
         some = (self.by.get(m.leaves) or self.by.get(tuple(name for name,_ in m.leaves)) or []) if m.leaves else []
@@ -158,7 +158,7 @@ class CallCounts:
     def __init__(self): self.all,self.left,self.came = defaultdict(list),defaultdict(list),Counter()
 
     def add_value(self, at, order, whose):
-        "Add a value that is differentiated `order` times. `at`: number of the value's tag, and loop iterations; `whose`: call of the value's module."
+        "Add a value that is differentiated `order` times. `at`: (number of its tag, loop iterations); `whose`: the module call it belongs to."
         for o in range(1, order+1):
             self.all[at, o].append(whose)
             self.left[at, o].append(whose)
@@ -166,7 +166,7 @@ class CallCounts:
     def assign_gradient(self, at, order):
         "Return the module call (`Place`, number) that a gradient belongs to (None if unknown), and the number of earlier gradients of this call."
         if not self.all[at, order]: return None, 0
-        # if all calls have a gradient, this gradient is from an additional backward pass
+        # if each call already has its gradient, this gradient is from an additional backward pass
         if not self.left[at, order]: self.left[at, order] = [*self.all[at, order]]
         whose = self.left[at, order].pop()
         self.came[at, whose] += 1
@@ -183,7 +183,7 @@ def number_calls(found, placed=lambda where: where) -> list: # placed: function 
     for f in found:
         entries = [*f.each()]
         order = {id(s): k for k,(s,_) in enumerate(entries)}
-        got,given = [],{} # given: (value, indices of its loop iterations) -> call, shared by all shards of this value
+        got,given = [],{} # given: (id of a value, indices of its loop iterations) -> ((`Place`, call), backward), shared by all shards of this value
         for s,i,pieces in in_call_order(entries):
             iterations,more = scan_call(s, i)
             at,of = (s.number, iterations),(id(s), iterations)
@@ -215,7 +215,7 @@ class RowKey(tuple):
     more = {} # further columns of the row: name of the column -> value
 
 class Tap(NamedTuple):
-    "Identifies a tensor that is measured in each step. Has the two attributes that `LineMaker` (writes log rows) reads from a torch `Tap`."
+    "Identifies a tensor that is measured in each step. Has the attributes of a torch `Tap` that `LineMaker` reads: `key` and `names`."
     key:RowKey
     names:tuple # Names of the statistics to write into the log
 
@@ -251,7 +251,7 @@ class Taps:
         return head if dims<=head_width-SHAPE else [*head[:head_width-1], -1]
 
     def number(self, t):
-        "Return the number of the `Tap` that identifies a tensor. Create the `Tap` for a new tensor."
+        "Return the number of a tensor's `Tap`. Create the `Tap` if the tensor has none yet."
         key = RowKey((self.display(t.path), t.ttype, t.tname, t.pname, None, t.backward))
         n = self.numbers.setdefault((key, *t.more.items()), len(self.taps))
         if n==len(self.taps):
@@ -261,7 +261,7 @@ class Taps:
 
 # %% ../../../nbs/88_jaxember/70_rows.ipynb #c83db375
 class PlacedCalls:
-    "Numbers the module calls of each step, and reuses the order of the tensors while the programs of the steps do not change."
+    "Numbers the module calls of each step. Reuses the tensors and their order from the last step, if both steps ran the same JAX programs."
     def __init__(self, placed=lambda where: where): self.placed,self.notes,self.tensors,self.at = placed,(),[],[]
 
     def __call__(self, found) -> tuple:

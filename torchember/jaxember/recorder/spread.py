@@ -33,7 +33,7 @@ def ranks_by_axis(mesh, rank:int):
 # %% ../../../nbs/88_jaxember/35_spread.ipynb #e45d0b61
 class LocalPart(NamedTuple):
     "Describes which part of a distributed array this process holds: shards to measure, and the columns in the log that identify the part."
-    counts:tuple|None # Indices of the shards to measure (one of equal replicas). None: measure only the first shard
+    counts:tuple|None # Indices of the shards to measure, one index for each set of equal replicas. None: measure only the first shard
     shape:tuple # Shape of all measured shards together
     columns:tuple=() # Pairs (column, value) that describe the shards in each row of the log, such as ('part', 'data:S0')
 
@@ -54,7 +54,7 @@ class Spread:
         self.rank,self.world = rank,world
         # axes: name of a mesh axis in the log -> ranks along this axis
         self.axes,self.known = {},{}
-        # columns in the log for an array that exists only in this process
+        # columns in the log for an array whose elements are all on devices of this process
         self.own = () if rank is None else (('part', 'world:?'),)
 
     def axis(self, name, ranks):
@@ -140,7 +140,7 @@ def rows_of_shards(wanted, devices):
     return jax.jit(jax.shard_map(f, mesh=mesh_of_devices(devices), in_specs=PartitionSpec('here'),
         out_specs=PartitionSpec('here'), check_vma=False))
 
-def merged_rows(rows, counts, wanted): # counts: indices of the shards to merge, for each array
+def merged_rows(rows, counts, wanted): # counts: for each array, the indices of its shards to merge
     "Merge the summary rows of shards into one row for each array. `rows` has the shape (devices, arrays, row length)."
     v = row_vectors(np.asarray(rows), wanted)
     return np.stack([merge(v[list(some), i]) for i,some in enumerate(counts)]).view(np.uint32)

@@ -21,11 +21,11 @@ class ExpectedTrees:
     def __init__(self):
         # names: argument of `track` -> names of its arrays; seen: argument of the last `step` -> names of its arrays
         self.names,self.seen = {},{}
-        # odd: unreported differences, as texts; reported: arguments reported already
+        # odd: differences not reported yet, as texts; reported: names of the arguments with a reported difference
         self.odd,self.reported = [],set()
 
     def expect(self, what, named):
-        "Store the expected names of arrays: the names in an argument of `track`, for the same argument of `step`."
+        "Store the names of the arrays in the argument `what` of `track`. The same argument of `step` is expected to have these names."
         self.names[what] = flat_names(what, named)
 
     def compare(self, what, named):
@@ -122,8 +122,8 @@ class StateRows:
             for n,i in self.rates_of[1].items()}
         return {n: jnp.copy(x) if isinstance(x, jax.Array) else x for n,x in here.items() if np.size(x)==1}
 
-    def measured(self, what, *some): # some: tuples (names, arrays, function from array kind to tensor type or None)
-        "Measure the selected arrays. Return a list with one tuple: (argument `what`, names of the selected arrays, measurements)."
+    def measured(self, what, *some): # some: tuples (names, arrays, function from array kind to tensor type, or to None to skip the array)
+        "Measure the selected arrays. Return a list with one tuple: (`what`, names of the selected arrays, their measurements)."
         lists = [names for names,_,_ in some]
         if what not in self.chosen or self.chosen[what][0]!=lists:
             every = enumerate((p, of(p.kind)) for names,_,of in some for p in names)

@@ -123,19 +123,19 @@ class TagNote:
     # Pairs (index of an array of counts, n): the value was measured if the count equals n, or is above 0 if n is None
     when:tuple=()
     scopes:tuple=() # Numbers of the `Scope`s (running modules) around the tag in the program, outermost first
-    piece:tuple=() # Pairs (column, value) for the log: the shards of the value in this process
+    piece:tuple=() # Pairs (column, content) for the log, which describe the shards of the tagged value in this process
 
     key = property(lambda self: self.tag.key)
     grad = property(lambda self: self.tag.grad)
     number = property(lambda self: self.tag.number)
 
     def within(self, start):
-        "Return a copy of this `TagNote`, with module paths for a program called by the module of `start` (a `Scope`, or None without a module)."
+        "Return a copy of this `TagNote`, with module paths for a program that the module of `start` calls. `start`: a `Scope`, or None."
         key = self.key
         if key.ttype in of_losses: return self
         if key.ttype in ('probe', 'attention'): where = scope.where if (scope := operation_scope(start, self.scopes)) else unknown
         elif self.scopes and scopes[self.scopes[-1]].where==key.where: where = operation_scope(start, self.scopes).where
-        else: return self # keep the first trace's path, because the value's module is unknown in this call
+        else: return self # keep the path from the first tracing, because in this call of the program, the module of the value is unknown
         return self if where==key.where else replace(self, tag=self.tag._replace(key=key._replace(where=where)))
 
     def later(self, n):
@@ -272,7 +272,7 @@ def constants_and_carried(params):
     return tuple(map(len, params['ft_in'].unpack()[:2])) # newer versions of JAX store trees, so count their items
 
 def add_scan_outputs(params, twin):
-    "Return the parameters of a `scan` with the body `twin`: the original body with measurements as further outputs."
+    "Return the parameters of a `scan` whose body is `twin`, which is the original body with measurements as further outputs."
     n = constants_and_carried(params)[1]
     return {**params, 'jaxpr': twin, **form_of_outputs(n, len(twin.out_avals)-n)}
 
@@ -305,7 +305,7 @@ def bytes_text(size):
     return f'{size/1e9:.2g} GB' if size>=1e9 else f'{size/1e6:.3g} MB'
 
 def scan_every_kth(self, params, vals, twin, k):
-    "Run a `scan` that measures every k-th iteration and stores the measurements in its carry. Other iterations run the original body."
+    "Run a `scan` that measures every k-th iteration, with the measurements in the carry of the `scan`. Other iterations run the original body."
     (c,n),length,closed = constants_and_carried(params),params['length'],params['jaxpr']
     plain = replace_tags(closed, lambda tag: tag._replace(again=True))
     pieces,size = twin.out_avals[len(closed.out_avals):],-(-length//k)
@@ -394,7 +394,7 @@ def measure_shard_map(self, e, vals):
         "Run the program of the `shard_map` on one shard, and measure the values tagged in the program."
         out,pieces,seen = local.run(jaxpr, args)
         notes[:],along[:] = seen,[tuple(a for a in axes if not prm['check_vma'] or a in varying(p)) for p in pieces]
-        # give all arrays of a tag the same mesh axes. If any value has a condition, do so for all arrays of the program
+        # give all arrays of a value the same mesh axes. If any value is measured only on a condition (`when`), give all arrays the same axes
         for s in seen:
             some = range(len(pieces)) if any(s.when for s in seen) else s.at
             both = tuple(a for a in axes if any(a in along[i] for i in some))
@@ -470,7 +470,7 @@ class ProgramMeasurements:
 
 # %% ../../../nbs/88_jaxember/30_twins.ipynb #14dbd9a4
 def count_measurements(counts, i):
-    "Return how often a value was measured in an iteration (for `cond`: the number of the branch). `i`: number of the iteration in each nested loop."
+    "Return the entry of `counts` for one iteration: how often a value was measured, or the branch of a `cond`. `i`: iteration in each nested loop."
     return counts[i[:counts.ndim]]
 
 def pack_measurements(pieces, rows): # rows: indices of the measurement arrays that are summary rows
@@ -503,7 +503,7 @@ class MeasuredJit:
         self.within = {None: tuple(s.within(None) for s in self.notes)}
 
     def notes_in(self, start):
-        "Return the `TagNote`s of the program, with the module paths for a call by the module of `start` (a `Scope`)."
+        "Return the `TagNote`s of the program, with the module paths for its caller `start`: the `Scope` of the calling module, or None."
         if start not in self.within: self.within[start] = tuple(s.within(start) for s in self.notes)
         return self.within[start]
 
@@ -519,7 +519,7 @@ class MeasuredJit:
             return [*out, *pack(pieces)]
         return jax.make_jaxpr(run_and_pack)(*closed.in_avals), evaluation
 
-    def __call__(self, *args, trace=None, start=None): # trace: JAX trace that runs the program; start: calling `Scope`
+    def __call__(self, *args, trace=None, start=None): # trace: JAX trace that runs the program; start: `Scope` of the calling module
         "Run the program. Return the outputs of the original function, and a `ProgramMeasurements` with the measurements."
         out = (primitives.jit_p.bind(*args, **self.params) if trace is None
             else trace.process_primitive(primitives.jit_p, args, self.params))

@@ -78,7 +78,7 @@ def group_by_devices(arrays) -> list:
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #5eca60db
 class EagerRows:
-    "Measurements of arrays outside of jitted functions: of tagged values, each measured at once, or of many arrays, such as parameters."
+    "Measurements of arrays outside of jitted functions: of tagged values, each measured immediately, or of many arrays such as parameters."
     def __init__(self, wanted=()):
         self.wanted,self.notes,self.got = wanted,[],[]
         self.parts = [] # Tuples (indices of values, matrix of their summary rows, indices of the shards to merge or None)
@@ -155,7 +155,7 @@ def measure_all(named, measure, spread=None) -> EagerRows:
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #a9d68e78
 # JAX program -> its `MeasuredJit`s (compiled versions with measurements), for reuse. False for a program without tags
 twins = weakref.WeakKeyDictionary()
-# Loop or branch outside of `jit` -> parameters of a `jit` operation for it. At most 64, because each holds a program
+# Loop or branch outside of `jit` -> parameters of a `jit` operation that runs the loop or branch. At most 64 entries, because each entry holds a program
 loops = OrderedDict()
 
 def jit_parameters(program, f, args):
@@ -170,7 +170,7 @@ def jit_parameters(program, f, args):
 
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #7f5dba72
 def mesh_of(args, params, known):
-    "Return a pair: True if a JAX program runs on one device only, and the mesh of its devices (None without mesh)."
+    "Return a pair (one, mesh). one: True if a JAX program runs on one device only; mesh: mesh of its devices, or None."
     one,mesh = devices_of(args)
     if mesh is not None: return one, mesh
     if 'mesh' not in known: known['mesh'] = mesh_in(params)
@@ -236,7 +236,7 @@ class MeasuringTrace(Trace):
         if not inside: return self.below.process_primitive(primitive, args, params)
         if primitive is primitives.remat_p:
             with set_current_trace(self): return eval_jaxpr(params['jaxpr'], (), *args)
-        if primitive is primitives.closed_call_p: # some other JAX versions call `process_call` instead
+        if primitive is primitives.closed_call_p: # some other JAX versions call `process_call` for this operation
             with set_current_trace(self): return jaxpr_as_fun(params['call_jaxpr'])(*args)
         return self.compiled(inside[0], lambda *xs: primitive.bind(*xs, **primitive.get_bind_params(params)), args, primitive.multiple_results)
 

@@ -29,7 +29,7 @@ ABSOLUTE,HIGHER,POWERS,EXPONENTS = flags = 1,2,4,8
 LO,HI,D1,D2,D3,D4,SIZE,LEAST,P4,P8,BASE = range(11)
 block = 65536 # number of elements read at once: 256 KB of float32, which fit the L2 cache
 ahead = 32768 # prefetch distance of the loop: number of bytes ahead of the current element
-# number of adjacent exponents that are counted separately, in bits 0 to 30. Bit 31 counts all other elements, including zeros
+# number of adjacent exponents with separate counts: bits 0 to 30 of a word. Bit 31 stands for all other elements, including zeros
 window = 31
 byte,integer,word,single,double = ir.IntType(8),ir.IntType(32),ir.IntType(64),ir.FloatType(),ir.DoubleType()
 
@@ -115,10 +115,10 @@ def one_pass(element, how):
         base,first = broadcast_vector(b, doubles, base),broadcast_vector(b, integers, first)
 
         def less(x, y):
-            "Generate code for the smaller of two numbers, the one that is less."
+            "Generate code for the minimum of two numbers."
             return b.select(b.fcmp_ordered('<', x, y), x, y)
         def more(x, y):
-            "Generate code for the larger of two numbers, the one that is more."
+            "Generate code for the maximum of two numbers."
             return b.select(b.fcmp_ordered('>', x, y), x, y)
         def times(x, y):
             "Generate code for `x` times `y`, a product that the compiler may merge with an addition."
@@ -178,7 +178,7 @@ def one_pass(element, how):
 
     @intrinsic
     def loop(typing, address, n, base, end, to, first, planes_to):
-        "Return the signature of the intrinsic, and the function to generate its code."
+        "Return the signature of the intrinsic `loop`, and the function `make`, which generates the code of `loop`."
         return types.void(types.uint64, types.int64, types.float64, types.uint64, types.uint64, types.int32, types.uint64), make
     return loop
 
@@ -267,11 +267,11 @@ def planes_to_counts(typing, planes, counts):
 
 @intrinsic
 def outside(typing, address, first):
-    """Return a mask of the exponents outside of a window: of 64 exponents, one byte each, at `address`.
+    """Return a mask of the exponents outside of a window. `address`: memory address of 64 exponents, one byte each.
 
     A bit is 1 if its exponent is neither 0 nor one of `first` to `first`+30."""
     def make(context, b, signature, arguments):
-        "Generate the LLVM code to compute the mask."
+        "Generate the LLVM code that computes the mask of the exponents outside of the window."
         address,first = arguments
         bytes_ = ir.VectorType(byte, 64)
         x = b.load(pointer_at(b, address, bytes_), align=1)
@@ -409,7 +409,7 @@ def end_address(x):
 
 @njit(nogil=True)
 def mean_by_parts(v):
-    "Return the mean of a block by small parts, if its sum is too large for float64: divide each element by their number before adding."
+    "Return the mean of a block whose sum may be too large for float64: divide each element by the number of elements, then add."
     mean = 0.
     for i in range(v.size): mean += np.float64(v[i])/v.size
     return mean
@@ -458,7 +458,7 @@ def compile_block_functions(of, infinity, find, counters):
         if found[LO]==found[HI]:
             found[BASE] = found[LO]
             found[D1] = found[D2] = found[D3] = found[D4] = 0.
-            # a base far from the mean loses 4 or more of 16 digits by cancellation, so read again with a better base
+            # if the subtracted base is far from the mean, cancellation loses 4 or more of 16 digits: read again with a better base
         elif not q-e*e/v.size>=q*1e-4:
             found[BASE] += e/v.size
             if not math.isfinite(found[BASE]): found[BASE] = mean_by_parts(v)
@@ -534,7 +534,7 @@ def gather(x, start, n, sizes, strides, to):
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #efc66a2d
 def compile_memory_reader(blocks, work, widen=None):
-    "Compile a function that reads memory: it measures a tensor block by block. `widen`: function to convert a block to `work`, or None."
+    "Compile a function that measures a tensor in memory block by block. `widen`: function to convert a block to the dtype `work`, or None."
     (add_block,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
 
     def read_wide_blocks(x, n, dims, sizes, strides, how, out, desk):
@@ -576,7 +576,7 @@ def converting(blocks, work, name):
     "Compile a function that reads contiguous integers by converting them to the float dtype `work`. `name`: name of the integer dtype."
     (add_block,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
     def read_integers(x, n, dims, sizes, strides, how, out, desk):
-        "Read contiguous integers block by block, after converting each block to floats."
+        "Read contiguous integers block by block to measure them. Each block is converted to floats first."
         x,out = carray(x, (n,)),carray(out, (wide,))
         room,found,counting = array_at(desk, ROOM, min(n, block), work),array_at(desk, FOUND, 11, np.float64),count_arrays(desk)
         for start in range(0, n, block):
@@ -653,9 +653,9 @@ def kernel(fmt):
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a09
 @intrinsic
 def call_kernel(typing, at, x, n, dims, sizes, strides, how, out, desk):
-    "Call the machine code at the address `at` with the arguments of the function `float32`. Pointers are passed as integers."
+    "Call the machine code of a compiled loop at the address `at`. Its arguments are those of `float32`, with pointers as integers."
     def make(context, b, signature, arguments):
-        "Generate LLVM code for the call, with the LLVM builder `b`. Return a dummy value, because the call returns nothing."
+        "Generate the LLVM code that calls the machine code. Return a dummy value, because the machine code returns nothing. `b`: LLVM builder."
         address,*rest = arguments
         b.call(b.inttoptr(address, ir.FunctionType(ir.VoidType(), [word]*8).as_pointer()), rest)
         return context.get_dummy_value()
@@ -681,7 +681,7 @@ desk = WorkSpace()
 
 @cache
 def initial_values_of_groups(wanted):
-    "Return the initial values for groups of sums: the sum of their flags, the summary vector before any element is read, and its length."
+    "Return what a compiled loop starts with: the sum of the flags of the groups `wanted`, the summary vector of no elements, and its length."
     v = empty_summary(wanted)
     v[FINITE] = 0
     return sum(f for f,g in zip(flags, ('absolute', 'higher', 'powers', 'exponents'), strict=True) if g in wanted), v, len(v)
@@ -701,13 +701,13 @@ def read_at(address, n, fmt, wanted=('basic',), sizes=(), strides=()) -> np.ndar
 
 @cache
 def runner():
-    "Return the compiled function that runs the loops of any number format, by the address of their machine code."
+    "Return a compiled function that runs the loops of any number format. Its first argument is the address of their machine code."
     return compile_integer_function(run_kernel, 9)
 
 # %% ../../../nbs/20_measure/03_numba.ipynb #5e1f0a05
 @njit
 def empty_row(row, how):
-    "Make a row empty before a tensor is read: write the summary of an empty tensor. The last entry becomes 0, to count finite elements."
+    "Write the summary of an empty tensor into a row. Set its last entry to 0, because compiled loops count the finite elements in it."
     row[:] = 0.
     row[LOOPED:FINITE] = math.nan
     row[MIN],row[MAX],row[MIN_ABS] = math.inf,-math.inf,math.inf
@@ -740,7 +740,7 @@ def fill_next_row(tap, x, n, call, event):
 
 @cache
 def row_writer():
-    """Return the compiled function that writes a row: it measures a tensor into the next row of a tap. For -1 elements, it copies a row instead.
+    """Return the compiled function that writes the next row of a tap: it measures a tensor, or copies a row if the number of elements is -1.
 
     Its arguments: address of the cursor, address of the elements (or the row to copy), number of elements, call or -1, event number. It returns the
     address of the row, 0 if the tap has no free row."""

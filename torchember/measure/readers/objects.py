@@ -44,7 +44,7 @@ def unbox_object(kind, o, c):
 def address(typing, o):
     "Return the address of a Python object."
     def make(context, b, signature, arguments):
-        "Return the argument unchanged, because its value already is the address."
+        "Return the LLVM value of the argument unchanged, because this value is the address of the Python object."
         return arguments[0]
     return types.int64(python_object), make
 
@@ -68,19 +68,19 @@ def c_function(name, arguments, returns=word):
     "Return a numba intrinsic that calls the function `name` of Python's C API. `arguments`: number of its 64-bit arguments."
     make,result = calling(name, returns),result_of(returns)
     def none(typing):
-        "Return numba's signature of a C function without (none) arguments, and the code generator."
+        "Return numba's signature of a C function without (none) arguments, and the function that generates its code."
         return result(), make
     def one(typing, a):
-        "Return numba's signature of a C function with one argument, and the code generator."
+        "Return numba's signature of a C function with one argument, and the function that generates its code."
         return result(types.int64), make
     def two(typing, a, b):
-        "Return numba's signature of a C function with two arguments, and the code generator."
+        "Return numba's signature of a C function with two arguments, and the function that generates its code."
         return result(types.int64, types.int64), make
     def three(typing, a, b, c):
-        "Return numba's signature of a C function with three arguments, and the code generator."
+        "Return numba's signature of a C function with three arguments, and the function that generates its code."
         return result(*(types.int64,)*3), make
     def four(typing, a, b, c, d):
-        "Return numba's signature of a C function with four arguments, and the code generator."
+        "Return numba's signature of a C function with four arguments, and the function that generates its code."
         return result(*(types.int64,)*4), make
     return intrinsic((none, one, two, three, four)[arguments])
 
@@ -108,7 +108,7 @@ LE,EQ = 1,2 # codes of the comparisons <= and == in Python's C API
 def load(typing, at):
     "Load the 64-bit number at a memory address."
     def make(context, b, signature, arguments):
-        "Generate LLVM code to load the number."
+        "Generate LLVM code to load the 64-bit number at the address."
         return b.load(b.inttoptr(arguments[0], word.as_pointer()))
     return types.int64(types.int64), make
 
@@ -151,15 +151,16 @@ def call_table(typing, at, x, to):
  THREAD, BUSY, # thread of the pass; address of a counter that is not 0 while `Arena.take` collects rows
  # state of the outermost module; number of the pass; Python objects that record the running module calls
  OUTERMOST, PASS, STACK, LOG, CALLS, HERE,
- CLOCK, SEEN, MEASURED, # iterator of event numbers; `Arena.seen`; set of the parameters measured in this step (0: none, -1: Python measures them)
+ CLOCK, SEEN, MEASURED, # iterator of event numbers; `Arena.seen`; id of the set of measured parameters (0: measure none, -1: Python measures them)
  MORE_INPUTS, MORE_OUTPUTS, # 1 if Python code also needs the inputs (or the outputs) of each call, for example to register gradient hooks
- FILLED, SHARED, SPENT, # number of written rows; number of rows copied from another row; time spent in compiled code, in nanoseconds
+ FILLED, SHARED, SPENT, # size of written rows, in rows without exponent counts; number of rows copied from other rows; nanoseconds in compiled code
  BOX, ENTRY, DEEPEST, ALIVE, # address of the black box, or 0; index and length of this thread's entry in it; index of the time of the last event
  TENSOR, PARAMETER, NONE, FALSE, FROM_PYTHON, DTYPES, TIMER, NOW, # from TENSOR on: addresses of objects and functions that are the same for all runs
  COMPILER, EXPORTING, BACKWARD, TRACING, MODES, TRANSFORM,
  VERSION, IS_NEG, TURN, PASS_, NUMBERS, PENDING, COUNTS, CURRENT, CALL, TRUE, REQUIRES, LEAF, GRADIENT,
  # CHANGED: 1 if the shape of a tensor differs from the previous tensor of the same tap
- CPU_PLAN, NO_PLAN, SIZES, INPUT_SHAPES, OUTPUT_SHAPES, CHANGED, run_words) = range(55)
+ CPU_PLAN, NO_PLAN, SIZES, INPUT_SHAPES, OUTPUT_SHAPES, CHANGED,
+ ROWS_OF_INPUTS, ROWS_OF_OUTPUTS, run_words) = range(57) # 1 if inputs (outputs) have rows. Without rows, compiled code only notes their shapes
 
 names = {VERSION: '_version', IS_NEG: 'is_neg', TURN: 'turn', PASS_: 'pass_', NUMBERS: 'calls', PENDING: 'pending', COUNTS: 'counts',
     CURRENT: 'current', CALL: 'call', EXPORTING: exporting_flag or '', REQUIRES: 'requires_grad', LEAF: 'is_leaf', GRADIENT: 'grad',
@@ -169,7 +170,7 @@ functions = {BACKWARD: running_backward, TRACING: is_tracing, MODES: count_funct
     NOW: time.time_ns}
 
 def dlpack_codes():
-    "Return an array with the DLPack type code and the number of bits of each dtype, by its number in heads of rows."
+    "Return an array of pairs (DLPack type code, number of bits), one for each dtype. Index of a pair: the number of the dtype in heads of rows."
     codes = np.full((len(dtype_names), 2), 255, np.int64)
     kinds = dict(float=2, bfloat=4, int=0, uint=1)
     for d,i in dtype_code.items():
@@ -203,7 +204,7 @@ def exchange_function():
 # %% ../../../nbs/20_measure/52_objects.ipynb #e9dff353
 @njit
 def describe(run, x, cursor, to):
-    """Describe the tensor `x`: write the address of its data to `to`, and of its sizes to `to+24`. Return its number of elements.
+    """Describe the tensor `x`: write the address of its data to `to`, and the address of its sizes to `to+24`. Return its number of elements.
 
     Return -1 if compiled code cannot read it: it has a new dtype, gaps in memory, over `short` elements or none, or is not on the CPU."""
     kind = load(x+8)
@@ -251,7 +252,7 @@ def read_int_attribute(o, name):
     return n
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #75eb9710
-# 64-bit words that describe a tap in a plan: addresses of its cursor, the tap and its groups of sums; memory of a row
+# 64-bit words that describe a tap in a plan. CURSOR, TAPPED, GROUPS: addresses of its cursor, of the tap, and of its groups of sums. SHARE: `RowFormat.share`
 CURSOR,TAPPED,GROUPS,SHARE,tap_words = range(5)
 
 @njit
@@ -353,7 +354,7 @@ def size_of(kind, o):
 
 @njit
 def find_tensors(run, p, o, frames, out, n):
-    """Find the tensors in an object with the structure at the address `p`. Return `n` plus their number, or -1 if the structure differs.
+    """Find the tensors in the object `o`. Return `n` plus the number of these tensors, or -1 if `o` differs from the structure at the address `p`.
 
     `out`: memory for the addresses of tensors; `n`: number of tensors found before; `frames`: memory for the containers around."""
     depth = -1
@@ -393,11 +394,11 @@ def find_tensors(run, p, o, frames, out, n):
 # indices into the array of 64-bit words that describes the calls of one module to compiled code
 (RUN, STATE, TRACK, ENTERED, EXITED, MODULE, # MODULE: number of the module in the black box
  KNOWN, # address of two flags, for inputs and outputs: 1 if the `moduleTrack` has the shapes of the last tensors
- # addresses: structures of args and kwargs (0: unknown), array of words for the input taps, tuple of input names
+ # addresses of the structures of args and kwargs (0: unknown), of the words for the input taps, and of the tuple of input names
  ARGS, KWARGS, INPUTS, INPUT_NAMES,
  # addresses: structure of the result (0: unknown), array of words for the output taps, tuple of output names
  RESULT, OUTPUTS, OUTPUT_NAMES,
- # addresses: dict of the module's parameters, array of words for all parameters; number of parameters (-1: unknown)
+ # PARAMETERS, WEIGHTS: addresses of the dict of the module's parameters, and of their words. N_WEIGHTS: number of parameters (-1: unknown)
  PARAMETERS, WEIGHTS, N_WEIGHTS, plan_words) = range(18)
 # 64-bit words that describe a parameter: address of its name; 0 if the parameter is None; key in `Parameters.seen`; words of its tap
 NAME,IS_SET,PAIR,WEIGHT_TAP,weight_words = 0,1,2,3,3+tap_words
@@ -408,7 +409,7 @@ UNPLANNED,DONE,OTHER,OTHER_PARAMETERS,MORE,FIRST = range(6)
 
 @njit
 def is_result(f, value):
-    "Return True if the result of a Python function without arguments is the object at the address `value`."
+    "Return True if a Python function without arguments returns the object at the address `value`. `f`: address of the function."
     got = call_object(f)
     if got==0:
         clear_error()
@@ -558,12 +559,14 @@ def note_shapes(run, track, attribute, names, out, n):
 
 @njit
 def write_all(run, plan, side, out, n, start, call, to):
-    "Write all rows of the found tensors from number `start` on, and their shapes. Return as `write_rows`. `side`: 0 for inputs, 1 for outputs."
+    "Write the rows and shapes of the found tensors from number `start` on. Return the result of `write_rows`. `side`: 0 for inputs, 1 for outputs."
     known,attribute,first = load(plan+8*KNOWN)+8*side,INPUT_SHAPES,INPUTS
     if side==1: attribute,first = OUTPUT_SHAPES,OUTPUTS
-    store(run+8*CHANGED, 0)
     hold(out, n)
-    done = write_rows(run, load(plan+8*first), out, n, start, call, to)
+    has_rows,done = load(run+8*(ROWS_OF_INPUTS+side))==1,DONE
+    # only rows show if a shape has changed
+    store(run+8*CHANGED, not has_rows)
+    if has_rows: done = write_rows(run, load(plan+8*first), out, n, start, call, to)
     # the shapes are not stored yet (0): Python code will store the shapes of these tensors
     if done!=DONE or start>0: store(known, 0)
     elif load(known)==0 or load(run+8*CHANGED)==1:
@@ -739,12 +742,12 @@ def write_gradients(run, parameters, n, start):
     return n
 
 # %% ../../../nbs/20_measure/52_objects.ipynb #6a9e0002
-# words of a row to write for a merged call: index of its tensor (-1: the parameters of a module), index of its call number in the
-# array `numbers`, and the words of its tap (for parameters: address of the module's plan)
+# 64-bit words that describe one row of a merged call. ITEM: index of the row's tensor (-1: parameters of a module); CALL_AT: index of
+# the call number in the array `numbers`; ITEM_TAP: words of the row's tap (for parameters: address of the module's plan)
 ITEM,CALL_AT,ITEM_TAP,item_words = 0,1,2,2+tap_words
 
 def write_merged(run, items, numbers, n, start, xs):
-    """Write the rows of a merged call's tensors from number `start` on. Return the number of the first row that Python code must write, `n` if there is none.
+    """Write the rows of a merged call from index `start` on. Return the index of the first row that Python code must write, or `n` for none.
 
     `items`: words of all rows. `numbers`: call numbers, -1 if Python code must write the row. `xs`: list of the tensors."""
     to = room()

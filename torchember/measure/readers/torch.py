@@ -25,12 +25,12 @@ def read_float64(x, wanted) -> np.ndarray:
         x = x[np.isfinite(x)]
         lo,hi = min_and_max(x)
     m = len(x)
-    # if all elements are equal, use this number as mean, because a computed mean is rounded
+    # if all elements are equal, use their value as the mean, because a computed mean is rounded
     mean = lo if lo==hi else np.add.reduce(x)/m if m else 0.
     # the sum of the elements has overflowed, so divide each element by the number of elements before adding
     if not math.isfinite(mean): mean = np.add.reduce(x/m)
     d = x-mean
-    # rounding error of the computed mean: the mean of all differences from it. Mean and m2 are corrected by it
+    # the mean of the differences `d` is the rounding error of `mean`. This error corrects the mean and m2
     rest = np.add.reduce(d)/m if m else 0.
     v = basic_vector(n, mean+rest, max(d.dot(d)-m*rest*rest, 0.), lo, hi, *bad)
     if 'absolute' in wanted:
@@ -104,7 +104,7 @@ def read_cpu(x, wanted=('basic',)) -> np.ndarray:
     return got[0] if len(got)==1 else merge(np.stack(got))
 
 def read_cpu_piece(p):
-    "Read a piece of a CPU tensor, with the group 'basic'. Return summary vectors: one by float32 sums, or several by float64 sums."
+    "Measure a piece of a CPU tensor (group 'basic'). Return summary vectors: one if float32 sums suffice, else float64 sums of its parts."
     v = read_float32(as_array(p.float()))
     return [read_float64(as_float64(c), ('basic',)) for c in p.split(cached)] if v is None else [v]
 
@@ -152,7 +152,7 @@ def read_device(x, wanted=('basic',)) -> torch.Tensor:
     f = torch.where(ok, d, z)
     v = dict(count=full(len(x)), nan=torch.isnan(d).sum(), posinf=torch.isposinf(d).sum(), neginf=torch.isneginf(d).sum())
     v |= {p: compute_named_sum(p, d, torch, ok) for p in parts_in(wanted) if sums[p].each}
-    # if all elements are equal, use this number as mean, because a computed mean is rounded
+    # if all elements are equal, use their value as the mean, because a computed mean is rounded
     mean = torch.where(v['min']==v['max'], v['min'], f.sum()/n.clamp(min=1))
     c = torch.where(ok, d-mean, z)
     q = c*c

@@ -82,12 +82,12 @@ def _merge_sizes(l1, least, zeros, l12, least2, zeros2):
 if interpreted:
     @jit
     def _sum2(a, b):
-        "Return the sums of two blocks."
+        "Return the sum of the block `a`, and the sum of the block `b`."
         return tl.sum(a, 0), tl.sum(b, 0)
 
     @jit
     def _range(x, s):
-        "Return the range (minimum and maximum) of the block `x`, and the sum of the block `s`."
+        "Return minimum and maximum of the block `x`, and the sum of another block, `s`."
         return tl.min(x, 0), tl.max(x, 0), tl.sum(s, 0)
 
     @jit
@@ -97,12 +97,12 @@ if interpreted:
 else:
     @jit
     def _sum2(a, b):
-        "Return the sums of two blocks."
+        "Return the sum of the block `a`, and the sum of the block `b`."
         return tl.reduce((a, b), 0, _add)
 
     @jit
     def _range(x, s):
-        "Return the range (minimum and maximum) of the block `x`, and the sum of the block `s`."
+        "Return minimum and maximum of the block `x`, and the sum of another block, `s`."
         return tl.reduce((x, x, s), 0, _merge_ranges)
 
     @jit
@@ -228,7 +228,7 @@ def _add_to_bins(found, top, bins):
 
 @jit
 def _count_bins(x, lo, hi, found, top, bins, B:tl.constexpr):
-    "Count the exponents of a block in 31 bins, from `top` downwards. Return the counts, and `top`, adapted to the largest element."
+    "Add the exponents of a block to `found`, counts in 31 bins from `top` downwards. Return `found`, and `top` adapted to the largest element."
     big = _bin(tl.maximum(tl.maximum(-lo, hi), 0.))|7
     if big!=top:
         _add_to_bins(found, top, bins)
@@ -246,7 +246,7 @@ tile = 128 # number of rows that one program (thread block) of the kernel merges
 
 @jit
 def _larger(n, best, mean, n2, best2, mean2):
-    """Return the mean of the larger of two pieces of a tensor, with its size and the total count.
+    """Merge two pieces of a tensor: return their total number of elements, and the size and the mean of the larger piece.
 
     If both have equal size, return the larger mean."""
     first = (best>best2)|((best==best2)&(mean>=mean2))
@@ -262,7 +262,7 @@ def _merge_sums(count, m2, m3, m4, l1, lo, hi, least, zeros, nan, posinf, neginf
 if interpreted:
     @jit
     def _largest(n, mean):
-        "Return the total count of several pieces of a tensor, and the size and mean of the largest piece."
+        "Return the number of elements in several pieces of a tensor, then the number and the mean of the elements in the largest piece."
         return tl.sum(n, 0), tl.max(n, 0), tl.sum(tl.where(tl.arange(0, n.shape[0])==tl.argmax(n, 0), mean, 0.), 0)
 
     @jit
@@ -273,7 +273,7 @@ if interpreted:
 else:
     @jit
     def _largest(n, mean):
-        "Return the total count of several pieces of a tensor, and the size and mean of the largest piece."
+        "Return the number of elements in several pieces of a tensor, then the number and the mean of the elements in the largest piece."
         return tl.reduce((n, n, mean), 0, _larger)
 
     @jit
@@ -316,18 +316,18 @@ def _merge(row, step, count, mean, m2, m3, m4, l1, lo, hi, least, zeros, nan, po
 
 @jit
 def _load_column(rows, k:tl.constexpr, step, at, inside, other):
-    "Load one column of several rows: sum number `k`."
+    "Load sum number `k` of several rows. Rows outside of the mask `inside` get the value `other`."
     return tl.load(rows+k*step+at, mask=inside, other=other, volatile=True)
 
 @jit
 def _load_scaled(rows, k:tl.constexpr, step, at, inside, times):
-    "Load sum number `k` of several rows in float64, scaled by `times`."
+    "Load the sum with the index `k` from several rows in float64, multiplied by `times`."
     return tl.where(inside, _to_float64(_load_column(rows, k, step, at, inside, 0.))*times, 0.)
 
 # %% ../../../nbs/20_measure/04_triton.ipynb #269e0d37
 @jit
 def _load_blocks(n, first, last, rows, step, wanted:tl.constexpr, B:tl.constexpr, T:tl.constexpr):
-    "Load the blocks `first` to `last` of a tensor with `n` elements: their stored sums. Return their summaries."
+    "Load the stored sums of the blocks `first` to `last`-1 of a tensor with `n` elements. Return the summary of each block."
     inf:tl.constexpr = float('inf')
     at = first+tl.arange(0, T)
     inside = at<last
@@ -362,7 +362,7 @@ def _load_blocks(n, first, last, rows, step, wanted:tl.constexpr, B:tl.constexpr
 
 @jit
 def _load_merged(first, last, part, apart, T:tl.constexpr):
-    "Load the summaries in the rows `first` to `last`. Each of these rows merges several blocks."
+    "Load the summaries in the rows `first` to `last`-1 of `part`. Each row was merged from several blocks of a tensor."
     inf:tl.constexpr = float('inf')
     at = first+tl.arange(0, T)
     inside = at<last
@@ -393,7 +393,7 @@ def _write(part, apart, bins, out, wanted:tl.constexpr, W:tl.constexpr):
 
 @jit
 def _finish(n, k, g, groups, size, rows, step, part, apart, counter, bins, out, wanted:tl.constexpr, B:tl.constexpr, W:tl.constexpr, T:tl.constexpr):
-    "Finish group `g`: merge its `size` blocks into one row. The last program to finish merges the rows of all groups into one."
+    "Finish group `g`: merge its `size` blocks into one row. The last program (thread block) to finish also merges the rows of all groups."
     blocks = g*0+1
     rest = blocks # number of blocks that remain to be merged
     while rest>0:
@@ -466,7 +466,7 @@ def _kernel(x, out, jobs, n, between, tensors, rows, step, part, apart, counters
 programs = 2048
 
 def blocks_per_program(blocks):
-    "Return how many blocks one program reads, given the total number of blocks."
+    "Return how many blocks one Triton program (thread block) reads, given the total number of blocks."
     return min(max(blocks//programs, 1), 64, tile)
 
 def divide_up(a, b):
@@ -474,7 +474,7 @@ def divide_up(a, b):
     return -(-a//b)
 
 def cut_tensors(sizes, B, span, per) -> tuple:
-    """Cut tensors into blocks, programs and groups. Return how many of each a tensor needs, as three arrays.
+    """Cut tensors into blocks, programs and groups. Return the numbers of blocks, programs and groups of each tensor, as three arrays.
 
     `sizes`: number of elements of each tensor. `B`: elements in a block. `span`: blocks that a program reads. `per`: programs in a group."""
     blocks = np.maximum(divide_up(sizes, B), 1)
@@ -552,7 +552,7 @@ class StreamMemory:
         return x
 
     def arguments(self, dtype, wanted, blocks, groups, tensors=1) -> tuple:
-        "Return the kernel arguments from `rows` to `bins`: work memory for a launch with these numbers of blocks, groups and tensors."
+        "Return the kernel's arguments from `rows` to `bins`: strided work memory for a launch with these numbers of blocks, groups and tensors."
         kind = torch.float64 if dtype is torch.float64 else torch.float32
         rows = self.get(('rows', kind), width_of(wanted)*blocks, kind)
         part = self.get('groups', len(fast)*groups, torch.float64)
@@ -637,7 +637,7 @@ def chosen_stream(device):
     return stream_of(device) if driver() is None else driver().get_current_stream(device.index)
 
 def add_torch_expressions(x, wanted, row):
-    "Add the sums without a kernel to `row`, the row of `x`. Compute them by torch operations."
+    "Add the sums that no kernel computes to `row`, the summary row of `x`. Compute these sums by torch operations."
     todo = {p: None for p in sums_not_in_loops(wanted)}
     for d in x.reshape(-1).split(1<<24) if todo else ():
         d = d.double()
@@ -677,7 +677,7 @@ class TensorLaunch:
         h(self.programs, stream, at, rows.data_ptr()+i*rows.stride(0)*8, *given[1])
 
     def first(self, x, rows, i, stream, aligned):
-        "Launch the kernel for the first time, after preparing its arguments. Repeated after work memory was reallocated or exchanged."
+        "Prepare the kernel's arguments, and launch the kernel. Called at a first launch, and after work memory was reallocated or exchanged."
         memory = memory_of(self.device, stream)
         with without_torch_modes(self.device.type):
             args = *memory.arguments(self.dtype, self.wanted, self.blocks, self.groups), self.span, self.per
@@ -747,7 +747,7 @@ patience = 30. # seconds that a test of the kernels waits for Triton's compiler
 trusted = {} # (device, dtype, groups of sums) -> result of the test: True if the kernels read such tensors correctly
 
 def single_reader(device, per=None):
-    "Return a function that reads a single tensor by the kernels, for `first_mistake` to test."
+    "Return a function that measures a single tensor by the kernels. `first_mistake` tests this function."
     def read(x, wanted):
         "Read a tensor by the kernels to measure it, and return its summary vector on the CPU."
         out = torch.full((length(wanted),), -1., dtype=torch.float64, device=device)
@@ -756,9 +756,9 @@ def single_reader(device, per=None):
     return read
 
 def list_reader(device):
-    "Return a function that reads a list of two tensors in one launch, and returns the result for one, for `first_mistake` to test."
+    "Return a function that measures a tensor together with a second tensor in one launch. `first_mistake` tests this function."
     def read(x, wanted):
-        "Read a tensor together with a second tensor, to measure both in one launch. Return the first one's summary vector on the CPU."
+        "Read a tensor and a second tensor in one kernel launch. Return the summary vector of the first tensor on the CPU."
         out = torch.full((3, length(wanted)), -1., dtype=torch.float64, device=device)
         read_list([x.to(device), (x*2).to(device)], wanted, out, [2, 0])
         return out[2].cpu()
@@ -767,7 +767,7 @@ def list_reader(device):
 def first_mistake(device, dtype, wanted):
     "Test the kernels for a dtype on a device. Return the first mistake, '' if there is none."
     def check(way):
-        "Check the reader returned by `way(device)` by a test. Return its first mistake, '' if there is none."
+        "Test the reader that `way(device)` returns. Return the first mistake of the reader, or None."
         with on(device): return find_reader_mistake(way(device), dtype, wanted, blocks[dtype], 1e-6)
     return run_checks(lambda: check(single_reader), lambda: check(lambda device: single_reader(device, 1)), lambda: check(list_reader), patience=patience)
 

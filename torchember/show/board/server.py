@@ -30,7 +30,7 @@ def render_board(wanted:str='') -> tuple: # wanted: run names given by the user,
 
 # %% ../../../nbs/62_board/20_server.ipynb #3b37a3b4
 class Pages:
-    "Pages of all runs, in a cache. A changed run gets a new page. While a run goes on, this takes at most 1/9 of the time."
+    "Pages of all runs, in a cache. A changed run gets a new page. While a run goes on, making its pages takes at most 1/9 of the time."
     share = 8 # the pause after making a page lasts 8 times as long as making the page
     most,most_later = 15_000,200_000 # maximum number of tensor rows in a page while the run goes on, and after its end
 

@@ -77,7 +77,7 @@ class PartOfSelectedSteps(Part):
 
     @cached_property
     def mask(self):
-        "Boolean array: True for each selected row of the part."
+        "Boolean array: True for each row to read from the Parquet file. These are tensor rows of selected steps."
         step,ttype = (c.to_numpy(zero_copy_only=False) for c in self.read(['step', 'ttype']).values())
         return super().mask & np.isin(step, self.some) & (ttype!='scalar') & (ttype!='finding')
 

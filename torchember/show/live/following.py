@@ -133,7 +133,7 @@ def rows_of_interest(block, all_finite:bool=True) -> list:
     return out
 
 def lines_of_interest(data, all_finite):
-    "Yield the lines of interest: logged numbers and findings. If `all_finite`, also non-finite tensors up to the first in a training pass."
+    "Yield the lines of interest: logged numbers and findings; if `all_finite`, also non-finite tensors up to the first one in a training pass."
     at,end = 0,len(data)
     while at<end and (m := (scalar_finding_or_not_finite if all_finite else scalar_or_finding).search(data, at)):
         start,at = data.rfind(b'\n', 0, m.start())+1,data.find(b'\n', m.end())+1 or end

@@ -136,7 +136,7 @@ def can_pickle(v):
 class Reader:
     "A separate process that reads logs and draws live views with a `Viewer`. If it has ended, `ask` raises OSError or EOFError."
     start = 'import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); from torchember.show.live.live_view import answer_questions; answer_questions()'
-    patience = 2. # seconds to wait at the end until the process stops; then the process is killed
+    patience = 2. # seconds to wait until the process ends by itself; after this time, it is killed
 
     def __init__(self, **how):
         pipe,own_group = subprocess.PIPE,{'process_group': 0} if os.name=='posix' else {}
@@ -222,7 +222,7 @@ class TerminalScreen:
         self.bar.close()
 
 class LogScreen:
-    "Log of a live view: lines of text for standard error as a file, at most one line per minute, and the last line."
+    "Screen of a live view if standard error is not a terminal: prints at most one line of text per minute, and the last line."
     picture,pause = False,60
     def __init__(self, name): self.line,self.next = None,0
     def show(self, line, png=None):
@@ -314,8 +314,8 @@ class Live:
         # the user has turned warnings into errors: print the text instead
         except EmberWarning as e: print(e, file=sys.stderr)
 
-    def close(self, last:bool=True, patience:float=60.): # last: True to draw the newest rows; patience: seconds to wait
-        "Close the live view. By default, show a last picture first."
+    def close(self, last:bool=True, patience:float=60.): # last: True to draw the newest rows; patience: seconds to wait for this picture
+        "Close the live view. By default, draw the newest rows before closing."
         # do nothing in a forked process, which has a copy of this object, but not its thread
         if not self.thread.is_alive() or threading.current_thread() is self.thread: return
         self.closing,self.dropped = True,self.dropped or not last

@@ -89,7 +89,7 @@ def stats_of_page(rows, stats):
     return list(dict.fromkeys(first))[:4]
 
 def describe_heads(rows) -> dict|None:
-    "Describe attention heads: return the labels of their layers, and [layer, head] for each row. Return None if other rows exist."
+    "Describe attention heads: return the labels of their layers, and [layer, head] for each row. Return None if some rows are not about heads."
     if not has_ttype(rows, 'attention').all(): return None
     names,head = rows['path'].astype(str),rows['tname'].astype(str).str.removeprefix('head_').astype(int)
     call = rows['call'] if 'call' in rows else rows['step']*0
@@ -306,7 +306,7 @@ def describe_ranked_run(source):
     return {k: v for k,v in known.items() if v is not None}
 
 def format_ranges(kinds):
-    "Return the ranges of number formats: name -> exponents of smallest, smallest normal and largest number. {} without counts or ml_dtypes."
+    "Return {name of a number format: exponents of its smallest, smallest normal and largest number}. Return {} without counts or ml_dtypes."
     if not find_spec('ml_dtypes') or not any('exponents' in k for k in kinds): return {}
     there = [t['dtype'] for k in kinds for t in k['tensors'] if t['dtype'] and 'float' in t['dtype']]
     names = dict.fromkeys([*there, 'float32', 'bfloat16', 'float16', 'float8_e5m2', 'float8_e4m3fn'])

@@ -29,7 +29,7 @@ def checksum(text):
     "Return the checksum (hash) of a script in the form for a Content-Security-Policy."
     return f"'sha256-{b64encode(sha256(text.encode()).digest()).decode()}'"
 
-def read_page_files(*more): # more: names of additional scripts, without ending. Each has a style sheet of the same name
+def read_page_files(*more): # more: names of additional scripts without the suffix .js. Each has a style sheet of the same name
     "Read all style sheets and scripts of an HTML page. Return their texts."
     plot = f"/*\n{read_web_file('uPlot.LICENSE')}*/\n{read_web_file('uPlot.iife.min.js')}"
     names = 'report',*more
