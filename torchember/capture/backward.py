@@ -9,7 +9,7 @@ __all__ = ['hook_gradients']
 import torch
 
 from .compiled import grads_arrived
-from .private_torch import is_wrapped, never_compile
+from .private_torch import add_hook, is_wrapped, never_compile
 
 # %% ../../nbs/10_capture/30_backward.ipynb #fbe91981
 def hook_gradients(named, report, place=None, again=False, key=None, ttype='output_grad'):
@@ -26,8 +26,8 @@ def hook_gradients(named, report, place=None, again=False, key=None, ttype='outp
         if again and any(getattr(h, 'place', None)==(place, n) for h in (x._backward_hooks or {}).values()): continue
         hook = gradient_hook(report, n, key, ttype)
         hook.place = place, n
-        h = x.register_hook(hook)
-        if x.is_leaf: handles.append(h)
+        if x.is_leaf: handles.append(x.register_hook(hook))
+        else: add_hook(x, hook)
     return handles
 
 # %% ../../nbs/10_capture/30_backward.ipynb #1f0f2741
@@ -40,4 +40,7 @@ def gradient_hook(report, n, key, ttype):
         if key is not None and torch.compiler.is_compiling(): grads_arrived([g], key, ttype, [n])
         else: report(n, g.detach())
         return g # returns the gradient, because compiled autograd does not accept hooks that return None
-    return never_compile(hook)
+    return hook
+
+# all hooks have the same code object, so this call is enough for all
+never_compile(gradient_hook(None, '', None, ''))

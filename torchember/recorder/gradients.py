@@ -36,7 +36,7 @@ class Gradients:
         # backwards: name of a tensor -> number of the last backward that computed its gradient
         backwards,pass_ = {},self.steps.pass_
         leaves = {n: id(x) for n,x in named if x.is_leaf}
-        self.given.update(dict.fromkeys(leaves.values(), pass_))
+        if leaves: self.given.update(dict.fromkeys(leaves.values(), pass_))
         def report(n, g):
             "Report the gradient `g` of the tensor with the name `n`. Autograd calls this hook."
             # ignore the gradient here: a later pass used the same leaf tensor, and its own hook reports the gradient
