@@ -2,6 +2,7 @@
 import gc
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,14 @@ from recorder.test_plan_of_calls import alls, compare, record, scenarios
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
+from torch.utils.checkpoint import checkpoint
 
 from torchember import torchEmber
-from torchember.capture.compiled import merge_calls_in_graph
+from torchember.capture import merging
+from torchember.capture.compiled import ReportedCall, merge_calls_in_graph
 from torchember.measure.planning import loaded_objects
+from torchember.recorder.merged_plans import MergedCalls, MergedPlan, MergedPlans
+from torchember.state.factories import from_activation_grad
 
 
 @pytest.fixture(scope='module', autouse=True)
@@ -106,8 +111,9 @@ def test_rows_are_those_of_the_general_way(monkeypatch, name, way):
     check(monkeypatch, name, **ways[way])
 
 
-# two scenarios replace functions that a compiled graph does not call, and torch itself refuses checkpoints of blocks with other shapes
-uncompiled = 'raises', 'fails_inside', 'a_wrapper'
+# two scenarios replace functions that a compiled graph does not call. Torch itself refuses checkpoints of blocks with other shapes,
+# and to trace a reader of the run
+uncompiled = 'raises', 'fails_inside', 'a_wrapper', 'reads_in_the_middle'
 
 
 @pytest.mark.parametrize('scenario', [s for s in scenarios if s.__name__ not in uncompiled], ids=lambda f: f.__name__)
@@ -198,3 +204,255 @@ def test_plans_keep_no_model_alive(monkeypatch):
     torch._dynamo.reset()
     gc.collect()
     assert ref() is None
+
+
+# ---- passes that are not of the usual kind
+
+def evaluates_in_another_shape(te, model, loss, i):
+    "The shapes of an evaluation must not stay in the `moduleTrack`s after the next training step."
+    model.eval()
+    with torch.no_grad(): x = model(torch.ones(5, 6)).sum().item()
+    model.train()
+    return x, [(t.name, t.input_dt, t.output_dt) for t in te.tracks].__repr__()
+
+def evaluates_with_gradients(te, model, loss, i):
+    "The gradients of an evaluation have its phase."
+    model.eval()
+    loss(model).backward()
+    model.train()
+
+def disarms_before_the_backward(te, model, loss, i):
+    "When the backward begins, the model is not recorded, and the graph represents modules by keys of deleted objects."
+    if i!=2: return
+    x = loss(model)
+    te.disarm()
+    x.backward()
+    te.arm()
+
+@pytest.mark.parametrize('scenario', [evaluates_in_another_shape, evaluates_with_gradients, disarms_before_the_backward], ids=lambda f: f.__name__)
+def test_passes_of_other_kinds(monkeypatch, scenario): check(monkeypatch, shared, scenario, ttypes=alls)
+
+
+def test_one_backward_of_two_steps(monkeypatch):
+    "Without an optimizer, each pass is a step, until the weights show that two passes were micro-batches. One backward computes gradients of both."
+    rows = []
+    for plan in '01':
+        torch._dynamo.reset()
+        monkeypatch.setenv('TORCHEMBER_PLAN', plan)
+        model,loss = shared()
+        whole(model)
+        with torchEmber(model, ttypes=alls) as te:
+            for _ in range(6):
+                (loss(model)+2*loss(model)).backward()
+                with torch.no_grad():
+                    for p in model.parameters(): p.sub_(.1*p.grad)
+                model.zero_grad()
+            written = te.recorder.events.merged.written
+        rows.append([{k: v for k,v in r.items() if k!='ts'} for r in te.t.lines()])
+    assert rows[0]==rows[1] and written
+
+
+def late_backward(te, model, loss, i):
+    "The backward of a recorded step begins in a step that is not recorded."
+    x = loss(model)
+    te.step()
+    loss(model).item()
+    x.backward()
+
+def test_a_late_backward(monkeypatch): check(monkeypatch, shared, late_backward, ttypes=alls, every=2, optimizer=None)
+
+
+def backward_of_a_removed_module(te, model, loss, i):
+    "A backward reports gradients of a module that was deleted after the forward."
+    if i!=5: return
+    x = loss(model)
+    model[1] = nn.Tanh()
+    y = loss(model)
+    gc.collect()
+    x.backward()
+    return y.item()
+
+def test_a_removed_module(monkeypatch):
+    "The plan of the forward, which keeps the module alive, may be dropped before the backward."
+    monkeypatch.setattr(MergedPlans, 'most', 1)
+    check(monkeypatch, shared, backward_of_a_removed_module, ttypes=alls, steps=7)
+
+
+def test_cached_summaries_are_dropped_first(monkeypatch):
+    "Compiled code writes without new version numbers, so a plan drops the cached summaries of earlier rows before it writes rows."
+    run,record_calls,seen = MergedPlan.run,MergedCalls.record,[]
+    def run_with_a_summary(plan, xs):
+        plan.arena.seen[-1] = None
+        run(plan, xs)
+    def note_and_record(part, xs):
+        seen.append(-1 in part.events.buffer.rows.arena.seen)
+        return record_calls(part, xs)
+    monkeypatch.setattr(MergedPlan, 'run', run_with_a_summary)
+    monkeypatch.setattr(MergedCalls, 'record', note_and_record)
+    record(monkeypatch, '1', shared, prepare=whole)
+    assert seen and not any(seen)
+
+
+# ---- graphs inside of a pass of uncompiled code
+
+class Around(nn.Module):
+    "A model that is not compiled. It calls compiled modules, and looks at the state of the recording between these calls."
+    def __init__(self, checkpoints=None):
+        super().__init__()
+        self.first,self.second,self.head = Whole(nn.Linear(6, 6), nn.Tanh()),Whole(nn.Linear(6, 6), nn.Tanh()),nn.Linear(6, 2)
+        self.checkpoints,self.look = checkpoints,lambda x: None
+    def forward(self, x):
+        for m in (self.first, self.second):
+            x = m(x) if self.checkpoints is None else checkpoint(m, x, use_reentrant=self.checkpoints)
+            self.look(x)
+        return self.head(x)
+
+
+def compile_inner(model):
+    for m in (model.first, model.second): m.compile(backend=backend)
+
+def around(**how): return lambda: squared(Around(**how), torch.linspace(-2, 2, 48).reshape(8, 6).requires_grad_())
+
+
+def looking(model, loss, look):
+    "Run a forward and a backward, and call `look` with the result of each compiled graph of the forward."
+    model.look = look
+    loss(model).backward()
+    model.look = lambda x: None
+
+def looks(te, model, loss, i):
+    "Note between two compiled graphs which modules run, in the recorder and in the black box."
+    seen,calls = [],te.recorder.buffer.calls
+    def look(x):
+        here,box = calls.here,calls.box
+        at,names = here.box[1],{n: name for name,n in box.modules.items()}
+        running = [names[n] for n in box.words[at+2:at+2+box.words[at+1]]]
+        seen.append((te.current_mt.name, here.call, len(here.stack), running, names[box.words[at+3]]))
+    looking(model, loss, look)
+    return seen
+
+def reuses_memory(te, model, loss, i):
+    "Compiled code writes into tensors without a new version number, so rows of earlier tensors with the same memory must not be used again."
+    looking(model, loss, lambda x: x.detach().numpy().__iadd__(1))
+
+def reuses_memory_of_gradients(te, model, loss, i):
+    "Also compiled code that computes gradients writes without a new version number."
+    def add(g): g.numpy().__iadd__(1)
+    looking(model, loss, lambda x: x.register_hook(add) and None)
+
+def gradients_inside_a_pass(te, model, loss, i):
+    "A backward inside of the forward recomputes the calls of a checkpoint."
+    looking(model, loss, lambda x: torch.autograd.grad(x.square().sum(), model.first[0].weight, retain_graph=True) and None)
+
+def runs_in_another_thread(te, model, loss, i):
+    "While two threads run the model, Python code records their calls."
+    def look(x):
+        model.look = lambda x: None
+        before = te.recorder.events.merged.written
+        t = threading.Thread(target=loss, args=(model,))
+        t.start()
+        t.join()
+        assert te.recorder.events.merged.written==before
+    looking(model, loss, look)
+
+def calls_a_part(te, model, loss, i): return model.first(torch.ones(3, 6)).sum().item()
+
+
+@pytest.mark.parametrize('scenario', [looks, reuses_memory, reuses_memory_of_gradients, runs_in_another_thread, calls_a_part],
+    ids=lambda f: f.__name__)
+def test_between_two_graphs(monkeypatch, scenario):
+    check(monkeypatch, around(), scenario, compile_inner, ttypes=alls, blackbox=True)
+
+
+@pytest.mark.parametrize('scenario', [None, gradients_inside_a_pass], ids=['after the pass', 'inside'])
+@pytest.mark.parametrize('reentrant', [False, True])
+def test_recomputation_of_a_checkpoint_is_not_recorded(monkeypatch, reentrant, scenario):
+    if reentrant and scenario is not None: pytest.skip('torch refuses `autograd.grad` through a reentrant checkpoint')
+    check(monkeypatch, around(checkpoints=reentrant), scenario, compile_inner, ttypes=alls)
+
+
+def maps_over_rows(te, model, loss, i):
+    if i>2: return torch.func.vmap(model)(torch.linspace(-2, 2, 24).reshape(4, 6)).sum().item()
+
+def test_a_transform(monkeypatch): check(monkeypatch, around(), maps_over_rows, compile_inner, ttypes=alls)
+
+
+@pytest.mark.parametrize('name', [shared, uneven], ids=lambda n: n.__name__)
+def test_calls_in_several_graph_parts(monkeypatch, name):
+    "With a low limit for unused memory, several merged calls report the calls of a graph, also the start and the end of one call."
+    monkeypatch.setattr(merging, 'groups_of_calls', partial(merging.groups_of_calls, least=0))
+    monkeypatch.setattr(merging, 'most_part', .2)
+    check(monkeypatch, name, ttypes=alls)
+
+
+def test_facts_about_outputs(monkeypatch):
+    "In the steps that collect facts about outputs, Python code gets all tensors."
+    facts = []
+    for plan in '01':
+        torch._dynamo.reset()
+        monkeypatch.setenv('TORCHEMBER_PLAN', plan)
+        model,loss = squared(Whole(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 16)), torch.linspace(-2, 2, 96).reshape(16, 6))
+        whole(model)
+        opt = torch.optim.SGD(model.parameters(), lr=.1)
+        with torchEmber(model, optimizer=opt) as te:
+            for _ in range(5): loss(model).backward(); opt.step()
+            facts.append(te.recorder.sources.at_calls[-1].facts()['outputs'])
+    assert facts[0]==facts[1] and facts[0]['1']['steps']==[0, 1, 3]
+
+
+def other_listener_of_gradients(te, model, loss, i):
+    "While another listener wants the gradients of all outputs, it gets the same gradients as without plans."
+    if i<2: return
+    if i==2: te.acts = from_activation_grad(model)
+    if i==4: te.acts.remove()
+    return {k: x.sum().item() for k,x in te.acts.state_dict.items()}
+
+def test_another_listener_of_gradients(monkeypatch): check(monkeypatch, shared, other_listener_of_gradients, ttypes=alls)
+
+
+class Renamed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head,self.body,self.name = nn.Linear(6, 2),Whole(nn.Linear(6, 6), nn.Tanh()),'body'
+    def forward(self, x): return self.head(getattr(self, self.name)(x))
+
+def renamed(): return squared(Renamed(), torch.linspace(-2, 2, 48).reshape(8, 6))
+
+def renames(te, model, loss, i):
+    if i!=5: return
+    model.other,model.name = model.body,'other'
+    del model.body
+
+def test_a_renamed_module(monkeypatch):
+    "After a module was renamed, its rows have the new name, although the graph reports the same names of tensors for the same modules."
+    check(monkeypatch, renamed, renames, ttypes=alls, steps=8)
+
+
+def changes_statistics_late(te, model, loss, i):
+    "Compiled code has the addresses of the taps at this time. In the scenario `changes_statistics`, it has none yet."
+    if i==5: te.recorder.buffer.use(('min', 'max'), ['output', 'output_grad', 'weight'], te.recorder.sources.states)
+
+def test_new_taps(monkeypatch): check(monkeypatch, shared, changes_statistics_late, ttypes=alls, steps=8)
+
+
+def test_a_missing_gradient_stays_none():
+    "A report with the index -1 gets None in place of a tensor."
+    got = []
+    ReportedCall(0, 'grads_arrived', lambda holder, xs, *more: got.append((xs, more)), [1, -1, 0], ['output_grad']).run(None, ['a', 'b'])
+    assert got==[(['b', None, 'a'], ('output_grad',))]
+
+
+class Mean(nn.Module):
+    def forward(self, x): return x.mean(0, keepdim=True)
+
+def pooled():
+    torch.manual_seed(0)
+    return Whole(Mean(), nn.Linear(6, 2)),lambda m: m(torch.ones(8, 6)).square().sum()
+
+def smaller_batches(te, model, loss, i):
+    out = model(torch.ones(5, 6)).sum().item()
+    return out, [(t.name, t.input_dt) for t in te.tracks].__repr__()
+
+def test_shapes_of_unrecorded_inputs(monkeypatch):
+    "The shapes of inputs are noted, even if only outputs are recorded, and no output has a new shape."
+    check(monkeypatch, pooled, smaller_batches, ttypes=('output',), steps=7)

@@ -31,7 +31,7 @@ class RowPlace(NamedTuple):
     report:int # Index of the `Move` in its `MergedCalls`, or of the gradient in its `MergedGradients`
 
 def words_of_place(place):
-    "Return four integers for compiled code: the encoded tap of a place. For parameters: the address of the module's plan, and zeros."
+    "Return the four integers by which compiled code finds the tap of a `RowPlace`. For parameters: the address of the module's plan, and zeros."
     if place.tensor<0: return place.state.patch.plan.address,0,0,0
     return encode_tap(place.state.taps.get((place.ttype, place.tname, None, 0, None)))
 
@@ -111,7 +111,9 @@ class MergedCalls:
         self.texts = [m.text for m in moves]
         places = [*places_of_moves(moves, events.sources.at_calls[0].ttypes)]
         self.rows = MergedRows(events.planned.compiled, events.buffer.rows.arena, places, len(moves))
-        self.has_shapes = False # True after the shapes of the tensors were stored in the `moduleTrack`s
+        # shapes: (id of a `moduleTrack`, True for inputs) -> dict of shapes that this plan has stored there last
+        # has_rows: True if all tensors have rows, which show a change of their shapes
+        self.shapes,self.has_rows = {},{m.ttype for m in moves}<=set(events.sources.at_calls[0].ttypes)
 
     def can_record(self, here) -> bool:
         "Return True if the plan can record the calls now. `here`: this thread's `ThreadContext`."
@@ -135,7 +137,7 @@ class MergedCalls:
         ttypes = sources.parameter_types[steps.manual]
         measured = (id(sources.parameters.seen) if steps.manual else -1) if ttypes else 0
         changed = self.rows.write(xs, lambda place: self.write_by_python(place, xs), measured, self.events.buffer.on_device)
-        if changed or not self.has_shapes: self.note_shapes(xs)
+        if changed or not self.are_shapes_known(): self.note_shapes(xs)
         here.log += self.texts
         self.calls.current = self.calls.innermost() or self.moves[-1].state.track
         if self.calls.box is not None: self.note_position(here)
@@ -165,14 +167,18 @@ class MergedCalls:
         if place.tensor<0: return place.state.patch.plan.measure_parameters(not events.buffer.on_device)
         events.buffer.measure(place.state, place.ttype, place.tname, xs[place.tensor], None, self.rows.calls[place.report], None)
 
+    def are_shapes_known(self) -> bool:
+        "Return True if the `moduleTrack`s have the shapes of the last call of this plan. Other calls, as in an evaluation, replace these shapes."
+        of = lambda m: m.state.track.input_dt if m.begins else m.state.track.output_dt
+        return self.has_rows and all(of(m) is self.shapes.get((id(m.state.track), m.begins), False) for m in self.moves)
+
     def note_shapes(self, xs):
         "Note the shapes of all tensors in the `moduleTrack`s."
         for m in self.moves:
             m.state.passes.shapes_known[not m.begins] = 0
-            shapes = shapes_of([(n, xs[at]) for n,at in m.named])
+            shapes = self.shapes[id(m.state.track), m.begins] = shapes_of([(n, xs[at]) for n,at in m.named])
             if m.begins: m.state.track.input_dt = shapes
             else: m.state.track.output_dt = shapes
-        self.has_shapes = True
 
     def note_position(self, here):
         "Note in the black box that the last module of the merged call has run, and which modules are still running."
@@ -229,7 +235,7 @@ def move_of(report, state):
     return Move(state, begins, tuple(zip(names, report.at, strict=True)), hooked if has_gradients else ())
 
 def places_of_gradients(report, state):
-    "Return a `RowPlace` with `report=0` for each gradient of a report. None if the report is of another kind, or its gradients are not recorded."
+    "Return a `RowPlace` for each gradient that a `ReportedCall` reports. None if it reports something else, or its gradients are not recorded."
     if report.operator!='grads_arrived' or not getattr(state.wants, report.arguments[0]): return None
     ttype,names = report.arguments
     return [RowPlace(state, ttype, n or lone_output, at, 0) for n,at in zip(names, report.at, strict=True)]
