@@ -280,7 +280,7 @@ def noted_rates(m, rate, kept=False):
 def test_a_schedule_that_ends_too_soon_is_still_found_and_its_rate_is_quoted():
     found = noted_rates(split(), lambda i: .003 if i<20 else 1e-9)
     assert facts(found)==[('warning', 'update_too_small', '', 20)]
-    assert 'The schedule lowered the learning rate too early: lr is 1e-09, and was 0.003 before.' in found.text[0]
+    assert 'The schedule lowered the learning rate too early: lr is 1e-09 at step 20. Its largest value is 0.003.' in found.text[0]
     assert 'The last 40 of 60 steps hardly change the weights.' in found.text[0]
 
 

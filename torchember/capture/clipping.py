@@ -14,7 +14,8 @@ from torch.nn import utils
 from .private_torch import norm_clipper
 
 # %% ../../nbs/10_capture/42_clipping.ipynb #d9115daf
-places = utils,utils.clip_grad # Python modules of torch with the clipping functions; each clipping function is in both of them
+# Python modules of torch with the clipping functions; each clipping function is in both of them
+places = utils,utils.clip_grad
 clippers = 'clip_grad_norm_','clip_grad_value_','clip_grads_with_norm_',*([norm_clipper] if norm_clipper else [])
 # `running.clips`: True while a clipping function runs in this thread. Nested clipping calls are not reported
 running = threading.local()

@@ -50,8 +50,10 @@ def unused_name(name):
     names = (f'{name}_{i}' if i>1 else name for i in itertools.count(1))
     return next(n for n in names if not hasattr(torch.ops.torchember, n))
 
-operators = {} # full name of an operator with mergeable calls -> its name without the number of `unused_name`, and the function that it calls
-mergeable = {} # operator with mergeable calls -> True if the operator has an effect token, which keeps its calls in order
+# full name of an operator with mergeable calls -> its name without the number of `unused_name`, and the function that it calls
+operators = {}
+# operator with mergeable calls -> True if the operator has an effect token, which keeps its calls in order
+mergeable = {}
 
 def define_operator(name, arguments, f, token=True, tensors='Tensor[]', merges=True):
     """Define an operator to report tensors from compiled code. torch.compile keeps the operator in the graph and in order, without tracing its code.

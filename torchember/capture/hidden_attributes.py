@@ -13,7 +13,8 @@ class ArmedDict(dict):
     def __init__(self, own):
         super().__init__(own)
         self.own = own # the module's `__dict__` from before recording; `uninstall` restores it
-        self.installed = {} # key -> (value installed by torchember, the module's own value, which is hidden until `uninstall`)
+        # key -> (value installed by torchember, the module's own value, which is hidden until `uninstall`)
+        self.installed = {}
 
     def install(self, new):
         "Install the values of the dict `new`. The module's own values of these keys are hidden until `uninstall`."

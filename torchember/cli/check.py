@@ -131,7 +131,8 @@ class Checking(Recording):
     options: keyword arguments of `torchEmber`
     steps: number of steps of each model
     rules: as for `check_step`"""
-    patience = 10 # factor: when one model has made `patience` times the requested number of steps, stop waiting for other models
+    # factor: when one model has made `patience` times the requested number of steps, stop waiting for other models
+    patience = 10
 
     def __init__(self, options, steps=1, rules='default'):
         super().__init__(options)

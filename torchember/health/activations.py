@@ -77,7 +77,8 @@ def find_nearly_dead(h, share):
         at = find_lasting_start(s['zero_frac']>=share)
         if at is None: continue
         layer,zeros = feeding_layer(h, s),median(s['zero_frac'][at:])
-        yield s.finding(at, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of {s.title} are zero: most units of this module are dead (always zero).",
+        yield s.finding(at, f"From step {s.steps[at]} on, {zeros:.1%} of the outputs of {s.title} are zero (after a ReLU, 40 to 60% are usual). "
+            "Probably, most units of this module are dead (always zero).",
             s.path if layer is None else layer, stat='zero_frac', severity='warning', zero_frac=zeros, dead=s.path,
             confidence=confidence_from(1-zeros, 1-share),
             advice=dead_advice(s.steps[at]==h.steps[0]))
@@ -85,8 +86,9 @@ def find_nearly_dead(h, share):
 
 def dead_advice(is_first):
     "Return the advice for a layer with zero outputs. `is_first`: True if the outputs are zero from the first step on."
-    default,rate = 'Restore the default initial weights: layer.reset_parameters().','Divide the learning rate by 10, because the layer died during training.'
-    return f"{default if is_first else rate} Or replace the ReLU by LeakyReLU or GELU, which let gradients pass for negative inputs."
+    first = 'Restore the default initial weights and biases: layer.reset_parameters().'
+    late = 'Divide the learning rate by 10, because the layer died during training.'
+    return f"{first if is_first else late} Or use LeakyReLU or GELU in place of ReLU: they let gradients pass for negative inputs."
 
 def flag_nonpositive(s):
     "Return a mask of the steps in which no value of a tensor is above zero, by the maximum. If `max` is missing, use `abs_mean` and `mean`."
@@ -102,8 +104,10 @@ def find_dead_by_gradient(h):
         grads = [o for k,o in h.grads.items() if k[0]==path]
         if len(s)<5 or not grads or path in h.graph.last_modules or (at := find_lasting_start(flag_nonpositive(s))) is None: continue
         if any((i := find_lasting_start(o.zero)) is None or o.steps[i]>s.steps[at]+1 for o in grads): continue
+        mean = median(s['mean'][at:])
         return [s.finding(at, f"The activation after {s.title} is dead (always zero) from step {s.steps[at]} on, because all outputs of this layer "
-            f"are zero or negative (mean {fmt(median(s['mean'][at:]))}). The weight gradients of the layer are exactly zero, so the layer cannot recover.",
+            f"are {'zero' if mean==0 else f'zero or negative (mean {fmt(mean)})'}. "
+            "The weight gradients of the layer are exactly zero, so the layer cannot recover.",
             look="overview(run)", dead=path, advice=dead_advice(s.steps[at]==h.steps[0]))]
     return []
 
@@ -111,7 +115,7 @@ def below_zero_phrase(fed, s, step):
     "Return a phrase about the layer `fed` if all its outputs are below zero, so that a ReLU after `fed` returns zeros. Else return ''."
     if fed is None or fed is s or 'max' not in fed: return ''
     later = fed['max'][fed.steps>=step]
-    return f". The layer before, {fed.title}, returns no positive value at this step (at most {fmt(later[0])})" if len(later) and later[0]<=0 else ''
+    return f". The layer before, {fed.title}, returns no positive value at this step (maximum: {fmt(later[0])})" if len(later) and later[0]<=0 else ''
 
 def has_gradients(h, layer, step):
     "Return True if a parameter of a layer has a gradient other than zero in more than half of the steps after `step`."
@@ -121,7 +125,9 @@ def has_gradients(h, layer, step):
 def recovery_phrase(h, s, layer, alive):
     "Return a sentence that states if a layer can recover after its activation returned only zeros. `alive`: result of `has_gradients`."
     if alive: return f" Gradients still reach `{layer}` on another path, so `{layer}` may recover."
-    if any(k[0]==layer for k in h.grads): return f" The gradients of `{layer}` are also zero, so `{layer}` cannot recover."
+    grads = [g for k,g in h.grads.items() if k[0]==layer]
+    if any(g.bad[~g.skipped].any() for g in grads): return f" Gradients of `{layer}` are NaN or infinite, which may be the cause."
+    if grads: return f" The gradients of `{layer}` are also zero, so `{layer}` cannot recover."
     return " No gradient passes through this activation, so it cannot recover." if any(r in h.activation(s) for r in zero_range_activations) else ''
 
 # %% ../../nbs/55_health/40_activations.ipynb #72849866
@@ -220,8 +226,8 @@ def saturated(h, slope=.05):
         confidence=confidence_from(left, slope*full_slope[kind], (len(s)-at)/len(s), h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #0cb0c418
-attention_advice = ("Divide the scores by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. If the scores "
-    "are already divided, apply LayerNorm to queries and keys")
+attention_advice = ("If your code computes the logits, divide them by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. "
+    "If they are already divided, apply LayerNorm to queries and keys")
 
 def is_attention_weights(h, s):
     """Return True if a tensor holds attention weights, and is not the output of the model.
@@ -242,12 +248,12 @@ def find_peaked_rows(h, peak):
         if at is None: continue
         size = plain_median(squares[at:])
         yield s.finding(at, f"From step {s.steps[at]} on, the attention of {s.title} puts nearly all weight on one of {s.shape[-1]} "
-            f"positions. The sum of the squared weights of a row is {fmt(size)} (1 if all weight is on one position). "
+            f"positions. The sum of the squared attention weights of a query is {fmt(size)} on average; 1 means that one position gets all the weight. "
             "Hardly any gradient passes through the softmax.", squares=size,
             confidence=confidence_from(1-size, 1-peak, (len(s)-at)/len(s), h.progress.is_good),
             # 'info' if the training goes well, because the model has then learned to attend to one position
             severity='error' if h.progress.is_bad else 'info' if h.progress.is_good and at>2 else None,
-            advice=attention_advice+", or lower the learning rate.")
+            advice=attention_advice+(", or divide the learning rate by 10." if at else ", or use smaller initial weights for both."))
 
 def find_peaked_start(h, early, masked=.8, least=8):
     """Yield findings about attention that is peaked at the start: in the first step, before any learning, it prefers few positions.
@@ -261,9 +267,10 @@ def find_peaked_start(h, early, masked=.8, least=8):
         size = float(s.rms[0]**2*s.shape[-1])
         if not size>(early if s['min'][0]>0 else masked): continue
         yield s.finding(0, f"Before training, the attention of {s.title} already puts most weight on few of {s.shape[-1]} positions. The sum of the "
-            f"squared weights of a row is {fmt(size)}; with equal weights, it would be {fmt(1/s.shape[-1])}. "
+            f"squared attention weights of a query is {fmt(size)} on average. "
+            f"One position with all the weight gives 1, and equal weights give {fmt(1/s.shape[-1])}. "
             "Only a small gradient passes through the softmax.", squares=size,
-            advice=attention_advice+", or use smaller initial weights for queries and keys.")
+            advice=attention_advice+", or use smaller initial weights for both.")
 
 # %% ../../nbs/55_health/40_activations.ipynb #893f4d6c
 logit_text = "The attention softmax{of} puts nearly all weight on one position, because queries and keys are too large. "
@@ -282,8 +289,8 @@ def find_large_weights(h, logit):
         if at is None: continue
         yield w.finding(at, f"{logit_text.format(of=f' of {name_module(path, w.kind)}')}Queries and keys have an rms of about {fmt(each[at])}, "
             f"so the logits have an rms of about {fmt(each[at]**2)}, from step {w.steps[at]} on.", severity='error' if h.progress.is_bad else None,
-            advice="Start with smaller weights: torch.nn.init.xavier_uniform_(attention.in_proj_weight). Or apply LayerNorm to queries and keys, "
-            "or lower the learning rate.",
+            advice="Start with smaller weights: torch.nn.init.xavier_uniform_(attention.in_proj_weight). Or apply LayerNorm to the input of this module, "
+            "or divide the learning rate by 10.",
             logits=float(each[at]**2), confidence=confidence_from(each[at]**2, logit, against=h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #253e2c1e
@@ -315,9 +322,10 @@ def find_large_products(h, logit):
         if at is None: continue
         # large logits may be intended, so this is an error only if the training goes badly
         severity = 'error' if h.progress.is_bad else 'info' if h.progress.is_good else None
-        yield q.finding(at, f"{logit_text.format(of='')}The rms of {name_module(q.path)} is {fmt(q.rms[n-1])} and that of {name_module(k.path)} is "
-            f"{fmt(k.rms[n-1])}, so the rms of the logits is about {fmt(size[n-1])}. The logits are too large from step {q.steps[at]} on.", severity=severity,
-            advice=attention_advice+", use smaller initial weights, or lower the learning rate.",
+        keys = '' if k is q else f", those of {name_module(k.path)} of {fmt(k.rms[n-1])}"
+        yield q.finding(at, f"{logit_text.format(of='')}The outputs of {name_module(q.path)} have an rms of {fmt(q.rms[n-1])}{keys}, "
+            f"so the logits have an rms of about {fmt(size[n-1])}. The logits are too large from step {q.steps[at]} on.", severity=severity,
+            advice=attention_advice+(", or divide the learning rate by 10." if at else ", or use smaller initial weights for both."),
             logits=float(size[n-1]), confidence=confidence_from(size[n-1], logit, (n-at)/n, h.progress.is_good))
 
 # %% ../../nbs/55_health/40_activations.ipynb #56a72632
@@ -368,11 +376,11 @@ def find_posterior_collapse(h, least=1e-3):
             nats = .5*(m.rms**2+.5*v.rms**2)
             at = find_lasting_start(nats<least)
             if at is None or nats[0]<=3*least: continue
-            yield m.finding(at, f"From step {m.steps[at]} on, the latent code carries almost no information. {name_module(p)} has an rms of "
-                f"{fmt(m.rms[-1])} and {name_module(q)} an rms of {fmt(v.rms[-1])}, so both match the prior "
-                f"(KL divergence: about {fmt(nats[-1])} nats per value).",
-                advice="Start with a small weight of the KL divergence and increase this weight slowly. Or sum the reconstruction error over all values "
-                "instead of averaging, or use free bits.", nats=float(nats[-1]), confidence=confidence_from(nats[-1], least))
+            yield m.finding(at, f"From step {m.steps[at]} on, the latent code carries almost no information: it matches the prior (mean 0, variance 1). "
+                f"The outputs of {name_module(p)} have an rms of {fmt(m.rms[-1])}, those of {name_module(q)} of {fmt(v.rms[-1])}. "
+                f"The KL divergence is about {fmt(nats[-1])} nats per value.",
+                advice="Increase the weight of the KL divergence slowly: loss = reconstruction + beta*kl, with beta from 0 to 1. Or sum the reconstruction "
+                "error over all values instead of averaging, or use free bits.", nats=float(nats[-1]), confidence=confidence_from(nats[-1], least))
 
 collapse_advice = ("Divide the learning rate and weight_decay by 10. If the loss compares two outputs of the model, equal outputs may minimize the loss: "
     "add negative samples, or detach() one of the two outputs.")
@@ -382,9 +390,9 @@ def find_rank_collapse(h):
     for s in h.all:
         for stat in ('RankMe', 'rankme', 'effective_rank'):
             if stat not in s or len(s)<3 or not s[stat][0]>3 or (at := find_lasting_start(s[stat]<1.5)) is None: continue
-            yield finding(s, f"The effective rank of the input of {name_module(s.path, s.kind)} collapses: {stat} falls from {fmt(s[stat][0])} at the start to "
-                f"{fmt(s[stat][-1])}. The rank is below 1.5 from step {s.steps[at]} "
-                f"on.", s.steps[at], s.steps[-1], advice=collapse_advice, rank=float(s[stat][-1]))
+            yield finding(s, f"The effective rank of the {s.ttype} of {name_module(s.path, s.kind)} collapses: {stat} falls from {fmt(s[stat][0])} "
+                f"at the start to {fmt(s[stat][-1])}. From step {s.steps[at]} on, the rank is below 1.5, so nearly all values lie along one direction.",
+                s.steps[at], s.steps[-1], advice=collapse_advice, rank=float(s[stat][-1]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #7052a2ad
 @rule(severity='warning', needs='output', stats=('mean', 'std'),
@@ -402,7 +410,10 @@ def collapse(h, small=1e-3):
         return
     s,at = min(found, key=lambda f: (f[0].steps[f[1]], f[0].order))
     std,start = median(s['std'][at:]),median(s['std'][:3])
-    yield s.finding(at, f"The output of {s.title} is almost the same for every input: from step {s.steps[at]} on, the standard deviation of the "
-        f"output is {fmt(std)} (mean {fmt(median(s['mean'][at:]))}). In the first steps, the standard deviation was {fmt(start)}.",
-        severity='error' if h.progress.is_bad else None, std=std, start=start, advice=collapse_advice,
+    before = f" In the first steps, it was {fmt(start)}." if start>std else ''
+    yield s.finding(at, f"The output of {s.title} is {'almost ' if std>0 else ''}the same for every input: from step {s.steps[at]} on, "
+        f"the standard deviation of its values is {fmt(std)} (mean {fmt(median(s['mean'][at:]))}).{before}",
+        severity='error' if h.progress.is_bad else None, std=std, start=start, advice=collapse_advice if at else
+        "Print the input and the weights of this module: if one of them is zero, the output is the same for every input. "
+        "A softmax over one unit always returns 1: use torch.nn.Sigmoid() instead.",
         confidence=confidence_from(std/start if start>0 else 0, small, (len(s)-at)/len(s), h.progress.is_good))

@@ -58,7 +58,7 @@ def constant_batch(h, most=.5, least=8):
         if not len(at): return
         values = np.unique(s['max'][at])
         value = f"are {fmt(values[0])}" if len(values)==1 else "are equal"
-        yield s.finding(at[0], f"In {len(at)} of {len(s)} steps, all values of {s.tname} of {s.title} {value} "
+        yield s.finding(at[0], f"In {len(at)} of {len(s)} steps, all values of the input `{s.tname}` of {s.title} {value} "
             f"({list_batch_steps(s.steps[at])}). The data of {'these batches were' if len(at)>1 else 'this batch were'} "
             "lost.", last=at[-1], stands=True, steps=len(at), of=len(s), value=float(values[0]),
             advice="Print x.min() and x.max() of each batch of the DataLoader. If both are equal, check the transforms and the files of these "
@@ -101,7 +101,7 @@ def repeated_data(h, longest=4, groups=16, least=12):
     # no finding for a single batch, because `same_data` reports it, and for very small batches
     if equal_to_earlier(ins, 1).all() or all(count_batch_elements(i)<=16 for i in ins): return
     if n := find_groups(ins, groups): yield report_groups(h, s, n)
-    elif n := find_cycle(ins, longest): yield s.finding(0, f"The training repeats {n} batches: {s.tname} of {s.title} has the same statistics "
+    elif n := find_cycle(ins, longest): yield s.finding(0, f"The training repeats {n} batches: the input `{s.tname}` of {s.title} has the same statistics "
         f"in every {n}{'nd' if n==2 else 'rd' if n==3 else 'th'} step.", severity='info', stat='mean', batches=n,
         advice=f"If all data fit in {n} batches, change nothing. Otherwise check that the loop does not create a new iterator of the DataLoader every "
         f"{n} steps. Also set shuffle=True.")
@@ -110,7 +110,7 @@ def report_groups(h, s, n):
     "Return the finding that each batch of the data input `s` is used in `n` consecutive steps."
     # severity 'info' in adversarial and reinforcement learning, where several steps with one batch are usual
     severity = 'info' if h.progress.verdict=='means nothing' else None
-    return s.finding(0, f"Each batch is used in {n} consecutive steps: {s.tname} of {s.title} has the same statistics in these "
+    return s.finding(0, f"Each batch is used in {n} consecutive steps: the input `{s.tname}` of {s.title} has the same statistics in these "
         "steps.", severity=severity, stat='mean', times=n,
         advice="If this is intended, change nothing. Otherwise check that the loop fetches a new batch in each step. Workers of a DataLoader with equal seeds "
         "return equal random data: in worker_init_fn, call np.random.seed(torch.initial_seed() % 2**32).")
@@ -142,9 +142,9 @@ def batch_lost(h, share=.7, least=5):
     for s in ins:
         others = [o for o in ins if o is not s and o.shape is not None and len(o.shape)>1 and not (batch_sizes(o)==1).all()]
         if not (n := find_single_row(s, others, share)): continue
-        yield s.finding(0, f"{s.tname} of {s.title} has one row, but {others[0].tname} has {n} rows. All {n} samples of a batch get the same "
-            f"{s.tname}.", stat='mean', stands=True, rows=1, batch=n,
-            advice=f"Print the shapes of the arguments of the model: {s.tname} should have {n} rows. Check the collate function or tokenizer, which may "
+        yield s.finding(0, f"The input `{s.tname}` of {s.title} has one row, but `{others[0].tname}` has {n} rows. All {n} samples of a batch get the same "
+            f"`{s.tname}`.", stat='mean', stands=True, rows=1, batch=n,
+            advice=f"Print the shapes of the arguments of the model: `{s.tname}` should have {n} rows. Check the collate function or tokenizer, which may "
             "have joined the samples. If one row for all samples is intended, change nothing.")
         return
 

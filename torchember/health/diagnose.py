@@ -138,12 +138,13 @@ def find_missing_statistics(h, rules) -> list:
 def find_unrecorded(h, rules=()) -> list:
     """Find quantities that were not recorded, so that no rule could check them. Return a list of (quantity, code that records it).
 
-    rules: the `Rule`s that checked the run
+    rules: the `Rule`s that checked the run; without rules, all quantities count
     """
-    recorded = {s.ttype for s in h.all}
-    out = [(what, f"ttypes=[..., {ttype!r}]") for ttype,(what,could) in wanted_types.items() if ttype not in recorded and could(h)]
+    recorded,needed = {s.ttype for s in h.all},{t for r in rules for t in r.needs} if rules else {*wanted_types}
+    out = [(what, f"ttypes=[..., {ttype!r}]") for ttype,(what,could) in wanted_types.items() if ttype in needed-recorded and could(h)]
     if h.loss is None: out.insert(0, ('the loss', 'te.log(loss=loss)'))
-    if not any('zero_frac' in s for s in h.series('output')): out.append(('the fraction of dead units', "stats='full'"))
+    counts_dead = not rules or any(r.name=='dead_units' for r in rules)
+    if counts_dead and not any('zero_frac' in s for s in h.series('output')): out.append(('the fraction of dead units', "stats='full'"))
     if not h.parameters: out.append(('the parameters of the optimizer', 'torchEmber(model, optimizer=opt), and pass the run to diagnose, not a table'))
     return out+find_missing_statistics(h, rules)
 

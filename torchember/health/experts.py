@@ -48,13 +48,16 @@ def router_collapse(h, share=.9, half=.5, records=5):
     for r in collapsed[:1]:
         top,n = r.most_used(),len(r.names)
         at = start_of_last_true(top>share, records)
+        choices = 'tokens' if r.choices==1 else f'choices (each token chooses {r.choices} experts)'
         names = [r.names[i] for i in sorted(np.argsort(-r.load[-1], kind='stable')[:r.choices])]
-        yield finding(r.path, f"The router {r.title} sends nearly all tokens to the same experts. From step {r.steps[at]} on, {list_names(names)} "
-            f"(of {n} experts) get {fmt(100*top[-1])}% of the tokens' choices. The other experts are hardly trained.", int(r.steps[at]), int(r.steps[-1]),
+        yield finding(r.path, f"From step {r.steps[at]} on, the router {r.title} sends nearly all tokens to {r.choices} of its {n} experts. "
+            f"At step {r.steps[-1]}, {list_names(names)} get{'s'*(r.choices==1)} {fmt(100*top[-1])}% of the "
+            f"{choices}. The other experts are hardly "
+            "trained.", int(r.steps[at]), int(r.steps[-1]),
             ttype='router', severity='error' if h.progress.is_bad else None, share=float(top[-1]), experts=names, routers=[c.path for c in collapsed],
             confidence=confidence_from(1-share, max(1-top[-1], 1e-9)), look=f"scalar_line(run, {r.path!r}, 'router', 'load')",
-            advice="Add a load-balancing loss (in Hugging Face models: output_router_logits=True and router_aux_loss_coef=0.01), "
-                "and check the sign of this loss. Or initialize the router with smaller weights.")
+            advice="Add a load-balancing loss (in Hugging Face models: output_router_logits=True and router_aux_loss_coef=0.01). "
+                "If the model has such a loss, check its sign. Or initialize the router with smaller weights.")
 
 # %% ../../nbs/55_health/42_experts.ipynb #50640d88
 def last_unused(r, equal:int, records:int) -> list:
@@ -80,8 +83,10 @@ def unused_expert(h, equal=16, records=5):
     at = min(at for _,at in unused)
     others = sum(len(u) for _,u in found)-len(unused)
     more = f" Other routers have {others} unused expert{'s'*(others>1)}." if others else ''
-    yield finding(r.path, f"From step {r.steps[at]} on, {list_names([n for n,_ in unused])} of {r.title} get{'s'*(len(unused)==1)} no token. With "
-        f"an equal load, each of the {len(r.names)} experts would get {fmt(r.tokens[-1].sum()/len(r.names))} tokens. An expert without tokens is "
+    later = ' or later'*(len({i for _,i in unused})>1) # some of these experts are used a little longer
+    yield finding(r.path, f"From step {r.steps[at]}{later} on, {list_names([n for n,_ in unused])} of {r.title} get{'s'*(len(unused)==1)} no token. With "
+        f"an equal load, each of the {len(r.names)} experts would get "
+        f"{fmt(r.tokens[-1].sum()/len(r.names))} tokens per step. An expert without tokens is "
         f"not trained.{more}", int(r.steps[at]), int(r.steps[-1]), ttype='router', unused=len(unused), experts=len(r.names), routers=[f.path for f,_ in found],
         look=f"scalar_line(run, {r.path!r}, 'router', 'load')",
         advice="Add a load-balancing loss. Or add noise to the logits of the router, or use fewer experts.")

@@ -39,10 +39,13 @@ def first_step(h, times=3., many=.5):
     if not thrown or len(thrown)<many*len(moves): return
     grown = lambda m: float(m.s.rms[1]/m.s.rms[0])
     m = max(thrown.values(), key=grown)
-    size = m.s.rms
+    size,later = m.s.rms,median(m.ratio[1:6])
+    slow = f"change this weight by {fmt(later)} of its rms" if later else "do not change this weight"
     yield finding('' if len(thrown)>1 else m.s, f"The first step changes the weights far too much: the rms of {m.s.title} becomes {fmt(grown(m))} times "
-        f"as large ({fmt(size[0])} to {fmt(size[1])}). Later updates change this weight by {fmt(median(m.ratio[1:6]))} of its rms; about 0.001 is usual. "
-        f"{len(thrown)} of {len(moves)} weight tensors grow in this way. {loss_sentence(h.progress)}",
+        f"as large ({fmt(size[0])} to {fmt(size[1])}). Later updates {slow}. A change by about 0.001 of "
+        "the rms per step is usual. "
+        f"{len(thrown)} of {len(moves)} weight tensors grow{'s'*(len(thrown)==1)} in this way. "
+        f"{loss_sentence(h.progress)}",
         m.steps[0], m.steps[0], severity='error' if is_harmed(h) else None, ttype='weight', look="updates(run)", grown=grown(m),
         weights=len(thrown), of=len(moves), advice="Print the learning rate of the first step: optimizer.param_groups[0]['lr']. "
         "Divide this learning rate by 10 or more, or start with a warm-up.")

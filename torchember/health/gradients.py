@@ -12,7 +12,7 @@ import numpy as np
 
 from .finding import confidence_from, finding, find_true_tail, fmt, format_ratio, median, plain_median, finite_max
 from .rules import rule
-from .sizes import is_harmed, loss_sentence
+from .sizes import init_code, is_harmed, loss_sentence
 
 # %% ../../nbs/55_health/35_gradients.ipynb #61a42e75
 def report_gradients(h, where, text, first_step, last_step=None, **more):
@@ -53,13 +53,15 @@ def report_vanishing(h, gs, size, lost, lasting, depth):
     """
     keys = list(gs)
     s,first,top = gs[keys[lost[0]]],size[lost[0]],finite_max(size[len(size)//2:])
-    largest = gs[keys[int(np.nanargmax(size))]].label
+    half = len(size)//2
+    largest = gs[keys[half+int(np.nanargmax(size[half:]))]].label
+    zero = "" if first else "First check if the outputs of the next layers are always zero: overview(run, ttype='output'). "
     return report_gradients(h, s, f"Gradients vanish in the backward pass: the rms of the gradient of {s.title} is "
         f"{fmt(first) if first else 'exactly zero'}, and that of `{largest}` is {fmt(top)}. In {len(lost)} of {len(keys)} layers, the rms of the gradient is "
         f"less than {depth:g} times that of `{largest}`.", s.steps[0], s.steps[-1], severity=None if is_harmed(h) else 'warning',
         confidence=confidence_from(first/top if top else 0, depth, against=h.progress.is_good),
-        advice="Use ReLU or GELU instead of sigmoid or tanh. Then try normalization layers, residual connections, "
-        "and another initialization: torch.nn.init.kaiming_normal_(layer.weight).", first=first, last=top, layers=len(lost))
+        advice=f"{zero}If the model uses sigmoid or tanh between its layers, use ReLU or GELU instead. Otherwise, try normalization layers, residual "
+        f"connections, or another initialization: {init_code(s)}.", first=first, last=top, layers=len(lost))
 
 # %% ../../nbs/55_health/35_gradients.ipynb #d732a91b
 def is_vanished(s, limit):
@@ -79,7 +81,8 @@ def find_vanished_later(h, gs, over_time, many=.7):
         f"from {fmt(start[k])} to {fmt(plain_median(s.rms[i:]))}. The gradients vanish in {len(gone)} of {len(gs)} layers.",
         s.steps[i], s.steps[-1], start=start[k], layers=len(gone), severity=None if is_harmed(h) else 'warning',
         confidence=confidence_from(plain_median(s.rms[i:])/start[k], over_time, len(gone)/len(gs)),
-        advice="Plot the activations around this step: overview(run, ttype='output'). If an activation is dead or saturated there, lower the learning rate.")
+        advice="Plot the activations around this step: overview(run, ttype='output'). "
+        "If an activation returns only zeros (dead) or only its extreme values (saturated) there, lower the learning rate.")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #ca03e71d
 @rule(severity='error', needs='weight_grad', stats='rms',
@@ -145,7 +148,7 @@ def find_growth_with_depth(h, gs, depth):
     return report_gradients(h, s, f"Gradients explode in the backward pass: the gradient of {s.title} has an rms of {fmt(largest)}. In the last layer, "
         f"the gradient of `{gs[keys[-1]].label}` has an rms of {fmt(size[-1])}.", s.steps[0], s.steps[-1], largest=largest, ratio=float(ratio),
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(ratio, depth, against=not is_harmed(h)),
-        advice="Use smaller initial weights: torch.nn.init.kaiming_normal_(layer.weight). Or add normalization layers or residual connections. "
+        advice=f"Use smaller initial weights: {init_code(s)}. Or add normalization layers or residual connections. "
         "Gradient clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
 
 def find_jumps(norm, times):
@@ -160,10 +163,11 @@ def find_lasting_jump(h, gs, steps, norm, jump):
     for i,usual in find_jumps(norm, jump):
         if not is_worse_after(h.progress, steps[i]) or recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        return report_gradients(h, '', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])} (usual: {fmt(usual)}). "
+        return report_gradients(h, '', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])} ({format_ratio(norm[i]/usual)} its usual value). "
             f"The gradient of {s.title} grows most.",
             steps[i], steps[-1], norm=float(norm[i]), usual=float(usual), confidence=confidence_from(norm[i]/usual, jump),
-            advice="Clip the gradients between backward() and step(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)")
+            advice="Clip the gradients between backward() and step(), at 10 times the usual norm: "
+            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {fmt(10*usual)}).")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #2c2d7106
 def loss_elasticities(h, gs):
@@ -184,11 +188,11 @@ def find_steep_loss(h, gs, steps, norm, steep):
     by = loss_elasticities(h, gs)
     if not by or max(by.values())<=steep: return None
     k = max(by, key=by.get)
-    s = gs[k]
+    s,start = gs[k],plain_median(norm[:5])
     return report_gradients(h, s, f"Gradients are too large from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}. "
-        f"With this gradient, a change of the weight by 0.1% can change the loss by up to {by[k]/10:.0f}%.", steps[0], steps[-1],
-        advice="Clip the gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.). Or use smaller initial "
-        "weights (in recurrent networks: torch.nn.init.orthogonal_), or add normalization layers.", elasticity=by[k], norm=plain_median(norm[:5]),
+        f"With this gradient, a change of the weight by 0.1% can change the loss by up to {by[k]/10:,.0f}%.", steps[0], steps[-1],
+        advice=f"Clip the gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), {fmt(min(1., start/10))}). Or use smaller initial "
+        "weights (in recurrent networks: torch.nn.init.orthogonal_), or add normalization layers.", elasticity=by[k], norm=start,
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(by[k], steep, against=h.progress.is_good))
 
 def find_huge_start(h, gs, steps, norm, huge):
@@ -210,7 +214,8 @@ def find_endless_growth(h, gs, steps, norm, jump):
     return report_gradients(h, '', f"The gradients keep growing: the norm of all gradients rises from {fmt(start)} to {fmt(norm[-1])}. From step "
         f"{steps[i]} on, the norm is more than {jump:,.0f} times its initial value.", steps[i], steps[-1], start=start, end=float(norm[-1]),
         confidence=confidence_from(norm[-1]/start, jump),
-        advice="Divide the learning rate by 10, or clip the gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
+        advice="Divide the learning rate by 10. Or clip the gradients after backward(), at 10 times their initial norm: "
+        f"torch.nn.utils.clip_grad_norm_(model.parameters(), {fmt(10*start)}).")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #bb787dfd
 @rule(severity='error', needs='weight_grad', stats='rms',
@@ -256,6 +261,8 @@ def find_lone_spikes(gs, common, times, alone):
             if size[i, j]>alone*others: found.append(LoneSpike(int(common[j]), k, float(size[i, j]), others))
     return found
 
+batch_advice = "Print the largest input, x.abs().max(), the targets y and the loss of this batch."
+
 def find_common_spike(h, gs, times):
     "Yield a finding about a spike common to all layers: in a step, the norm of all gradients is far above its usual value."
     total = total_norms(gs)
@@ -264,12 +271,12 @@ def find_common_spike(h, gs, times):
     for i,usual in find_jumps(norm, times):
         if not recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        yield report_gradients(h, '', f"At step {steps[i]} only, the norm of all gradients is {format_ratio(norm[i]/usual)} its usual value "
-            f"and reaches {fmt(norm[i])}. The gradient of {s.title} grows most.", steps[i], norm=float(norm[i]), usual=usual,
+        yield report_gradients(h, '', f"At step {steps[i]}, the norm of all gradients jumps to {fmt(norm[i])} ({format_ratio(norm[i]/usual)} its usual "
+            f"value), and soon falls again. The gradient of {s.title} grows most.", steps[i], norm=float(norm[i]), usual=usual,
             confidence=confidence_from(norm[i]/usual, times),
             severity=None if is_worse_after(h.progress, steps[i]) else 'info',
-            advice="Print the largest input, x.abs().max(), the targets y and the loss of this batch. Gradient clipping limits the harm: "
-            "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
+            advice=f"{batch_advice} Gradient clipping at 10 times the usual norm limits the harm: "
+            f"torch.nn.utils.clip_grad_norm_(model.parameters(), {fmt(10*usual)}) after backward().")
         return
 
 # %% ../../nbs/55_health/35_gradients.ipynb #9b6396f2
@@ -290,10 +297,14 @@ def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
     step,k,size,others = max(found, key=lambda f: f.size)
     s = gs[k]
     at = s.at_step(step)
-    yield s.finding(at, f"At step {step}, the rms of the gradient of {s.title} is {format_ratio(size)} its usual value "
-        f"and reaches {fmt(rms_at_step(s, step))}. "
-        f"The gradients of the other layers {f'have {format_ratio(others)} their usual rms' if others>0 else 'are zero'}.", last=at, times=size, others=others,
+    # if the other gradients are large, too, the batch is the cause, and not the layer
+    if others>times: where,clip = batch_advice,"torch.nn.utils.clip_grad_norm_(model.parameters(), 1.)"
+    else:
+        where = ("Print the input of this layer for this batch: a very large value explains a large gradient. If the input is as usual, search the code "
+            "that uses the layer's output for divisions, sqrt and log of values near zero.")
+        clip = f"torch.nn.utils.clip_grad_norm_(layer.parameters(), {fmt(10*plain_median(total_norms({k: s})[1]))})"
+    yield s.finding(at, f"At step {step}, the rms of the gradient of {s.title} is {fmt(rms_at_step(s, step))} ({format_ratio(size)} its median over all "
+        f"steps). The gradients of the other layers {f'have {format_ratio(others)} their median rms' if others>0 else 'are zero'} in this step.",
+        last=at, times=size, others=others,
         confidence=confidence_from(size, times),
-        advice="Print the input of this layer for this batch. Check the code of the layer for divisions, products and lookups. "
-        "Gradient clipping limits the harm: "
-        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
+        advice=f"{where} Gradient clipping limits the harm: {clip} after backward().")

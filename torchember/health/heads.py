@@ -102,9 +102,11 @@ def future_attention(h, least=1e-6, keys=8, share=.99):
             "the labels of the loss are the next input tokens, but the queries of all layers see later tokens" if must_hide and all_see else \
             f"the labels of the loss are the next input tokens, but queries of {list_names(heads)} see later tokens" if must_hide and group.mean()>=.5 else \
             f"queries of {list_names(heads)} see later tokens, but {np.count_nonzero(~group)} of {len(group)} heads in layers of this kind do not"
-        yield finding(l.path, f"The mask of {l.title} does not hide later tokens: {how}. Later tokens get up to {fmt(weight)} of the attention weight.",
+        yield finding(l.path, f"The mask of {l.title} does not hide later tokens: {how}. "
+            f"Later tokens get up to {fmt(100*weight)}% of the attention weight.",
             int(l.steps[at]), int(l.steps[-1]), ttype='attention', weight=weight, heads=heads, look="attention_map(run, stat='future')",
-            advice="Pass is_causal=True to scaled_dot_product_attention or jax.nn.dot_product_attention. Or pass a causal mask. In nn.MultiheadAttention: "
+            advice=("Check whether the mask is shifted by one: triu(1) marks all later keys, and triu(2) misses the next key. " if by_one else '')
+                +"Pass is_causal=True to scaled_dot_product_attention or jax.nn.dot_product_attention. Or pass a causal mask. In nn.MultiheadAttention: "
                 "attn_mask=torch.ones(n, n, dtype=torch.bool).triu(1), where True hides a key. In flax: jnp.tril(jnp.ones((n, n))), where 1 shows a key. "
                 "A model that sees the tokens to predict has a low training loss, but generates bad text.")
         return
@@ -133,12 +135,13 @@ def has_zero_values(layer, small):
 
 # reason why heads are dead -> text about these heads, advice
 reasons_of_dead_heads = {
-    'blind': ("see no key: the mask hides all keys from all queries",
-        "Check the mask: in torch, True shows a key in scaled_dot_product_attention, and hides it in nn.MultiheadAttention."),
-    'logits': ("have zero logits, because their queries or keys are zero: they give all keys the same weight",
-        "Check the initial weights of queries and keys. If both are zero, neither gets a gradient."),
-    'values': ("have values of zero or almost zero, so they do not contribute to the output",
-        "Check the initial weights of the values, and masks that prune them. If value weights and output weights are both zero, neither gets a gradient.")}
+    'blind': ("saw no key: the mask hides all keys from all queries",
+        "Check whether the mask must be inverted (~mask): in torch, True shows a key in scaled_dot_product_attention, and hides it in nn.MultiheadAttention."),
+    'logits': ("had queries or keys of zero, so the attention weights did not depend on the input",
+        "Initialize the weights of queries and keys randomly: torch.nn.init.xavier_uniform_(layer.weight). If both are zero, neither gets a gradient."),
+    'values': ("had values of zero or almost zero, so nothing was added to the output",
+        "Check the weights that compute the values, and masks that prune these weights. "
+        "If value weights and output weights are both zero, neither gets a gradient.")}
 
 @rule(severity='warning', needs='attention')
 def dead_heads(h, records=4, small=1e-6):
@@ -157,8 +160,9 @@ def dead_heads(h, records=4, small=1e-6):
             if not heads: continue
             what,advice = reasons_of_dead_heads[reason]
             stat = 'value_rms' if reason=='values' else 'logit_max' if visible else 'reach'
-            n = f'All {len(heads)} heads' if len(heads)==len(l.names) else f'{len(heads)} of {len(l.names)} heads ({list_names(heads)})'
-            yield finding(l.path, f"{n} of {l.title} {what}. This holds at all {len(l.steps)} recorded steps.", int(l.steps[0]), int(l.steps[-1]),
+            n = 'The only head' if len(l.names)==1 else f'All {len(heads)} heads' if len(heads)==len(l.names) else \
+                f'{len(heads)} of {len(l.names)} heads ({list_names(heads)})'
+            yield finding(l.path, f"{n} of {l.title} {what}. This was the case at all {len(l.steps)} recorded steps.", int(l.steps[0]), int(l.steps[-1]),
                 ttype='attention', severity='error' if reason=='blind' else None, heads=heads, look=f"attention_map(run, stat={stat!r})", advice=advice)
             return
 
@@ -188,14 +192,14 @@ def peaked_attention(h, early=.5, few=8., sink=.3, keys=8):
         if l.least_keys<keys or l.steps[0]>max(h.steps[0] if len(h.steps) else 0, 1) or not size<early: continue
         if first>sink and not guesses_next_tokens(h, l): continue
         yield finding(l.path, f"At the start of training, the queries of {l.title} already give almost all attention weight to few keys. "
-            f"The entropy of the weights is {fmt(size)} times that of equal weights, and the largest logit "
-            f"is {fmt(np.nanmax(l['logit_max'][0]))}. "+(f"The first key gets {fmt(first)} of the weight. " if first>sink else '')
+            f"The entropy of the attention weights is {size:.1%} of its maximum (equal weights for all keys), and the largest logit "
+            f"is {fmt(np.nanmax(l['logit_max'][0]))}. "+(f"The first key gets {fmt(100*first)}% of the weight. " if first>sink else '')
             +"Only a small gradient passes back through the softmax.",
             int(l.steps[0]), ttype='attention', entropy=float(size), confidence=confidence_from(early/max(size, 1e-9), 1),
             look="attention_map(run, stat='entropy', step=0)",
             advice=("Check the mask: does it add a large number to the logits of the first key? " if first>sink else '')
-                +"Divide the logits by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. "
-                "Or use smaller initial weights for queries and keys, or normalize both (qk_norm).")
+                +"If your code computes the logits, divide them by the square root of the head size: q @ k.transpose(-2, -1) / head_size**0.5. "
+                "Or use smaller initial weights for queries and keys, or apply LayerNorm to both (qk_norm).")
         return
 
 # %% ../../nbs/55_health/41_heads.ipynb #6159e1da
@@ -228,11 +232,13 @@ def attention_collapse(h, start=.3, low=.02, share=.5, keys=8, still=.02):
         at = int(high[-1])+1 if len(high) else 0
         if not 0<at<=len(l.steps)-2 or h.progress.is_good and not loss_decrease_after(h.progress, l.steps[at])<still: continue
         before,after,n = float(np.nanmean(e[0])),float(np.nanmean(e[-1])),np.count_nonzero((e[-1]<low) & counts)
-        yield finding(l.path, f"The attention of {l.title} collapses in {n} of {len(l.names)} heads. The mean entropy of the heads falls from {fmt(before)} "
-            f"to {fmt(after)} times that of equal weights. From step {l.steps[at]} on, queries give almost all weight to one key.",
+        yield finding(l.path, f"The attention of {l.title} collapses in {n} of {len(l.names)} heads. The mean entropy of the heads falls from {before:.1%} "
+            f"to {after:.1%} of its maximum (equal weights for all keys). From step {l.steps[at]} on, queries give almost all weight to one key, "
+            "so hardly any gradient passes through the softmax.",
             int(l.steps[at]), int(l.steps[-1]), ttype='attention', entropy=after, start=before,
             severity='error' if h.progress.is_bad else None, look=f"scalar_line(run, {l.path!r}, 'attention', 'entropy')",
-            advice="Divide the learning rate by 10, or use a longer warm-up. Or normalize queries and keys (qk_norm), or cap the logits.")
+            advice="Divide the learning rate by 10, or use a longer warm-up. Or apply LayerNorm to queries and keys (qk_norm), "
+                "or cap the logits: 50*tanh(logits/50).")
         return
 
 # %% ../../nbs/55_health/41_heads.ipynb #e1f8f3db
@@ -251,10 +257,11 @@ def attention_logits(h, large=100., times=5., records=4):
         at = int(np.flatnonzero(top>large)[0])
         head = l.names[int(np.nanargmax(l['logit_max'][-1]))]
         yield finding(l.path, f"The attention logits of {l.title} keep growing: the largest logit is {fmt(top[0])} at step {l.steps[0]}, "
-            f"and {fmt(top[-1])} at step {l.steps[-1]} (in {head}). With such logits, the softmax gives one key all the weight.",
+            f"and {fmt(top[-1])} at step {l.steps[-1]} (in `{head}`). With such logits, the softmax gives one key almost all the weight.",
             int(l.steps[at]), int(l.steps[-1]), ttype='attention', logit=float(top[-1]), start=float(top[0]),
             confidence=confidence_from(top[-1], large), look=f"scalar_line(run, {l.path!r}, 'attention', 'logit_max')",
-            advice="Normalize queries and keys (qk_norm). Or add weight decay to their weights, lower the learning rate, or cap the logits.")
+            advice="Apply LayerNorm to queries and keys (qk_norm). Or add weight decay to the weights that compute them, "
+                "divide the learning rate by 10, or cap the logits: 50*tanh(logits/50).")
         return
 
 # %% ../../nbs/55_health/41_heads.ipynb #2b8178d7
@@ -273,7 +280,7 @@ def uniform_heads(h, equal=.999, records=8, keys=8):
     if not some or all(len(names)==len(l.names) for l,names in found): return
     l,names = max(some, key=lambda s: len(s[1]))
     n = sum(len(names) for _,names in some)
-    yield finding(l.path, f"{n} attention head{'s'*(n>1)} give{'s'*(n==1)} all keys the same weight at all {len(l.steps)} recorded steps, "
-        f"such as {list_names(names)} of {l.title}. Such a head only computes the mean of all tokens.",
+    yield finding(l.path, f"{n} attention head{'s'*(n>1)} give{'s'*(n==1)} all keys the same weight at all {len(l.steps)} recorded steps"
+        f"{', such as' if n>len(names) else ':'} {list_names(names)} of {l.title}. Such a head only computes the mean of all values that it sees.",
         int(l.steps[0]), int(l.steps[-1]), ttype='attention', heads=n, look="attention_map(run, stat='entropy')",
         advice="Check the initial weights and the learning rate of queries and keys of these heads, or use fewer heads.")

@@ -47,7 +47,8 @@ def gradients_add_up(h, least=2, share=.5):
     many = f'in all {n} checked steps' if n==checked else f'in {n} of {checked} checked steps'
     some = '' if len(left)==len(counts) else f" In total, {len(left)} of {len(counts)} checked parameters keep gradients of the previous step."
     yield finding('' if len(left)==len(counts) else common_path([c[0] for c in left]), f"Gradients add up: {many} from step {first} on, `{label}` "
-        f"still has the gradient of the previous step when backward() begins. Each update therefore also includes gradients of earlier steps.{some}",
+        "still has the gradient of the previous step when backward() begins. Each update therefore also "
+        f"includes gradients of earlier steps.{some}",
         first or 0, h.steps[-1] if len(h.steps) else first, ttype='weight_grad', pname=None if len(left)>1 else name, parameters=len(left),
         checked=len(counts), steps=n, look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')",
         advice="Call optimizer.zero_grad() in each step before backward(), on the optimizer that has these parameters.")

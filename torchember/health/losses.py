@@ -64,7 +64,8 @@ def diverging(h, times=3., largest=10.):
         # a small rise is only a warning, because the weights of the loss terms may change, or a new task may begin
         severity=None if blown or h.is_broken or h.has_large_first_steps or p.end>3*times*p.start else 'warning',
         confidence=1-.5*min(times*p.start/p.end, 1)*.5**blown,
-        advice="Divide the learning rate by 10, add a warm-up, or clip the gradients: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
+        advice="Divide the learning rate by 10. If the loss still diverges, add a warm-up, or clip the gradients after backward(): "
+        "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
 # %% ../../nbs/55_health/45_losses.ipynb #8785bc53
 def share_along_gradient(s, w, least):
@@ -144,8 +145,10 @@ def loss_below(h, times=5.):
     if not (positive or endless and grown and (classes or v[-1]<-times*max(abs(p.start), 1))): return
     at = int(np.flatnonzero(p.values<0)[0])
     by = f", while the rms of the model's output grows from {fmt(plain_median(out.rms[:3]))} to {fmt(out.rms[-1])}" if grown else ''
+    limit = f"By its name, `{p.loss.name}` should not be negative." if positive else \
+        "This loss seems to have no minimum, so a lower loss does not mean a better model."
     yield finding('', f"The loss is negative from step {p.steps[at]} on. The loss falls {'faster and faster' if endless else 'further'}, "
-        f"to {fmt(v[-1])}{by}. This loss seems to have no minimum.",
+        f"to {fmt(v[-1])}{by}. {limit}",
         p.steps[at], p.steps[-1], ttype='scalar', severity='error' if endless and grown and (positive or classes) else None,
         look="overview(run)", start=p.start, end=float(v[-1]),
         advice="Check the formula of the loss for a wrong sign, or a missing square or abs. Check that targets are in range (binary_cross_entropy: 0 to 1), "
@@ -165,8 +168,8 @@ def guesses_of_sigmoid(s):
     late = slice(-max(3, len(s)//5), None)
     if 'mean' not in s or 'std' not in s or not median(np.nan_to_num(s['std'][late]))<.15: return []
     level = median(s['mean'][late])
-    of_half = [("A probability of 0.5 for all samples gives a squared error of 0.25.", .25)] if abs(level-.5)<.1 else []
-    return [*of_half, ("The same probability for all samples gives an absolute error of 0.5.", .5)]
+    of_half = [("An output of 0.5 for all samples gives a mean squared error of 0.25.", .25)] if abs(level-.5)<.1 else []
+    return [*of_half, ("If half of the targets are 1, any constant output gives a mean absolute error of 0.5.", .5)]
 
 def guesses(h, p, close):
     "Return the losses of a model that has learned nothing and only guesses, as a list of (sentence, loss)."
@@ -205,12 +208,12 @@ def find_fall_to_guess(h, p, least, close):
     found = next(((n, v) for n,v in guessing_losses(h).items() if stays_at(p.values, v, close/3) and p.end>v*(1-close/3)), None)
     if found is None or not p.start>found[1]*(1+close): return None
     n,v = found
-    return finding('', f"The loss falls from {fmt(p.start)} to {fmt(p.end)} and stays there. This is the loss of guessing among {n} classes "
+    return finding('', f"The loss falls from {fmt(p.start)} to {fmt(p.end)} and stays there. This is nearly the loss of guessing among {n} classes "
         f"({v:.3f} = ln {n}). The model has learned nothing from its inputs.", p.steps[0], p.steps[-1], ttype='scalar', severity='warning',
         look="overview(run)", start=p.start, end=p.end, guessing=v, advice=stalls_advice)
 
-stalls_advice = ("Train on a single batch only: the loss should fall to almost zero. If the loss stays high, the model or the loss function is wrong. "
-    "If the loss falls, check the data (are labels shuffled separately from the inputs?) and the learning rate.")
+stalls_advice = ("Train on a single batch only: the loss should fall to almost zero. If this loss stays high, the model or the loss function is wrong. "
+    "If it falls, check the data (are labels shuffled separately from the inputs?) and the learning rate.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #068c8e61
 def gives_probabilities(s):
@@ -230,11 +233,12 @@ def find_double_softmax(h, p):
         floor = math.log(1+(n-1)/math.e)
         if p.best<floor*.98 or p.values[0]>math.log(n)*1.15: continue
         leaf = next((q for q in reversed(h.graph.leaves) if h.activation(h.outputs[q]) in ('Softmax', 'LogSoftmax')), path)
-        return finding(leaf, f"Softmax is applied twice: the outputs of the model are already probabilities, which sum to 1 over {n} classes. Cross-entropy "
-            f"on probabilities cannot fall below {floor:.3f}; the loss is {fmt(p.end)} at the end.", p.steps[0], p.steps[-1], ttype='output',
+        return finding(leaf, f"Softmax is applied twice: the outputs of the model are already probabilities, which sum to 1 over {n} classes. With "
+            f"probabilities in place of logits, the cross-entropy cannot fall below {floor:.3f}; the loss is {fmt(p.end)} at the end.",
+            p.steps[0], p.steps[-1], ttype='output',
             severity='error', look="overview(run)",
             advice="Remove the softmax at the end of the model, because torch.nn.functional.cross_entropy expects logits. "
-            "Or keep the softmax and use torch.nn.functional.nll_loss(p.log(), y).",
+            "Or keep the softmax and use torch.nn.functional.nll_loss(p.log(), y) on its output p.",
             floor=floor, end=p.end)
 
 def find_relu_logits(h, p):
@@ -248,7 +252,7 @@ def find_relu_logits(h, p):
         if abs(p.values[0]-guess)>.3*guess and not (relu and stays_at(p.values, guess)): continue
         return finding(path, f"The logits of {s.title} are never below zero: a ReLU after the last layer removes the gradient of all negative logits. "
             f"The loss is probably a cross-entropy: it goes from {fmt(p.start)} to {fmt(p.end)}, and guessing gives {guess:.3f} = ln {s.shape[-1]}.",
-            p.steps[0], p.steps[-1], ttype='output', look="overview(run)", advice="Remove the activation after the last layer: cross_entropy expects logits.")
+            p.steps[0], p.steps[-1], ttype='output', look="overview(run)", advice="Remove the ReLU after the last layer: cross_entropy expects logits.")
 
 def find_double_sigmoid(h, p):
     """Find a double sigmoid: in the model and in the loss. Return a finding, or None. `p`: a `LossProgress`.
@@ -264,8 +268,8 @@ def find_double_sigmoid(h, p):
         floor = yes*math.log(1+1/math.e)+(1-yes)*math.log(2)
         sure = .02<yes<.98 and spread>.7*math.sqrt(yes*(1-yes))
         if not sure or abs(p.end-floor)>.08 or p.best<floor-.08: continue
-        return finding(path, f"Sigmoid is applied twice: the outputs of the model are confident probabilities (mean {yes:.0%}), but the loss stays at "
-            f"{fmt(p.end)}. On probabilities, binary_cross_entropy_with_logits cannot fall below {floor:.3f}.",
+        return finding(path, f"Sigmoid is applied twice: most outputs of the model are near 0 or 1 ({yes:.0%} near 1), but the loss stays at "
+            f"{fmt(p.end)}. With probabilities in place of logits, binary_cross_entropy_with_logits cannot fall below about {floor:.3f}.",
             p.steps[0], p.steps[-1], ttype='output', severity='error', look="overview(run)", floor=floor, end=p.end,
             advice="Remove the sigmoid at the end of the model, because binary_cross_entropy_with_logits expects logits. "
             "Or keep the sigmoid, and use binary_cross_entropy.")
@@ -357,12 +361,15 @@ def report_constant_data(h, s, at, alone):
     `at`: index of the first step with such data; `alone`: True if the model has no other input.
     """
     severity = 'info' if not alone else 'error' if h.progress.verdict in ('stalls', 'rises', 'none', 'short') else 'warning'
-    what = f"The data are constant: all values of {s.tname} of {s.title} are {fmt(s['max'][at])} from step {s.steps[at]} on."
+    what = f"values of the input `{s.tname}` of {s.title} are {fmt(s['max'][at])} from step {s.steps[at]} on."
+    what = f"{'The data are constant: all' if alone else 'All'} {what}"
+    advice = "Print x.min() and x.max() of a batch of the DataLoader. A transform may clip all values to one number, or an array may never have been filled."
+    if not alone: advice += " If this input is constant on purpose, such as a mask, change nothing."
     # severity 'info', because each batch may be a single sample, such as an image of one color
     if len(np.unique(s['max'][s['max']==s['min']]))>1:
-        severity,what = 'info',f"In nearly all steps, all values of {s.tname} of {s.title} are equal. The value differs between steps."
-    return s.finding(at, what, severity=severity, value=float(s['max'][at]),
-        advice="Print x.min() and x.max() of a batch of the DataLoader. A transform may clip all values to one number, or an array may never have been filled.")
+        severity,what = 'info',f"In nearly all steps, all values of the input `{s.tname}` of {s.title} are equal. The value differs between steps."
+        advice = "Print a few batches of the DataLoader. If each has a single value on purpose, change nothing. Otherwise check the transforms."
+    return s.finding(at, what, severity=severity, value=float(s['max'][at]), advice=advice)
 
 def is_unchanging(s):
     "Return True if a tensor is unchanging: it has the same statistics in all steps."
@@ -395,11 +402,11 @@ def same_data(h, least=8):
     for s in own:
         if (at := find_constant_data(s)) is not None: yield report_constant_data(h, s, at, len(ins)==1); return
     if not own or not all(map(is_unchanging, own)): return
-    s,held,n = own[0],held_out_losses(h),count_different(own)
-    parts = h.progress.is_good and any(n.values[-1]>=n.values[0] for n in held)
-    more = f' The held-out loss {held[0].name} does not fall.' if parts else ''
+    s,n = own[0],count_different(own)
+    rising = [x.name for x in held_out_losses(h) if x.values[-1]>=x.values[0]] if h.progress.is_good else []
+    more = f' The held-out loss `{rising[0]}` does not fall.' if rising else ''
     data = f"{n} batches" if n>1 else "data"
-    yield s.finding(0, f"All {len(s)} steps use the same {data}: {s.tname} of {s.title} has the same mean, standard deviation, "
-        f"maximum and minimum in each step.{more}", stat='mean', severity='warning' if parts else None,
+    yield s.finding(0, f"All {len(s)} steps use the same {data}: the input `{s.tname}` of {s.title} has the same mean, standard deviation, "
+        f"maximum and minimum in each step.{more}", stat='mean', severity='warning' if rising else None,
         advice="If all data fit in one batch, change nothing. Otherwise check that the loop takes a new batch in each step, "
         "and that the DataLoader has shuffle=True.")

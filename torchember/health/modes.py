@@ -25,8 +25,9 @@ def find_tiny_batch(h, out, few=2):
     values = [np.prod(x)/x[1] for x in s.rows.shapes[s.at] if x is not None and len(x)>1 and x[1]]
     if not values or plain_median(values)>few: return None
     n = int(plain_median(values))
-    return s.finding(0, f"{out.title} normalizes over only {n} value{'s' if n>1 else ''} per channel. With so few values, the output hardly "
-        "shows by how much the values differ.", look=f"scalar_line(run, {out.path!r}, 'output', 'std')",
+    why = "So the output does not depend on the input." if n<2 else "With so few values, the output shows hardly more than which value is larger."
+    return s.finding(0, f"{out.title} normalizes over only {n} value{'s' if n>1 else ''} per channel. {why}",
+        look=f"scalar_line(run, {out.path!r}, 'output', 'std')",
         advice="Use a larger batch. Or replace BatchNorm by GroupNorm or LayerNorm, which do not depend on the batch size.", values=plain_median(values))
 
 # %% ../../nbs/55_health/42_modes.ipynb #8410a922
@@ -53,8 +54,9 @@ def find_eval_mode(h, out):
     # for normalized inputs, the output equals the input in both modes, so the mode is unknown
     if not same[first].all() or (abs(x.rms[first]-1)<.05).all(): return None
     if has_changing_statistics(h, out.path): return None # running statistics change only in training mode
-    return out.finding(0, f"The output of {out.title} equals its input (apart from weight and bias), because the model trains in evaluation mode, with the "
-        "initial running statistics.", advice="Call model.train() before training, and model.eval() only to evaluate.")
+    return out.finding(0, f"{out.title} does not normalize: its output equals its input (apart from weight and bias). "
+        "The model trains in evaluation mode, with the initial running statistics.",
+        advice="Call model.train() before training, and model.eval() only to evaluate.")
 
 def find_wrong_scale(h, out, times=3, share=.6):
     """Find a wrong scale: the output rms of a normalization does not fit its weight and bias. Return a finding, or None.
@@ -69,16 +71,16 @@ def find_wrong_scale(h, out, times=3, share=.6):
     gap = out.rms[known]/expected[known]
     off = (gap>times) | (gap<1/times)
     if not len(gap) or off.mean()<share or out.zero[:n].mean()>.5 or has_changing_statistics(h, out.path): return None
-    return out.finding(known[off][0], f"{out.title} does not normalize during training: the rms of its output is {fmt(out.rms[0])}. With "
-        f"its weight and bias, a normalized output would have an rms of {fmt(expected[0])}. "
+    i = known[off][0]
+    return out.finding(i, f"{out.title} does not normalize during training: the rms of its output is {fmt(out.rms[i])}. With "
+        f"its weight and bias, a normalized output would have an rms of {fmt(expected[i])}. "
         "The module is in evaluation mode, with running statistics that do not fit the data.",
         advice="Call model.train() before training, and model.eval() after training. "
         "To keep a pretrained BatchNorm fixed, normalize the data as in the pretraining.", times=plain_median(gap),
         confidence=confidence_from(plain_median(gap), times if plain_median(gap)>1 else 1/times, off.mean()))
 
 # %% ../../nbs/55_health/42_modes.ipynb #9f68f32c
-running_advice = ("Check the momentum of the BatchNorm: 0.1 is usual, 0 never changes the running statistics, and None averages all batches. "
-    "Train long enough before model.eval(). "
+running_advice = ("Check the momentum of the BatchNorm: 0.1 is usual, and with a smaller momentum, more steps are needed before model.eval(). "
     "Prepare the data in the same way for training and evaluation. Use a separate BatchNorm for each kind of data, and GroupNorm for small batches.")
 
 def uses_batch_statistics(h, out):
@@ -98,7 +100,8 @@ def compare_buffers(h, out, least, away=2., shifted=1.5):
     if var is None or mean is None or not ins or len(var)<10: return None
     is_constant = all((b[c]==b[c][0]).all() for b in (var, mean) for c in ('mean', 'std', 'max', 'min') if c in b)
     if is_constant and uses_batch_statistics(h, out): return var.finding(0, f"The running statistics of {out.title} have not changed in "
-        f"{len(var)} steps, so in model.eval() they do not fit the data.", stat='mean', advice=running_advice)
+        f"{len(var)} steps, so in model.eval() they do not fit the data.", stat='mean',
+        advice="Check the momentum of the BatchNorm: 0.1 is usual, and 0 never changes the running statistics.")
     batch,n = ins[0],min(len(var), len(ins[0]))
     if n<least: return None
     part = slice(n//2, n)
@@ -106,8 +109,8 @@ def compare_buffers(h, out, least, away=2., shifted=1.5):
     know = median(np.sqrt(np.maximum(var['mean'][part]+mean.rms[part]**2, 0)))
     mean_known,mean_had = median(mean['mean'][part]),median(batch['mean'][part])
     if 1/away<(know/have if have>0 else np.inf)<away and abs(mean_known-mean_had)/max(spread, 1e-30)<shifted: return None
-    return var.finding(n//2, f"The running statistics of {out.title} do not fit the data: they stand for a mean of {fmt(mean_known)} and an rms of "
-        f"{fmt(know)}, but the batches have a mean of {fmt(mean_had)} and an rms of {fmt(have)}. "
+    return var.finding(n//2, f"The running statistics of {out.title} do not fit the data. They give a mean of {fmt(mean_known)} "
+        f"and an rms of {fmt(know)}, but the batches have a mean of {fmt(mean_had)} and an rms of {fmt(have)}. "
         "In model.eval(), the outputs therefore differ from those in training.", stat='mean',
         advice=running_advice, running=know, batch=have,
         confidence=max(confidence_from(know/have if have>0 else 0, away if know>have else 1/away), .5))
@@ -223,11 +226,12 @@ def find_first_evaluation(h, far):
         if s.ttype=='output' and np.isfinite(times) and not 1/far<times<far: found.append((s, times))
     if not found or not any(s.path=='' or s.path in h.graph.last_modules for s,_ in found): return
     (s,times),(last,most) = min(found, key=lambda f: f[0].order),found[-1]
-    yield s.finding(0, f"Before the first update, the rms of the output of {s.title} in evaluation is {fmt(times)} times its rms in the first training step. "
-        f"For {last.title}, the ratio is {fmt(most)}. A ratio near 1 is expected, because the weights are the same, and the data are "
-        f"similar.", severity='warning', stands=True, times=times, at_output=most,
-        advice="Compare both modes on one batch: model.eval()(x) and model.train()(x). torch.nn.utils.spectral_norm estimates the norm of a weight only "
-        "in training mode: run some batches in training mode first, or use torch.nn.utils.parametrizations.spectral_norm.")
+    more = f"For {last.title}, it is {format_ratio(most)} the rms in training. " if last is not s else ''
+    yield s.finding(0, f"Before the first update, the rms of the output of {s.title} in evaluation is {format_ratio(times)} its rms in the first training "
+        f"step. {more}A ratio near 1 is expected, because the weights are the same, and the data are similar.",
+        severity='warning', stands=True, times=times, at_output=most,
+        advice="Compare both modes on one batch: model.eval()(x) and model.train()(x). If the model has torch.nn.utils.spectral_norm: "
+        "run some batches in training mode first, or use torch.nn.utils.parametrizations.spectral_norm. Otherwise search for code that uses self.training.")
 
 def is_norm_with_statistics(kind):
     "Return True if `kind` is the class name of a BatchNorm or InstanceNorm, which can have running statistics. Return False for None."
@@ -264,10 +268,13 @@ def train_eval(h, away=3., far=30.):
     s,times,at = min(found, key=lambda f: f[0].order)
     of_data = s.ttype=='input' and s.path in h.graph.first_modules
     if not of_data and not any(f[0].path=='' or f[0].path in h.graph.last_modules for f in found): return
-    why = '. The evaluation data differ, or are prepared in another way.' if of_data else '.'
-    yield s.finding(at, f"In evaluation, the rms of {s.tname} of {s.title} is {format_ratio(times)} its rms in training, from step {s.steps[at]} on{why}",
-        times=times, confidence=confidence_from(times, away if times>1 else 1/away), advice="Prepare the data in the same way for training and evaluation. "
-        "Check your own Dropout layers (which must divide by 1-p in training) and your own normalization layers.")
+    why,advice = ("The evaluation data differ, or are prepared in another way.",
+        "Prepare the data in the same way for training and evaluation, with the same normalization.") if of_data else (
+        "A ratio near 1 is expected.", "Check your own Dropout layers (which must divide by 1-p in training) and your own normalization layers. "
+        "Then check that the data are prepared in the same way for training and evaluation.")
+    name = s.ttype if s.tname=='output_0' else f'{s.ttype} `{s.tname}`'
+    yield s.finding(at, f"In evaluation, the rms of the {name} of {s.title} is {format_ratio(times)} its rms in training, from step {s.steps[at]} on. {why}",
+        times=times, confidence=confidence_from(times, away if times>1 else 1/away), advice=advice)
 
 # %% ../../nbs/55_health/42_modes.ipynb #7c2f0a20
 @rule(severity='warning', needs='output')
@@ -279,12 +286,13 @@ def random_eval(h):
     path,c = next(iter((wrong or calls).items()))
     s = next((s for s in h.series('output', evaluated=True) if s.path==path), None)
     first,kind = (s.steps[0] if s is not None else h.steps[0]),h.kinds.get(path)
-    more = f" In total, {len(wrong or calls)} modules set values to zero."*(len(wrong or calls)>1)
+    more = f" In total, {len(wrong or calls)} modules drop values."*(len(wrong or calls)>1)
     why = "" if wrong else " The module is in training mode during the evaluation."
-    argument = 'dropout_p=self.p if self.training else 0.' if 'attention' in c['function'] else 'training=self.training'
+    what,argument = ('the attention weights', 'dropout_p=self.p if self.training else 0.0 to this function.') if 'attention' in c['function'] else (
+        'its input', 'training=self.training, or use the module torch.nn.Dropout.')
     yield finding(path, f"Outputs are random in evaluation: {name_module(path, kind)} calls {c['function']}, "
-        f"which sets {c['p']:.0%} of its values to zero.{why}{more}", first, h.steps[-1],
+        f"which drops {c['p']:.0%} of {what}.{why}{more}", first, h.steps[-1],
         ttype='output', severity=None if wrong else 'info', stands=True, look=f"scalar_line(run, {path!r}, 'output', 'std')",
-        advice=f"Pass {argument}, or use the module torch.nn.Dropout." if wrong else
+        advice=f"Pass {argument}" if wrong else
             "Call model.eval() on the whole model before evaluation. If random outputs are intended, change "
             "nothing.", share=c['p'], modules=len(wrong or calls))

@@ -83,7 +83,8 @@ def is_softmax_of_one(h, s, value):
     kind = h.activation(s)
     return s.shape[-1]==1 and (softmax_values.get(kind)==value or value==1 and kind not in ('Sigmoid', 'Hardsigmoid', 'Hardtanh', 'Tanh'))
 
-constant_advice = ("Search the last operations of the model for clamp, round, argmax or a comparison. Check whether weights and biases start at zero.")
+constant_advice = ("Search the last operations of the model for clamp, round, argmax or a comparison. "
+    "Check whether the weights and biases of the last layers start at zero.")
 softmax_advice = ("For two classes, replace the softmax by torch.nn.Sigmoid(), and use binary cross-entropy (in Keras: activation='sigmoid'). "
     "For regression, remove the softmax. For n classes, keep the softmax, and give the last layer n units.")
 
@@ -116,12 +117,15 @@ def explain_no_gradient(h):
         if 'min' not in s or 'max' not in s: continue
         low,top,kind = median(s['min']),median(s['max']),h.activation(s)
         if kind in relu_classes and top<=0: return (f" The last activation, {s.title}, returns only zeros, and the slope of the activation is zero there.",
-            "Remove the ReLU after the last layer: use softmax for classes, a sigmoid for two classes, and no activation for regression.")
+            "Remove this activation. For regression, use no activation. For classes, use CrossEntropyLoss or BCEWithLogitsLoss on the logits "
+            "(in Keras: softmax or sigmoid).")
         ends = kind in ('Sigmoid', 'Softmax', 'Hardsigmoid') and (low==top and low in (0, 1) or low<1e-6 and top>1-1e-6 and is_at_ends(s))
         if ends: return (f" All outputs of {s.title} are 0 or 1, where the slope of this activation is zero.",
             "Normalize the data: (x-mean)/std. Use smaller initial weights, and divide the learning rate by 10. "
-            "Or use a loss on logits, which keeps its gradient: torch.nn.functional.cross_entropy(logits, y), or from_logits=True in Keras.")
-    return '', "Search the code of the loss for clamp, round, argmax and comparisons. Then look at the outputs of each layer: overview(run)."
+            "Or use a loss on logits, which keeps its gradient: "
+            f"torch.nn.functional.{'cross_entropy' if kind=='Softmax' else 'binary_cross_entropy_with_logits'}(logits, y), or from_logits=True in Keras.")
+    return '', ("Search the code of the loss for clamp, round, argmax and comparisons, because their slope can be zero. "
+        "Then look at the outputs of each layer: overview(run).")
 
 relu_classes = 'ReLU', 'ReLU6', 'Threshold'
 

@@ -47,12 +47,14 @@ def autocast(h):
     s,last = full[0],all(s.path in h.graph.last_modules for s in full)
     where = f"{s.title} returns float32, while {len(cast)} other layer{'s' if len(cast)>1 else ''} return{'s'*(len(cast)==1)} {dtype}" if len(full)==1 else \
         f"{len(full)} of {len(layers)} layers return float32 ({list_names([s.label for s in full])})"
-    yield finding(s if cast else '', f"Autocast to {dtype} does not reach {'all layers' if cast else 'any layer'}: {where}, although autocast is on when "
-        f"{'this layer is' if len(full)==1 else 'these layers are'} called.",
+    yield finding(s if cast else '', f"Autocast to {dtype} does not reach {'all layers' if cast else 'any layer'}: {where}. "
+        f"Autocast is on when {'this layer is' if len(full)==1 else 'these layers are'} called. The "
+        "outputs are correct, but need more time and memory than in "
+        f"{dtype}.",
         s.steps[0], s.steps[-1], severity='info' if last and cast else None, ttype='output',
         look="read(run, ttype='output')[['path', 'dtype']]", layers=len(full), of=len(layers),
-        advice="Search forward() of this layer for autocast(enabled=False), .float(), or an operation that autocast does not know, "
-        "such as a custom kernel (use torch.amp.custom_fwd for such a kernel). If full precision is intended here, change nothing.")
+        advice=f"Search forward() of {list_names(dict.fromkeys(s.kind for s in full))} for autocast(enabled=False), .float(), or an operation that autocast "
+        "does not know. For a custom kernel, use torch.amp.custom_fwd. If full precision is intended here, change nothing.")
 
 # %% ../../nbs/55_health/37_precision.ipynb #31c8aa55
 def zero_shares(h, least):
@@ -79,8 +81,10 @@ def lost_gradients(h, share=.2, safe=.05, least=10):
     # no finding if the fraction of zero gradients does not grow from the last layer to the first
     if not lost[0] or shares[-1]>safe or (np.diff(shares)>.1).any() or lost.all(): return
     s,n = found[0][0],int(lost.sum())
+    steps = lambda z: 'all steps' if z==1 else 'no step' if z==0 else f'{z:.0%} of the steps'
     yield s.finding(int(np.flatnonzero(s.zero)[0]), f"Gradients underflow in float16 during the backward pass: the gradient of {s.title} is "
-        f"exactly zero in {shares[0]:.0%} of the steps. The gradient of the last layer, {found[-1][0].title}, is zero in {shares[-1]:.0%} of the steps. {n} "
-        f"of {len(found)} layers lose gradients in this way.",
+        f"exactly zero in {steps(shares[0])}. The gradient of the last layer, {found[-1][0].title}, is "
+        f"zero in {steps(shares[-1])}. {n} of {len(found)} layers "
+        "lose gradients in this way. The smallest positive number of float16 is 6e-08.",
         advice="Scale the loss (torch.amp.GradScaler), or train in bfloat16.", look="out_of_range(run, ttype='weight_grad')",
         shares=[fmt(z) for z in shares], layers=n, of=len(found))

@@ -65,11 +65,12 @@ def rank_collapse(h, parallel=.9995, apart=.95, start=8., left=1.5):
         flat = o.find_lasting_fall(o.rank<left) if o.rank[0]>=start and not h.progress.is_good else None
         at = alike if alike is not None else flat
         if at is None: continue
-        step,numbers = int(o.steps[at]),f"the effective rank of these outputs falls from {fmt(o.rank[0])} to {fmt(o.rank[-1])}"
-        text = f"become parallel for all samples: the mean cosine similarity of two samples is {o.cosine[0]:.2g} at step {o.steps[0]}, " \
-            f"and {o.cosine[-1]:.5f} from step {step} on. Also, {numbers}" if alike is not None else f"keep only one direction: {numbers} at step {o.steps[-1]}"
-        yield finding(o.path, f"The outputs of {name_module(o.path, o.kind)} {text}. The next layers can hardly distinguish the "
-            f"samples.", step, int(o.steps[-1]),
+        step = int(o.steps[at])
+        text = f"become parallel for all samples: their mean cosine similarity is {o.cosine[0]:.2g} at step {o.steps[0]}, " \
+            f"and above {parallel:g} from step {step} on" if alike is not None else f"differ between samples in one direction only, from step {step} on"
+        yield finding(o.path, f"The outputs of {name_module(o.path, o.kind)} {text}. The effective rank (number of directions in which samples differ) "
+            f"is {fmt(o.rank[0])} at step {o.steps[0]}, and {fmt(o.rank[-1])} at step {o.steps[-1]}. With such outputs, samples can hardly be distinguished.",
+            step, int(o.steps[-1]),
             severity='error' if h.progress.is_bad else None, ttype='output', cosine=float(o.cosine[-1]), rank=float(o.rank[-1]), start=float(o.rank[0]),
             look=f"scalar_line(run, {o.path!r}, 'output', 'std')",
             advice="Divide the learning rate by 10, or add residual connections. If the loss compares two outputs of the model, "

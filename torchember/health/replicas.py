@@ -43,12 +43,13 @@ def explain_lost(c, rank, at):
 def explain_gradients(c):
     "Return the reason why gradients differ between two ranks as a sentence, and advice. `c`: entry of `compare_replicas`."
     g,period = c['grads'],find_period(c['grads']['at'])
+    many = f"all {g['of']}" if g['steps']==g['of'] else f"{g['steps']} of {g['of']}"
     if g['steps']>=.9*g['of']: return (
-        f"The gradients of these ranks differ in all {g['steps']} recorded steps from step {g['first']} on, so the gradients are not averaged.",
+        f"The gradients of these ranks differ in {many} recorded steps from step {g['first']} on, so the gradients are not averaged.",
         "Call the DistributedDataParallel model, and not model.module. Wrap the model after all changes to it (.to(), .half(), new layers). "
         "Use no_sync() only to accumulate gradients.")
-    every = 'second' if period==2 else f'{period}th'
-    if period: return (f"The gradients of these ranks differ in every {every} step ({g['steps']} of {g['of']} steps; the first is step {g['first']}). "
+    every = 'every second step' if period==2 else f'one of {period} steps'
+    if period: return (f"The gradients of these ranks differ in {every} ({g['steps']} of {g['of']} steps; the first is step {g['first']}). "
         "In these steps, the gradients are not averaged.", "Call the DistributedDataParallel model in each step, and not the model inside (model.module). "
         "Check in which steps no_sync() is used.")
     if g['at'][-1]-g['at'][0]+1==g['steps']>2: return (f"The gradients of these ranks differ in each step from step {g['first']} on, and were equal before. "
@@ -104,10 +105,12 @@ def replicas(h, rounding=1e-6):
     why,advice = explain_drift(c)
     w,others = c['weights'],f" In total, {len(found)} ranks differ from rank {c['with']}." if len(found)>1 else ''
     differ = f" (relative difference {c['relative']:.2g} at step {w['last']})" if c['relative'] else ''
+    where = f"The largest difference is in `{c['tensor']}`{differ}. " if c['tensor'] else ''
     again = " In some steps in between, the weights are equal again, so the difference may be intended." if is_synchronized_again(c) else \
-        " The run does not show that the ranks have copies of one model, so the difference may be intended." if c.get('apart') else ''
+        " The run does not show that the ranks have copies of one model, so the difference may be intended." if c.get('apart') else \
+        " Rounding may also explain such a small difference." if severity_of_drift(c, rounding) else ''
     yield finding('', f"The copies of the model have drifted apart: the weights of ranks {c['with']} and {c['rank']} differ from step {w['first']} on. "
-        f"The largest difference is in `{c['tensor']}`{differ}. {why}{others}{again}",
+        f"{where}{why}{others}{again}",
         min([w['first'], *c['grads']['at'][:1]]), w['last'], severity=severity_of_drift(c, rounding),
         ttype='weight', look="read(run, per_rank=True)", advice=advice, stands=True, rank=c['rank'], weights=w['steps'],
         gradients=c['grads']['steps'], of=c['grads']['of'], zero=c['zero'], relative=c['relative'])

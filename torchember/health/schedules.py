@@ -41,7 +41,8 @@ def schedule_per_batch(h, times=2, low=.01):
         if len(at)<times or not all(is_flat_at(v, i) for i in at): continue
         period = int(plain_median(np.diff(at))) if len(at)>1 else int(2*at[0])
         yield finding('', f"The learning rate `{n.name}` falls to zero and rises again {len(at)} times, about every {period} steps. "
-            f"The schedule is too short: it takes {period//2} steps from {fmt(v.max())} to zero, but the training has {len(h.steps):,} steps.",
+            f"The schedule is too short: it takes {period//2} steps from {fmt(v.max())} to zero, but the "
+            f"training has {len(h.steps):,} steps.",
             h.steps[0], h.steps[-1], ttype='scalar', look="overview(run)", minima=len(at), period=period,
             advice="If T_max is a number of epochs, call scheduler.step() once per epoch. "
             "For a schedule per batch, set T_max to the number of batches in the whole training.")

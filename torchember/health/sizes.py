@@ -17,7 +17,8 @@ from .rules import rule
 # Verdict of `LossProgress` ('falls', ...) -> sentence in a finding. The two {} are the loss at the start and at the end
 loss_sentences = {'none': "The loss was not recorded. To record it: te.log(loss=loss).", 'short': "Too few losses were recorded to judge whether the loss "
     "falls.",
-    'means nothing': "The recorded loss cannot be judged, because a good training need not lower this loss.", 'stalls': "The loss does not fall ({} to {})."}
+    'means nothing': "The recorded loss cannot be judged, because a good training need not lower this loss.",
+    'stalls': "The loss does not clearly fall ({} to {})."}
 
 unclear_sentences = { # reason of the verdict 'means nothing' (`LossProgress.unclear`) -> sentence in a finding
     'names': "Names in this run suggest adversarial or reinforcement learning, where the loss need not fall.",
@@ -75,8 +76,9 @@ def report_large_steps(h, moves, large, ratio):
     first = {k: m.median(0, .2) for k,m in moves.items()}
     k = max(large, key=lambda k: np.nan_to_num(first[k]))
     w,size = moves[k].s,max(first[k], finite_max(moves[k].ratio[:3]))
+    more = f" In the first steps, {len(large)} of {len(moves)} weight tensors change by more than {min(ratio, 3):g} of their rms per step."*(len(moves)>1)
     return finding('', f"The updates are too large: the first updates change {w.title} by {share_phrase(size)} per step. "
-        f"{len(large)} of {len(moves)} weight tensors change by more than {ratio:g} of their rms per step; about 0.001 is usual. {loss_sentence(h.progress)}",
+        f"About 0.001 is usual.{more} {loss_sentence(h.progress)}",
         moves[k].steps[0], w.steps[-1], ttype='weight', look="updates(run)",
         advice=lower_rate_advice(size),
         ratio=size, weights=len(large), of=len(moves), loss=h.progress.verdict, confidence=confidence_from(size, ratio, len(large)/len(moves)))
@@ -90,8 +92,9 @@ def report_larger_steps(h, moves, late, limit):
     k = min(late, key=lambda k: (late[k], h.graph.position(k[0])))
     m,i = moves[k],late[k]
     step,before = int(m.steps[i]),median(m.ratio[:i])
+    more = f" In total, the updates of {len(late)} of {len(moves)} weight tensors are too large." if len(late)>1 else ''
     return finding(m.s if len(late)==1 else '', f"The update of step {step} changes {m.s.title} by {share_phrase(m.ratio[i])}. In earlier "
-        f"steps, {fmt(before)} was usual. The updates of {len(late)} of {len(moves)} weight tensors are too large. {loss_sentence(h.progress)}",
+        f"steps, a change by {share_phrase(before)} was usual.{more} {loss_sentence(h.progress)}",
         step, m.s.steps[-1], ttype='weight', look="updates(run)", ratio=float(m.ratio[i]), before=before, weights=len(late),
         confidence=confidence_from(m.ratio[i], limit, len(late)/len(moves)),
         advice="Print the largest input, x.abs().max(), and the targets y of this batch. If both are as usual, divide the learning rate by 10, or clip the "
@@ -157,14 +160,14 @@ def explain_small_steps(h, step, drop):
     """
     falls = [(n.name, at[-1], finite_max(n.values)) for n in h.rates if len(at := n.values[n.steps<=step])]
     if fell := [f for f in falls if f[1]<100*drop*f[2]]: return (
-        f"The schedule lowered the learning rate too early: {fell[0][0]} is {fmt(fell[0][1])}, and was {fmt(fell[0][2])} before.",
-        "Let the schedule end at the last step. If scheduler.step() is called after each batch, T_max, step_size and milestones are numbers of batches. "
-        "If scheduler.step() is called once per epoch, these arguments are numbers of epochs.")
+        f"The schedule lowered the learning rate too early: {fell[0][0]} is {fmt(fell[0][1])} at step {step}. Its largest value is {fmt(fell[0][2])}.",
+        "Let the schedule end at the last step. If scheduler.step() is called after each batch, T_max, step_size and milestones must be numbers "
+        "of batches. If scheduler.step() is called once per epoch, these arguments must be numbers of epochs.")
     if bad := [f for f in falls if not np.isfinite(f[1])]: return (f"The learning rate {bad[0][0]} is {bad[0][1]}.", "Check the code that sets the learning "
         "rate.")
-    if falls: return "The learning rate has not fallen as much, so something else makes the updates small.", ("Print the gradients before "
-        "optimizer.step(): clip_grad_norm_ or a mask may set gradients to zero. Then check the eps of the optimizer, and search for code that restores "
-        "old weights.")
+    if falls: return "The learning rate has not fallen, or has fallen much less, so something else makes the updates small.", ("Print the gradients directly "
+        "before optimizer.step(): clip_grad_norm_ or a mask may have set them to zero. Then check that the eps of the optimizer is small (usual: 1e-8), and "
+        "search for code that restores old weights.")
     return "The learning rate was not recorded.", ("Print the learning rate: optimizer.param_groups[0]['lr']. "
         "If the learning rate has not fallen, check that optimizer.step() is called, and that no code restores old weights.")
 
@@ -205,7 +208,7 @@ def find_early_end(h, moves, drop, many=.7):
     # no finding if other weights still change, because `not_trained` reports single weights that stop changing
     if any_weight_changes(h, step, rare): return
     smaller = f"{format_ratio(peak/now)} smaller than before" if now>0 else "zero"
-    gradients = ", while the rms of the gradients hardly changes" if k in h.grads else ''
+    gradients = ", although the gradients have not vanished" if k in h.grads else ''
     why,advice = explain_small_steps(h, step, drop)
     yield finding('', f"From step {step} on, the updates are {smaller}{gradients}. "
         f"The rms of the updates of {moves[k].s.title} falls from {fmt(peak)} to {fmt(now)}. "
@@ -231,9 +234,9 @@ def find_slow_group(h, moves, usual, ratio):
     if not slow: return
     k = min(slow, key=lambda k: h.graph.position(k[0]))
     w,more = moves[k].s,f" In total, {len(slow)} weight tensors have such small updates." if len(slow)>1 else ''
-    yield finding(w, f"{w.title} hardly changes: each update changes this weight by {fmt(usual[k])} of its rms. Other weights change by up to "
-        f"{fmt(largest)} of their rms.{more}", h.steps[0], h.steps[-1],
-        advice="Print optimizer.param_groups: the group of this weight may have another learning rate than the other groups.", look="updates(run)",
+    yield finding(w, f"{w.title} hardly changes: a typical update changes this weight by {fmt(usual[k])} of its rms. Other weights change by up to "
+        f"{fmt(largest)} of their rms per step.{more}", h.steps[0], h.steps[-1],
+        advice="Print optimizer.param_groups: the group of this weight may have a much smaller learning rate than the other groups.", look="updates(run)",
         confidence=confidence_from(usual[k], min(ratio/10, largest*1e-3)), ratio=usual[k], usual=largest, weights=list_names([moves[k].s.label for k in slow]))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #21e17a7e
@@ -333,12 +336,20 @@ def find_large_embeddings(h, embedded):
         if not is_norm(h.kinds.get(user)): yield w, float(w.rms[0]), float(out.rms[0])
 
 # %% ../../nbs/55_health/30_sizes.ipynb #d3d4c649
-init_advice = "Initialize with torch.nn.init.kaiming_normal_(layer.weight), or with the default of PyTorch: layer.reset_parameters()."
+def init_code(w):
+    "Return code that initializes a weight randomly, for the class of its layer. `w`: series of the weight, or of its gradient."
+    kind,name = w.kind or '',w.pname or 'weight'
+    if 'kernel' in name: return "kernel_initializer='he_normal' (Keras) or kernel_init=jax.nn.initializers.he_normal() (flax)"
+    if 'Embedding' in kind or kind=='Conv1D': return f"torch.nn.init.normal_(layer.{name}, std=0.02)"
+    how = 'xavier_uniform_' if 'Attention' in kind else 'orthogonal_' if kind in recurrent and 'hh' in name else 'kaiming_normal_'
+    return f"torch.nn.init.{how}(layer.{name})"
 
-def report_start(h, w, text, severity, advice=f"{init_advice} If this scale is intended, add a normalization after this layer.", **evidence):
-    "Report the initial values of the weight `w` (its start), as a finding. `evidence`: the numbers in `text`, by name."
-    return finding(w, text, h.steps[0], severity=severity, advice=advice, **evidence,
-        look="scalar_global_heatmap(run, ttype='output', stat='std')")
+intended_scale = " If this scale is intended, add a normalization after this layer."
+
+def report_start(h, w, text, severity, more='', **evidence):
+    "Report the initial values of the weight `w` (its start), as a finding. `more`: end of the advice; `evidence`: the numbers in `text`, by name."
+    return finding(w, text, h.steps[0], severity=severity, **evidence, look="scalar_global_heatmap(run, ttype='output', stat='std')",
+        advice=f"Initialize with {init_code(w)}. Or remove your own initialization, and use the default of the layer.{more}")
 
 def report_large_start(h, large, away):
     """Report layers with too large initial weights, as a finding.
@@ -346,12 +357,16 @@ def report_large_start(h, large, away):
     `large`: list of (weight, ratio of its rms to the suitable rms, ratio of output to input).
     """
     w,scaled,by = min(large, key=lambda f: h.graph.position(f[0].path))
-    n,gain = len({w.path for w,*_ in large}),f". At step {h.steps[0]}, the rms of the layer's output is {format_ratio(by)} that of the layer's input"
-    if 'Attention' in w.kind or 'Embedding' in w.kind: gain = ''
-    more,most = f' In total, the initial weights of {n} layers are too large.' if n>1 else '',finite_max([o.abs_max[0] for o in h.outputs.values()])
-    return report_start(h, w, f"The initial values of {w.title} are {format_ratio(scaled)} as large (rms) as in a suitable initialization{gain}.{more} "
-        f"The largest absolute value of all outputs in the model is {fmt(most)}.", 'error' if is_harmed(h) and by>10*away else None,
-        gain=by, scaled=scaled, layers=n, confidence=confidence_from(scaled, away, against=h.progress.is_good))
+    n,most = len({w.path for w,*_ in large}),finite_max([o.abs_max[0] for o in h.outputs.values()])
+    if 'Embedding' in w.kind: effect = "In PyTorch, an embedding starts with an rms of 1, and the next layers expect inputs of about this size."
+    elif 'Attention' in w.kind: effect = "Such weights can saturate the softmax of the attention."
+    elif not np.isfinite(h.outputs[w.path].rms[0]): effect = f"At step {h.steps[0]}, the output of this layer is not finite."
+    else: effect = (f"At step {h.steps[0]}, the rms of the layer's output is {format_ratio(by)} that of the layer's input. "
+        f"The largest absolute value of all outputs in the model is {fmt(most)}.")
+    more = f' In total, the initial weights of {n} layers are too large.' if n>1 else ''
+    return report_start(h, w, f"The initial values of {w.title} are {format_ratio(scaled)} as large (rms) as in a suitable initialization. {effect}{more}",
+        'error' if is_harmed(h) and by>10*away else None, '' if 'Attention' in w.kind else intended_scale, gain=by, scaled=scaled, layers=n,
+        confidence=confidence_from(scaled, away, against=h.progress.is_good))
 
 def report_growing_start(h, growing, limit):
     """Report layers that each make the signal a little larger, as a finding: the signal grows from layer to layer.
@@ -360,9 +375,9 @@ def report_growing_start(h, growing, limit):
     limit: rms of an output, above which the output is too large
     """
     first,last = min(growing, key=lambda s: h.graph.position(s.w.path)),max(growing, key=lambda s: s.out_rms)
-    return report_start(h, first.w, f"The activations grow from layer to layer, to an rms of {fmt(last.out_rms)} in `{last.w.path}` at step {h.steps[0]}. "
-        f"The initial weights of {len(growing)} layers are about {format_ratio(median([s.scaled for s in growing]))} as large as in a suitable initialization. "
-        f"The first of these weights is {first.w.title}.", 'error' if is_harmed(h) else None, largest=last.out_rms,
+    return report_start(h, first.w, f"At step {h.steps[0]}, the activations grow from layer to layer: the outputs of `{last.w.path}` have an rms of "
+        f"{fmt(last.out_rms)}. The initial weights of {len(growing)} layers are about {format_ratio(median([s.scaled for s in growing]))} as large (rms) as in "
+        f"a suitable initialization. The first of these weights is {first.w.title}.", 'error' if is_harmed(h) else None, intended_scale, largest=last.out_rms,
         scaled=first.scaled, layers=len(growing), confidence=confidence_from(last.out_rms, limit, against=h.progress.is_good))
 
 def report_tiny_start(h, tiny, limit):
@@ -372,9 +387,9 @@ def report_tiny_start(h, tiny, limit):
     limit: ratio of the weights to their suitable rms, below which nothing is left of a signal
     """
     s,n = min(tiny, key=lambda s: h.graph.position(s.w.path)),len(tiny)
-    return report_start(h, s.w, f"The initial values of {s.w.title} are only {format_ratio(s.scaled)} as large (rms) as in a suitable initialization"
-        f"{f' (in total, {n} layers have such small weights)' if n>1 else ''}. The next layers receive the bias, and hardly any information about the data.",
-        'error' if n>1 and is_harmed(h) else None, init_advice, gain=s.gain, scaled=s.scaled, layers=n,
+    return report_start(h, s.w, f"The initial values of {s.w.title} are only {fmt(s.scaled)} times as large (rms) as in a suitable initialization. "
+        f"The output of this layer hardly depends on the data.{f' In total, {n} layers have such small weights.' if n>1 else ''}",
+        'error' if n>1 and is_harmed(h) else None, gain=s.gain, scaled=s.scaled, layers=n,
         confidence=confidence_from(s.scaled, limit, against=h.progress.is_good))
 
 # %% ../../nbs/55_health/30_sizes.ipynb #ade09c25
@@ -432,8 +447,10 @@ def report_not_normalised(h, s, size, bad, limit):
     """
     worst = 'error' if h.is_broken or h.progress.verdict=='rises' else None if bad else 'info'
     return s.finding(0, f"The data are not normalized: the input of {s.title} has an rms of {fmt(size)} and absolute values up to "
-        f"{fmt(finite_max(s.abs_max))}. An rms of about 1 is usual. {loss_sentence(h.progress)}", severity=worst,
-        advice="Normalize each feature with mean and standard deviation of the training set: (x-mean)/std. Or begin the model with a BatchNorm.",
+        f"{fmt(finite_max(s.abs_max))}. An rms of about 1 is usual. Large inputs make the gradients of this layer large. "
+        f"{loss_sentence(h.progress)}", severity=worst,
+        advice="Normalize each feature (in images: each channel) with mean and standard deviation of the training set: (x-mean)/std. "
+        "Or begin the model with a BatchNorm.",
         rms=size, largest=finite_max(s.abs_max), confidence=confidence_from(size, limit, against=h.progress.is_good))
 
 def report_not_centred(s, size, spread, limit):
@@ -445,7 +462,7 @@ def report_not_centred(s, size, spread, limit):
     """
     return s.finding(0, f"The data are far from zero: the input of {s.title} has a mean of {fmt(median(s['mean']))} and a "
         f"standard deviation of only {fmt(spread)}. A mean near 0 is usual.", stat='mean', rms=size, std=spread, confidence=confidence_from(size/spread, limit),
-        advice="Subtract the mean of the training set: x-mean.")
+        advice="Subtract from each feature its mean in the training set: x-mean.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #09b0ca7b
 @rule(severity='warning', needs='input', stats='rms')
@@ -487,9 +504,10 @@ def stay_equal(h, k):
     return bool(later := later_weights(h, k)) and starts_equal(h, later[0], h.weights[later[0]])
 
 def consequence_phrase(h, k):
-    "Return a phrase with the consequence of equal units in a layer. `k`: (path, pname) of the equal weight."
-    if not later_weights(h, k): return ", and have equal outputs at first"
-    return ", get equal gradients, and remain equal" if stay_equal(h, k) else ", and become different only through the weights of later layers"
+    "Return a sentence with the consequence of equal units in a layer. `k`: (path, pname) of the equal weight."
+    if not later_weights(h, k): return "The training must first make them different, so it may start slowly."
+    if stay_equal(h, k): return "They get equal gradients and stay equal, so the layer acts like a single unit, unless its other parameters differ."
+    return "They become different only through the weights of later layers, so the training may start slowly."
 
 # %% ../../nbs/55_health/30_sizes.ipynb #1370bcce
 @rule(severity='error', needs='weight', stats='max')
@@ -503,11 +521,11 @@ def equal_units(h, least=5):
         value,same,last = float(w['max' if 'max' in w else 'mean'][0]),w.constant,not later_weights(h, k)
         if value==0 and (last or not same.all() or len(w)<least or k not in h.grads): continue
         until = int(w.steps[same][-1])
-        why = f", and stay zero up to step {until}. No signal and no gradient passes through this layer." if value==0 else \
-            f": all units of this layer are equal{consequence_phrase(h, k)}."
+        why = f", and stay zero up to step {until}. No signal and no gradient passes through this weight." if value==0 else \
+            f": these weights are equal for all {'tokens' if 'Embedding' in w.kind else 'units of this layer'}. {consequence_phrase(h, k)}"
         yield w.finding(0, f"All {int(np.prod(w.shape)):,} values of {w.title} are {fmt(value)} at step {w.steps[0]}{why}",
             last=np.flatnonzero(same)[-1], severity=None if not last and (value==0 or stay_equal(h, k)) else 'warning', value=value,
-            advice="Initialize the weights randomly: torch.nn.init.kaiming_normal_(layer.weight), or layer.reset_parameters(). "
+            advice=f"Initialize the weights randomly: {init_code(w)}. "
             "Biases may start with equal values, but weights may not.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #75a70348

@@ -11,7 +11,7 @@ import re
 import numpy as np
 
 from .experts import start_of_last_true
-from .finding import confidence_from, finding, fmt, name_module
+from .finding import confidence_from, finding, fmt, format_ratio, name_module
 from .rules import rule
 from .values import largest_number
 
@@ -61,10 +61,11 @@ def massive_activations(h, share=.25):
         if not len(near): continue
         r,worst = near.sort_values(['step', 'depth'], kind='stable').iloc[0],near.loc[near['largest'].idxmax()]
         title,size = b.titles[list(b.depths).index(r['depth'])],float(worst['largest'])
-        many = f", {fmt(worst['median_ratio'])} times the median absolute value" if np.isfinite(worst.get('median_ratio', np.nan)) else ''
-        yield finding(str(r['path']), f"From step {r['step']} on, the residual stream after {title} is close to {largest_number[r['dtype']]:,.0f}, "
-            f"the largest number of {r['dtype']}. The largest recorded value of the stream is {fmt(size)}{many}, in channel "
-            f"{worst['channel']:.0f} at token {worst['token']:.0f}.",
+        many = f" This is {format_ratio(worst['median_ratio'])} the median absolute value." if np.isfinite(worst.get('median_ratio', np.nan)) else ''
+        yield finding(str(r['path']), f"From step {r['step']} on, the residual stream after {title} may soon overflow: values exceed {share:.0%} of "
+            f"{largest_number[r['dtype']]:,.0f}, the largest number of {r['dtype']}. The largest recorded "
+            f"value of the stream is {fmt(size)}, "
+            f"in channel {worst['channel']:.0f} at token {worst['token']:.0f}.{many}",
             int(r['step']), int(near['step'].max()), ttype='stream', largest=size, channel=int(worst['channel']), token=int(worst['token']),
             confidence=confidence_from(size, share*largest_number[r['dtype']]), look=f"scalar_line(run, {str(r['path'])!r}, 'stream', 'largest')",
             advice="Train in bfloat16, which has the range of float32, or keep the residual stream in float32.")
@@ -89,8 +90,9 @@ def stream_grows(h, factor=1.3, times=10., blocks=6, records=3):
         at = start_of_last_true((middle>factor) & (total>times), records)
         if at is None: continue
         yield finding(b.paths[-1], f"The residual stream grows with depth. From step {b.steps[at]} on, its rms grows by a factor of {fmt(middle[-1])} "
-            f"per block (median of {size.shape[1]} blocks). At step {b.steps[-1]}, the rms is {fmt(size[-1, 0])} after {b.titles[0]}, and "
-            f"{fmt(size[-1, -1])} after {b.titles[-1]}.",
+            f"per block (median of {size.shape[1]} blocks). At step {b.steps[-1]}, the rms is "
+            f"{fmt(size[-1, 0])} after {b.titles[0]}, and "
+            f"{fmt(size[-1, -1])} after {b.titles[-1]}. Such growth can make activations and gradients too large.",
             int(b.steps[at]), int(b.steps[-1]), ttype='stream', factor=float(middle[-1]), times=float(total[-1]),
             severity='info' if h.progress.is_good else None, confidence=confidence_from(middle[-1]-1, factor-1),
             look=f"scalar_line(run, {b.glob!r}, 'stream', 'rms')",
@@ -120,10 +122,12 @@ def idle_blocks(h, least=.001, wait=100., records=5):
         at = start_of_last_true((all_added[:, idle]<least).all(1), records)
         step = int(b.steps[at])
         which = f"{names[0]} adds" if len(names)==1 else f"{len(names)} of {len(idle)} blocks, such as {names[0]}, add"
-        yield finding(b.paths[int(np.flatnonzero(idle)[0])], f"From step {step} on, {which} almost nothing to the residual stream: at most "
-            f"{fmt(added[:, idle].max())} of the rms of the block's input. "
+        top = added[:, idle].max()
+        little = f"almost nothing to the residual stream. The added rms is at most {fmt(top)} times that of the block's input." if top else \
+            "nothing to the residual stream."
+        yield finding(b.paths[int(np.flatnonzero(idle)[0])], f"From step {step} on, {which} {little} "
             f"Without {'this block' if len(names)==1 else 'these blocks'}, the output of the model "
-            "would be almost the same.", step, int(b.steps[-1]), ttype='stream', blocks=len(names), added=float(added[:, idle].max()),
+            f"would be {'almost ' if top else ''}the same.", step, int(b.steps[-1]), ttype='stream', blocks=len(names), added=float(top),
             look=f"scalar_line(run, {b.glob!r}, 'stream', 'added')",
             advice="Check the factor or the gate that scales the output of the block. Then check the initial weights of the block, and that the optimizer "
                 "has the parameters of the block.")

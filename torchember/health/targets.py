@@ -67,11 +67,12 @@ def find_single_unit(h, e):
     # no fault if the predictions differ within a batch, because the softmax then has more than one unit
     if s is not None and (s['max']!=s['min']).any() and 'normalize' not in e['activations']: return None
     what = f"The loss {label_loss(e)} takes a softmax" if own else 'The softmax before the loss is taken'
-    if 'normalize' in e['activations'] and 'softmax' not in e['activations']: what = "The loss divides each prediction by the sum of its row, taken"
-    return report_term(h, e, f"{what} over a single unit. The result is 1 for any weights, so nothing is learned. The predictions have the shape "
-        f"{tuple(e['shape'] or ())}.", 'softmax', 'log_softmax', severity='error',
-        advice="For two classes, remove the softmax, and use F.binary_cross_entropy_with_logits(model(x), y), which applies the sigmoid itself. "
-        "For more classes, give the last layer one unit for each class. For regression, remove the softmax.")
+    if 'normalize' in e['activations'] and 'softmax' not in e['activations']: what = "The loss divides each prediction by the sum of its row, a sum"
+    remove = 'remove the softmax, and ' if what.startswith('The softmax') else ''
+    return report_term(h, e, f"{what} over a single unit. The result is 1 for any weights, so nothing is learned. At the loss, the predictions have the "
+        f"shape {tuple(e['shape'] or ())}.", 'softmax', 'log_softmax', severity='error',
+        advice=f"For two classes, {remove}use F.binary_cross_entropy_with_logits(model(x), y), which applies the sigmoid itself. "
+        f"For more classes, give the last layer one unit for each class. For regression, {remove}use F.mse_loss.")
 
 def find_wrong_dimension(h, e):
     "Find a softmax over the wrong dimension: the samples of a batch, not the classes. Return a finding, or None."
@@ -98,10 +99,10 @@ def find_second_activation(h, e):
     if last==own: text = f"{own.capitalize()} is applied twice: once before the loss, and once in the loss. The loss {without}."
     elif last=='relu': text = f"A ReLU is applied before the loss, so no logit is below zero. The loss {without}."
     else: text = f"The loss gets the output of a {last}, which is between {'-1' if last=='tanh' else '0'} and 1. The loss {without}."
-    loss = {'cross_entropy': 'binary_cross_entropy', 'bce_with_logits': 'binary_cross_entropy'}[e['kind']]
-    instead = 'F.nll_loss(p.log(), y)' if e['kind']=='cross_entropy' and last=='softmax' else f'F.{loss}(p, y)' if last=='sigmoid' else ''
+    instead = f", or keep the {last}, and use F.{'nll_loss(p.log(), y)' if last=='softmax' else 'binary_cross_entropy(p, y)'} on its output p."
+    if last!=own: instead = '. If a sample can have several classes, use F.binary_cross_entropy_with_logits.' if last=='sigmoid' else '.'
     return report_term(h, e, text, last, severity='error' if last==own or last=='softmax' else 'warning', activation=last,
-        advice=f"Remove the {last} after the last layer"+(f", or keep the {last}, and use {instead} on its output p." if instead else '.'))
+        advice=f"Remove the {last} after the last layer{instead}")
 
 # %% ../../nbs/55_health/47_targets.ipynb #07c75271
 def share_outside(s, low, high):
@@ -120,7 +121,7 @@ def find_scale_out_of_reach(h, e, part=.5):
     if takes=='log_probabilities' and names[-1:] in (['softmax'], ['sigmoid'], ['normalize']): return report_term(h, e,
         f"The loss {label_loss(e)} expects logarithms of probabilities, but gets the output of a {'softmax' if names[-1]=='normalize' else names[-1]}. "
         "The value of the loss and its gradients are therefore wrong.", names[-1], severity='error', activation=names[-1],
-        advice="Take the logarithm: F.log_softmax(logits, dim=1) in place of the softmax. Or pass the logits to F.cross_entropy.")
+        advice="Use F.log_softmax(logits, dim=1) in place of this activation."+" Or pass the logits to F.cross_entropy."*(e['kind']=='nll'))
     if s is None or e.get('weighted') or takes not in ('log_probabilities', 'probabilities'): return None
     # without a logarithm before the loss, the prediction itself must be the logarithm of a probability
     of_logarithms = takes=='log_probabilities' and 'log' not in names
@@ -129,13 +130,14 @@ def find_scale_out_of_reach(h, e, part=.5):
     most = 1e-6 if of_logarithms else np.inf if 'normalize' in names else 1+1e-4
     share,low,high = share_outside(s, -np.inf if of_logarithms else -1e-4, most)
     if share<part or not of_logarithms and names[-1:]==['exp']: return None
-    what,advice = ('logarithms of probabilities, which are never above 0', "Use F.cross_entropy, which takes logits.") if of_logarithms else (
-        'probabilities', "Use a loss that takes logits: F.binary_cross_entropy_with_logits or F.cross_entropy. Or end the model with a sigmoid or softmax. "
-        "In Keras, use a loss with from_logits=True.")
-    reached = f"reach {fmt(high)}." if of_logarithms else \
-        f"are between {fmt(low)} and {fmt(high)}. Values that cannot be probabilities are clipped, and get no gradient."
-    return report_term(h, e, f"The loss {label_loss(e)} expects {what}, but the predictions {reached}", *names[:1], severity='error', advice=advice,
-        low=low, high=high)
+    harm = 'are clipped, and get no gradient' if 'clamp' in e['activations'] else 'make the loss wrong or NaN'
+    text = f"expects logarithms of probabilities, which are never above 0, but the predictions reach {fmt(high)}." if of_logarithms else \
+        f"uses logarithms of the predictions, so it expects probabilities. But the predictions are between {fmt(low)} and {fmt(high)}. " \
+        f"Values that cannot be probabilities {harm}."
+    takes_logits,last = ('binary_cross_entropy_with_logits', 'sigmoid') if e['kind']=='bce' else ('cross_entropy', 'softmax')
+    advice = f"Use a loss that takes logits: F.{takes_logits} (in Keras: from_logits=True). " \
+        f"Or end the model with a {'log_softmax' if of_logarithms else last}."
+    return report_term(h, e, f"The loss {label_loss(e)} {text}", *names[:1], severity='error', advice=advice, low=low, high=high)
 
 def find_no_distribution(h, e):
     "Find a cross-entropy of several classes that gets no distribution: its values are not from a softmax. Return a finding, or None."
@@ -145,7 +147,7 @@ def find_no_distribution(h, e):
     if classes<2 or e['takes']=='logits': return None
     return report_term(h, e, f"A cross-entropy of {classes} classes gets the output of a {names[-1]}, not of a softmax. The values of the classes need not "
         "sum to 1, so they are not the probabilities of exclusive classes.", names[-1], severity='warning', activation=names[-1],
-        advice="Use a softmax in place of the last activation. If a sample can belong to several classes, use binary_cross_entropy.")
+        advice="Use a softmax in place of the last activation. If a sample can belong to several classes, use a sigmoid and binary_cross_entropy.")
 
 find_input_faults = find_single_unit, find_wrong_dimension, find_second_activation, find_scale_out_of_reach, find_no_distribution
 
@@ -164,8 +166,9 @@ def find_regression_of_classes(h, e):
     "Find a regression of classes: a loss compares a softmax with integers, probably class labels. Return a hint, or None."
     whole,shape = (e.get('target_dtype') or '').startswith('int'),e.get('shape') or []
     if e['kind'] not in ('mse', 'l1', 'huber', 'smooth_l1') or not whole or activations_of_term(e)[-1:]!=['softmax']: return None
-    return report_term(h, e, f"The loss ({label_loss(e)}) compares the output of a softmax with whole numbers.", 'softmax', severity='info',
-        advice="If the targets are class labels, use F.cross_entropy(logits, y).", outputs=shape[-1] if shape else 0)
+    return report_term(h, e, f"The loss ({label_loss(e)}) compares the output of a softmax with integers, which may be class labels. "
+        "A softmax returns no number above 1.", 'softmax', severity='info',
+        advice="If the targets are class labels, remove the softmax, and use F.cross_entropy(logits, y).", outputs=shape[-1] if shape else 0)
 
 # %% ../../nbs/55_health/47_targets.ipynb #b632383d
 @rule(severity='error', needs=('prediction', 'target'))
@@ -177,10 +180,13 @@ def broadcast(h):
         n = math.prod(result)
         outer = n>math.prod(shape) and (not target or n>math.prod(target)) and n>1
         if not outer: continue
-        other = f' and the targets of shape {tuple(target)}' if target else ' and the targets have different shapes and'
+        other = f' and the targets of shape {tuple(target)}' if target else ' and the targets, which have another shape,'
+        # only a last dimension of size 1 can be squeezed: of the predictions, or else of the targets
+        equal = 'loss(model(x).squeeze(-1), y), or loss(model(x), y.unsqueeze(-1))' if shape[-1]==1 else \
+            'loss(model(x), y.squeeze(-1)), or loss(model(x).unsqueeze(-1), y)'
         yield report_term(h, e, f"Predictions of shape {tuple(shape)}{other} are broadcast to {tuple(result)}. Each prediction is compared with the targets of "
-            "all samples, so the model learns the mean of the targets.", severity='error' if shape[0]==result[0] or shape[0]==1 else 'warning', elements=n,
-            advice="Give predictions and targets equal shapes: loss(model(x).squeeze(-1), y), or loss(model(x), y.unsqueeze(-1)).")
+            "all samples, so the model learns only the mean of the targets.", severity='error' if shape[0]==result[0] or shape[0]==1 else 'warning', elements=n,
+            advice=f"Give predictions and targets equal shapes: {equal}.")
 
 # %% ../../nbs/55_health/47_targets.ipynb #1ea6ff22
 reach = {'sigmoid': (0, 1), 'softmax': (0, 1), 'hardsigmoid': (0, 1), 'tanh': (-1, 1), 'relu': (0, math.inf), 'softplus': (0, math.inf), 'exp': (0, math.inf)}
@@ -208,10 +214,11 @@ def find_unreachable(h, e, least, part):
     outside,smallest,largest = share_outside(s, low-margin, high+margin)
     share = share_out_of_reach(s, low, high)
     if outside<part or share<least: return None
-    limits = f'no values below {low}' if math.isinf(high) else f'values between {low} and {high}'
-    return report_term(h, e, f"The last activation, a {last[0]}, returns {limits}, but the targets are between {fmt(smallest)} and "
+    limits,fit = (f'no values below {low}', f'shift the targets to values above {low}') if math.isinf(high) else (
+        f'values between {low} and {high}', f'scale the targets to values between {low} and {high}')
+    return report_term(h, e, f"The last activation ({last[0]}) returns {limits}, but the targets are between {fmt(smallest)} and "
         f"{fmt(largest)}. About {share:.0%} of the targets are out of reach.", *last, severity='error' if share>.2 else 'warning', low=smallest, high=largest,
-        share=share, advice=f"Remove the {last[0]} after the last layer, or scale the targets to the range of the {last[0]}.")
+        share=share, advice=f"Remove the {last[0]} after the last layer, or {fit}.")
 
 def find_wrong_labels(h, e, part):
     """Find wrong labels, which the loss does not accept. Return a finding, or None.
@@ -227,12 +234,15 @@ def find_wrong_labels(h, e, part):
     # the upper limit is 1.3 and not 1, because smoothed labels of GANs reach 1.2
     outside,low,high = share_outside(s, -.05, 1.3)
     if outside<part: return None
-    more = ' One output cannot distinguish more than two classes.' if high>=2 and low>=0 else ''
+    of_labels = {(-1, 1): "For labels of -1 and 1, use (y+1)/2. ", (1, 2): "For labels of 1 and 2, use y-1. ", (0, 255): "For images, use y/255. "}
+    # True if the targets may be labels of more than two classes
+    many = high>=2 and low>=0 and (low, high) not in of_labels
+    of_classes = "For more than two classes, use F.cross_entropy with one output for each class. " if many else ''
+    more = ' One output cannot distinguish more than two classes.' if many else ''
     return report_term(h, e,
         f"The loss {label_loss(e)} expects targets between 0 and 1, but the targets are between {fmt(low)} and {fmt(high)}. "
         f"With such targets, the loss has no minimum.{more}",
-        severity='error', low=low, high=high, advice="For more than two classes, use F.cross_entropy with one output for each class. For labels of -1 and 1, "
-        "use (y+1)/2. For regression, use F.mse_loss.")
+        severity='error', low=low, high=high, advice=f"{of_labels.get((low, high), of_classes)}For regression, use F.mse_loss.")
 
 # %% ../../nbs/55_health/47_targets.ipynb #49045873
 @rule(severity='error', needs='target', after='loss_input')
@@ -278,7 +288,8 @@ def find_constant_targets(h, e, least):
     s,out = series_of(h, e, 'target'),h.outputs.get('')
     if len(terms)!=1 or e['kind'] not in ('bce', 'bce_with_logits') or s is None or len(s)<least or out is None or out.shape is None: return None
     if tuple(e.get('shape') or ())!=out.shape or not (s['max']==s['min']).all() or len(np.unique(s['max']))!=1: return None
-    return report_term(h, e, f"All targets are {fmt(s['max'][0])} in all {len(s):,} steps.", severity='info', target=float(s['max'][0]),
+    return report_term(h, e, f"All targets are {fmt(s['max'][0])} in all {len(s):,} steps, so the model learns to return always this value.",
+        severity='info', target=float(s['max'][0]),
         advice="Print the targets: y.unique(return_counts=True). If you train on one class on purpose, change nothing.")
 
 # %% ../../nbs/55_health/47_targets.ipynb #8e7e76fd

@@ -16,7 +16,8 @@ from .rules import rule
 # %% ../../nbs/55_health/20_values.ipynb #fbd58a84
 # Dtype -> its largest finite number. Larger results become infinite
 largest_number = {'float16': 65504., 'float8_e4m3fn': 448., 'float8_e5m2': 57344.}
-smallest_numbers = {'float16': (6.104e-5, 5.96e-8)} # Dtype -> (its smallest normal number, its smallest subnormal number)
+# Dtype -> (its smallest normal number, its smallest subnormal number)
+smallest_numbers = {'float16': (6.104e-5, 5.96e-8)}
 # Dtype -> half of the last digit, relative to the number. A smaller relative update is rounded to zero
 half_digit = {'bfloat16': 2**-8, 'float16': 2**-11}
 
@@ -33,12 +34,15 @@ def flag_nonfinite_steps(s):
 def quantity_phrase(s):
     "Return a phrase that names a tensor, to begin a sentence: 'output_0 of `fc` (Linear)', or 'The gradient of output_0 of `fc` (Linear)'."
     if s.ttype in ('weight_grad', 'unclipped_grad'): return f'The gradient of {s.title}'
+    if s.ttype in ('weight', 'buffer') and s.pname: return s.title
+    if s.ttype in ('prediction', 'target'): return f'The {s.ttype} tensor of the loss term `{s.tname}`'
     return f"{'The gradient of ' if s.ttype in ('output_grad', 'input_grad') else ''}{s.tname} of {s.title}"
 
 def count_nonfinite(s, i):
     "Count the NaN and infinities of a tensor in one step. Return text such as '2 NaN and 1 inf'. `i`: index of the step."
     words = zip(counts, ('NaN', 'inf', '-inf'), strict=True)
-    return ' and '.join(f'{int(s[c][i]):,} {w}' for c,w in words if c in s.rows.columns and s[c][i]>0)
+    found = [f'{int(s[c][i]):,} {w}' for c,w in words if c in s.rows.columns and s[c][i]>0]
+    return ' and '.join(filter(None, [', '.join(found[:-1]), *found[-1:]]))
 
 # %% ../../nbs/55_health/20_values.ipynb #bdecc946
 # Order in which the tensors of a step are computed, by tensor type, to find the first NaN or infinity
@@ -106,7 +110,8 @@ def explain_forward(h, s, i):
     "Explain a NaN or infinity in an output. Return the reason as a sentence, and advice. `s`: `Series` of the output; `i`: index of the step."
     top,huge = largest_number.get(s.dtype),find_largest_input(h, s, s.steps[i])
     if top and 'posinf' in s.rows.columns and (s['posinf'][i]>0 or huge>top/8): return (
-        f"The largest number of {s.dtype} is {top:,.0f}. The input of this module was finite, with absolute values up to {fmt(huge)}.",
+        f"Probably, values in this module exceed {top:,.0f}, the largest number of {s.dtype}."
+        f"{f' The input of this module was finite, with absolute values up to {fmt(huge)}.' if huge else ''}",
         "Train in bfloat16, which has the range of float32, or keep this module in float32. "
         "Smaller activations (normalization, smaller weights) also help.")
     if not h.inputs.get(s.path): return (
@@ -114,8 +119,8 @@ def explain_forward(h, s, i):
         "To find out whether the input already has NaN or infinities, record the inputs: ttypes=[..., 'input']. "
         f"Then check the data of this step, or the computation of {s.title}.")
     return (f"The input of this module was finite{f' (largest absolute value: {fmt(huge)})' if huge else ''}, so the fault is in this module.",
-        f"Search the code of {s.title} for log or sqrt of values at or below zero, a division by a standard deviation of zero, "
-        "exp of large values, or a softmax in which all entries are -inf.")
+        f"Print the smallest and largest input of {s.title} at this step. Common causes: log or sqrt of values at or below zero, "
+        "a division by a standard deviation of zero, or exp of large values. Also check for very large weights, and for a softmax over only -inf.")
 
 def describe_forward(h, step):
     "Describe the outputs and the loss of a step in which all recorded outputs are finite, but a gradient is not. Return a sentence."
@@ -150,7 +155,7 @@ def explain_weight(h, step):
     "Explain a NaN or infinity in a weight, update or optimizer state. Return the reason as a sentence, and advice."
     rates = ((n.name, at[-1], n.steps[n.steps<=step][-1]) for n in h.rates if len(at := n.values[n.steps<=step]))
     rate = next((r for r in rates if not np.isfinite(r[1])), None)
-    if rate: return f"The learning rate {rate[0]} is {rate[1]} from step {rate[2]} on.", "Check the scheduler, and other code that sets the learning rate."
+    if rate: return f"The learning rate `{rate[0]}` is {rate[1]} at step {rate[2]}.", "Check the scheduler, and other code that sets the learning rate."
     return ("All recorded gradients were finite before, so the fault is in the optimizer step, or in other code that writes to the weight.",
         "Lower the learning rate, because an update that is too large overflows. Then check the eps of the optimizer: with eps=0, "
         "the optimizer may divide by zero.")
@@ -165,9 +170,16 @@ def explain_source(h, s, i, bad):
     if s.ttype=='input': return explain_input(h, s)
     if s.ttype in ('output', 'probe'): return explain_forward(h, s, i)
     if order_of(s) in (3, 4): return explain_backward(h, s, s.steps[i], bad)
+    if s.ttype=='weight' and s.steps[i]==h.steps[0]: return (
+        "This is the first recorded step, so the fault may be in the initial weights, or in a loaded checkpoint.",
+        "Check the code that initializes or loads this weight. If the weight was finite before the first update, divide the learning rate by 10.")
     if s.ttype in ('weight', 'update', 'optimizer'): return explain_weight(h, s.steps[i])
+    if s.ttype=='target': return ("The fault is in the data, or in code that computes the targets.",
+        "Find these targets: (~torch.isfinite(y)).nonzero(). Remove the samples with NaN or infinities, or leave these values out of the loss.")
+    if s.ttype=='prediction': return ("Probably, the fault is in code between the output of the model and the loss.",
+        "Search this code for log or sqrt of values at or below zero, a division by zero, or exp of large values.")
     return ("All recorded tensors were finite before.",
-        f"Check which code writes to {s.title}: a running mean stays NaN after the first NaN.")
+        f"Check which code writes to {s.title}, and print its inputs at this step. A running mean stays NaN after the first NaN, so reset it afterwards.")
 
 # %% ../../nbs/55_health/20_values.ipynb #2ebc6959
 @rule(severity='error', needs=('input', 'output', 'weight', 'weight_grad'), after=('update_too_large', 'exploding_gradient',
@@ -236,7 +248,8 @@ def scaler_skips(h, share=.5, most=20):
     if not n or tail<most and not (flags.mean()>share and n>=most): return
     bad = [s for s in skipped if s.ttype=='weight_grad' and s.bad[s.skipped].any()]
     s = max(bad, key=lambda s: h.graph.position(s.path)) if bad else None
-    text = f"The loss scaler skipped {n} of {len(flags)} steps{f', including the last {tail}' if tail>1 else ''}. Skipped steps do not change the weights."
+    which,end = f"{n} of" if n<len(flags) else "all",f", including the last {tail}" if 1<tail<n else ''
+    text = f"The loss scaler skipped {which} {len(flags)} steps{end}. Skipped steps do not change the weights."
     where = f" In the backward pass, the first gradient that is not finite is that of {s.title}." if s else ''
     yield finding(s or '', text+where, h.steps[len(flags)-tail] if tail>=most else at[0], at[-1],
         advice="Print scaler.get_scale(). If the scale keeps falling, the gradients are not finite at any scale: find the operation with "
@@ -253,10 +266,12 @@ def find_lost_gradients(h, share, many):
     tiny = [s for s in grads if s not in zero and np.mean(s.abs_max<smallest_numbers.get(s.dtype, (0,))[0])>share]
     if len(zero)+len(tiny)<max(2, many*len(grads)) and len(zero)<len(grads): return None
     s = (zero or tiny)[0]
-    size = 'exactly zero' if zero else f'at most {fmt(median(s.abs_max))}'
-    return s.finding(0, f"Gradients underflow in float16: the gradient of {s.title} is {size} in nearly all steps. "
-        f"Zero gradients: {len(zero)} of {len(grads)}. Gradients below 6.1e-05, the smallest normal number of float16: {len(tiny)} of {len(grads)}. "
-        "The smallest positive number of float16 is 6e-08.", severity='error' if len(zero)>=.5*len(grads) else None,
+    size = f"is exactly zero in {'all' if s.zero.all() else f'{s.zero.sum()} of'} {len(s)} recorded steps" if zero else \
+        f'has values up to {fmt(median(s.abs_max))} only (median of the steps)'
+    of_all = f"of {len(grads)} weight tensors are nearly always"
+    lost = f" The gradients of {len(zero)} {of_all} zero: float16 has no numbers between 0 and 6e-08." if zero else ''
+    low = f" The gradients of {len(tiny)} {of_all} below 6.1e-05, where float16 loses digits." if tiny else ''
+    return s.finding(0, f"Gradients underflow in float16: the gradient of {s.title} {size}.{lost}{low}", severity='error' if len(zero)>=.5*len(grads) else None,
         advice="Scale the loss (torch.amp.GradScaler), or train in bfloat16.", look="out_of_range(run, ttype='weight_grad')",
         zero=len(zero), small=len(tiny), of=len(grads))
 
@@ -298,7 +313,8 @@ def overflow(h, share=.25):
         near = np.flatnonzero((s.abs_max>share*top) & (s.bad==0))
         if not len(near): continue
         step,size = s.steps[near[0]],float(s.abs_max[near].max())
-        yield s.finding(near[0], f"{s.tname} of {s.title} has values up to {fmt(size)} from step {step} on, close to {top:,.0f}, "
-            f"the largest number of {s.dtype}.", last=near[-1], stat='max', largest=size, confidence=confidence_from(size, share*top),
+        yield s.finding(near[0], f"{s.tname} of {s.title} may soon overflow: its absolute values reach {fmt(size)} (first large value: step {step}). "
+            f"In {s.dtype}, values above {top:,.0f} become infinite or NaN.", last=near[-1], stat='max', largest=size,
+            confidence=confidence_from(size, share*top),
             advice="Train in bfloat16, normalize before this module, or keep this module in float32.")
         return

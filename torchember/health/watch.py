@@ -282,7 +282,8 @@ class RuleWatch:
             self.report_changes(h, {id(f) for f,cause in in_order if cause is None})
         took = time.thread_time()-since
         self.pace.note_cost(self.kept.count-1, took)
-        self.t.file.add_listener_time(took) # add the time of the rules to the recording time, because recording time is limited
+        # add the time of the rules to the recording time, because recording time is limited
+        self.t.file.add_listener_time(took)
 
     def report_changes(self, h, causes):
         """Report changes: log and report new findings, and findings that no longer hold.

@@ -75,7 +75,7 @@ def find_users(h, paths):
     return seen
 
 def find_trained_users(h, own, learn):
-    "Find trained modules (of parameters `learn`) that use outputs of modules of `own`, else the next trained layer. Return their paths."
+    "Return the paths of trained modules that use the outputs of other modules. If none does, return the next trained layer. `own`, `learn`: parameters."
     paths,trained = [p['path'] for p in own],{p['path'] for p in learn}
     last = max((h.graph.position(p) for p in paths), default=0)
     users = find_users(h, paths)
@@ -152,7 +152,7 @@ def explain_cut_off(h, known, part, own):
 def explain_not_called(part, own):
     "Explain a module that is not called in any step. Return a sentence, the severity of the finding, and advice."
     return (f"{describe_part(part, own)} is never called, so it has no effect.", 'warning',
-        "Call this module in forward(), or remove it from the model. forward() does not use the parameters directly either, because they get no gradients.")
+        "Call this module in forward(), or remove it from the model. Its parameters get no gradients, so forward() does not use them in another way.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #4303e381
 frozen_names = ('pos', 'embed', *untrained_names) # words in the names of modules that are usually frozen on purpose
@@ -171,9 +171,10 @@ def is_unexpected(h, known, own, part):
 def explain_frozen(h, known, part, own, most):
     "Explain a frozen module. Return a sentence, the severity of the finding, and advice."
     what = describe_part(part, own)
-    if not known.learn: return f"{what} is frozen, so nothing is trained.", 'warning', "To train the model, call model.requires_grad_(True)."
+    effect = 'and no other part of the model is trained' if part else 'so nothing is trained'
+    if not known.learn: return f"{what} is frozen, {effect}.", 'warning', "To train the model, call model.requires_grad_(True) before you create the optimizer."
     if is_unexpected(h, known, own, most): return (f"{what} is frozen, while the layers before and after it are trained.", 'warning',
-        "If this part was frozen by mistake, as in an earlier fine-tuning, call requires_grad_(True). If freezing is intended, change nothing.")
+        "If this part is frozen by mistake, call requires_grad_(True) before you create the optimizer. If freezing is intended, change nothing.")
     return (f"{what} is frozen. This part has {known.share(own):.0%} of all parameter values.", 'info',
         "To train this part, call requires_grad_(True) before you create the optimizer. If freezing is intended, change nothing.")
 

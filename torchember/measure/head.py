@@ -10,7 +10,8 @@ __all__ = ['head_width', 'EVENT', 'TAP', 'CALL', 'MICRO', 'DTYPE', 'DIMS', 'SHAP
 from .summary import width
 
 head_width = 16
-EVENT,TAP,CALL,MICRO,DTYPE,DIMS,SHAPE = range(7) # columns of a row's head. From column SHAPE on, the head contains the size of each dimension
+# columns of a row's head. From column SHAPE on, the head contains the size of each dimension
+EVENT,TAP,CALL,MICRO,DTYPE,DIMS,SHAPE = range(7)
 # index of the tensor's scale factor (such as a loss scale) in a summary vector. The entry is NaN without a factor
 SCALE = width-1
 

@@ -48,7 +48,8 @@ class StepPredictor:
     # maximum number of micro-batches in a step; more passes between two `track` calls are treated as an epoch
     most_micro_batches = 64
     def __init__(self):
-        self.last_step = self.stride = None # number of the last tracked step, and its distance from the previous tracked step
+        # number of the last tracked step, and its distance from the previous tracked step
+        self.last_step = self.stride = None
         # passes: number of passes since the last call of `track`; usual_passes: number of passes between the two latest calls of `track`
         self.passes,self.usual_passes = 0,1
         # number of consecutive steps with the same distance between steps; number of such steps needed to predict the next step

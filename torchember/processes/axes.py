@@ -49,7 +49,8 @@ class RankAxes:
     "Groups of ranks along each axis of the device mesh. A line is a group of ranks with equal mesh coordinates except along one axis."
     def __init__(self, metadata, ranks=()): # metadata: result of `validate_metadata`; ranks: ranks that have a log
         self.world = max([0, *(about['world'] for about in metadata.values()), *(r+1 for r in ranks)])
-        self.lines = defaultdict(set) # mesh axis -> set of tuples of ranks; the ranks of a tuple differ only along this axis
+        # mesh axis -> set of tuples of ranks; the ranks of a tuple differ only along this axis
+        self.lines = defaultdict(set)
         for about in metadata.values():
             for axis,line in about['axes'].items(): self.lines[axis].add(tuple(line))
         self._smallest = {} # cache: set of mesh axes -> dict from rank to the result of `smallest_related`

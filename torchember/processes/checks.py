@@ -109,7 +109,8 @@ def find_drift(rows):
     pd = needs('pandas', for_='A table of rows')
     d = pd.DataFrame({'rank': rows.rank, 'step': df['step'].to_numpy(), 'differs': different, 'row': np.arange(len(df)),
         'tensor': group_codes(*(df[c] for c in ('path', 'ttype', 'tname', 'call') if c in df))})
-    d,lasting = d[at!=np.arange(len(at))],[] # drop the first replica of each tensor: all later replicas are compared with the first
+    # drop the first replica of each tensor: all later replicas are compared with the first
+    d,lasting = d[at!=np.arange(len(at))],[]
     for (_,rank),g in d[d.groupby(['tensor', 'rank'])['differs'].transform('any')].groupby(['tensor', 'rank']):
         # ignore replicas that are equal in the last step, because their differences were only rounding
         if not g['differs'].iloc[-1]: continue

@@ -77,6 +77,7 @@ def tracks_without_attention(tracks, measured) -> list:
         and not any(is_inside(path, t.path) or is_inside(t.path, path) for path in known)]
     return [t for t in found if not any(o is not t and is_inside(t.path, o.path) for o in found)]
 
+# %% ../../nbs/40_recorder/37_attention.ipynb #5a1d0ed4
 class UnknownAttention(Unmeasurable):
     "Raised for a call of attention that torchember cannot measure."
 

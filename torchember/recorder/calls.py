@@ -100,7 +100,8 @@ class Calls:
         return stack[-1][0] if stack else None
 
 # %% ../../nbs/40_recorder/05_calls.ipynb #b5c5fcde
-recursion_lock = threading.Lock() # this lock guards the recursion limit, which all threads and all `torchEmber` objects share
+# this lock guards the recursion limit, which all threads and all `torchEmber` objects share
+recursion_lock = threading.Lock()
 
 def raise_recursion_limit(frames):
     """Raise Python's recursion limit by a number of stack frames, because torchember adds frames to each call of a module.

@@ -26,7 +26,8 @@ class ParameterPlan:
         self.container = None # last frozenset that contained all parameters in `is_within`
         # names: keys of the parameters in the set `known.with_gradient`; places: keys of the parameters in `gathered`
         self.names,self.places = [(st.track.path, n) for st,_,n in self.which],[(id(st), n) for st,_,n in self.which]
-        self.all_places,self.noted = frozenset(self.places),False # noted: True once `known.with_gradient` has all parameters
+        # noted: True once `known.with_gradient` has all parameters
+        self.all_places,self.noted = frozenset(self.places),False
         self.is_possible = self.dicts.is_possible and all(type(p) is torch.nn.Parameter for *_,p in which)
         if self.is_possible:
             self.run = np.zeros(self.dicts.kinds.run_words, np.int64)

@@ -198,6 +198,7 @@ class ArmedModel:
 
     def disarm(self):
         "Disarm the model: remove the listeners, to leave every module as it was before recording."
+        self.events.planned.stop() # count the rows that compiled code wrote in the running pass
         if self.graphs is not None: self.graphs.abandon()
         disarm(self.tracks, self.events)
         for w in (*self.watches, *self.numbers.values()): w.detach()
@@ -293,9 +294,7 @@ class Recorder:
     @timed
     def close(self, boundary=False):
         "Close the current step. Do nothing if the step has no content. `boundary`: True to end the step as `te.step()` does."
-        with self.lock:
-            self.pipe.remover.remove_refused()
-            self.pipe.close_step(boundary)
+        with self.lock: self.pipe.remover.remove_refused(); self.pipe.close_step(boundary)
 
     @timed
     def boundary(self, empty=False) -> bool:
@@ -305,9 +304,8 @@ class Recorder:
     @timed
     def flush(self):
         "Flush all rows measured so far: queue them for the log, without waiting until the rows are written."
-        with self.lock:
-            self.events.planned.stop() # count the rows that compiled code wrote in the running pass
-            self.pipe.flush()
+        # first count the rows that compiled code wrote in the running pass
+        with self.lock: self.events.planned.stop(); self.pipe.flush()
 
     @timed
     def source(self, close):
@@ -334,7 +332,6 @@ class Recorder:
     def finish(self):
         "Finish the recording: queue the rows of the current step for the log."
         with self.lock:
-            self.events.planned.stop()
             self.losses.write(now=True)
             finish(self.pipe)
         self.flush()

@@ -150,7 +150,7 @@ class Sources:
         self.sampled = evenly_spaced([p for p in ps if p.requires_grad and not is_lazy(p)])
 
     def armed(self, states, again:bool=False):
-        """Handle that modules are armed: measure their tensors from now on. `states`: `ModuleState`s, root first, or an empty list to stop.
+        """Start to measure the tensors of some modules, or stop. `states`: `ModuleState`s of the modules, root first; an empty list to stop.
 
         `again`: True if the same model was recorded before, with other modules.
         """

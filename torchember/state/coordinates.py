@@ -26,7 +26,8 @@ from ..health.finding import columns, confidence_from, finding, format_ratio, li
 from .layer_sizes import as_batches, train_and_measure
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #58ad9719
-quantities = 'output', 'change', 'from_weights', 'from_inputs', 'input', 'input_change' # columns of the table that contain sizes
+# columns of the table that contain sizes
+quantities = 'output', 'change', 'from_weights', 'from_inputs', 'input', 'input_change'
 # name of a ratio -> the two sizes that it divides. The slope of a ratio is the difference between the slopes of these sizes
 ratios = {'output/input': ('output', 'input'), 'from_weights/input': ('from_weights', 'input'),
     'from_inputs/input_change': ('from_inputs', 'input_change')}
@@ -40,7 +41,7 @@ def fit_slope(widths, sizes) -> tuple: # sizes: array of shape (seeds, widths)
     return float(each.mean()), float(each.std(ddof=1)/len(each)**.5) if len(each)>1 else math.nan
 
 def slopes_of(table):
-    "Return the slopes of sizes and of ratios of sizes over the width, for each layer and step. `table`: result of `CoordCheck.table`."
+    "Return how sizes, and ratios of sizes, grow with the width of the model: slopes for each layer and step. `table`: result of `CoordCheck.table`."
     widths,seeds,out = table['width'].unique(),table['seed'].unique(),[]
     for (layer,step),rows in table.groupby(['layer', 'step'], sort=False):
         grid = rows.set_index(['seed', 'width'])
@@ -205,7 +206,8 @@ class CoordCheck:
     """
     def __init__(self, table, slopes, findings):
         self.table,self.slopes,self.findings = table,slopes,findings
-        self.layers = table.loc[table['from_weights'].notna().to_numpy(), 'layer'].unique().tolist() # names of the layers with weights
+        # names of the layers with weights
+        self.layers = table.loc[table['from_weights'].notna().to_numpy(), 'layer'].unique().tolist()
         known = slopes[(slopes['quantity']=='from_weights') & slopes['layer'].isin(self.layers)]
         self.step = int(known.groupby('layer')['step'].min().max()) if len(known) else 1
 

@@ -80,7 +80,7 @@ def json_rows(f, size=1<<22):
                 following = text.find(',{"', at+1)
                 # read more, because the text read so far does not contain the end of this row
                 if not begins_row(text, following+1): break
-                # yield an incomplete row as text; another process has appended rows after this row
+                # the row is incomplete, and another process has appended rows after it: yield the row as text
                 yield text[at:following][:200]
                 at = following
                 continue

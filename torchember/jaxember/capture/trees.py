@@ -251,7 +251,7 @@ def parameter_of_leaf(keys, at, known, before=()): # at: indices of fields such 
                 if n and not (inside and all(w.isdigit() for w in words[start:end])): return i, n, words[end:]
 
 def model_keys(keys):
-    "Return the keys that name the model of an optimizer state. `keys`: all keys before a field such as 'mu', including nested optax states."
+    "Return the keys of the model to which an optimizer state belongs. `keys`: all keys before a field such as 'mu', with keys of optax states."
     words = [key_text(k) for k in keys]
     return [w for i,w in enumerate(words)
         if not (w.isdigit() or w in (*holders, labelled) or i and words[i-1]==labelled)]

@@ -183,7 +183,8 @@ def number_calls(found, placed=lambda where: where) -> list: # placed: function 
     for f in found:
         entries = [*f.each()]
         order = {id(s): k for k,(s,_) in enumerate(entries)}
-        got,given = [],{} # given: (id of a value, indices of its loop iterations) -> ((`Place`, call), backward), shared by all shards of this value
+        # given: (id of a value, indices of its loop iterations) -> ((`Place`, call), backward), shared by all shards of this value
+        got,given = [],{}
         for s,i,pieces in in_call_order(entries):
             iterations,more = scan_call(s, i)
             at,of = (s.number, iterations),(id(s), iterations)

@@ -72,7 +72,8 @@ class StateRows:
     def __init__(self, measure, tracked, asks, places, agreed=None, spread=None):
         self.measure,self.asks,self.spread = measure,asks,spread
         self.tracked = tracked # the kinds of trees to record: some of 'model_state', 'optimizer_state' and 'gradients'
-        self.places = places # a `ModulePlaces`, which finds the paths of models from the names and shapes of the parameters
+        # a `ModulePlaces`, which finds the paths of models from the names and shapes of the parameters
+        self.places = places
         self.agreed = agreed or ExpectedTrees()
         namers = dict(model_state=named_parameters, optimizer_state=named_optimizer_states, gradients=named_parameters)
         self.named = {k: CachedNames(f) for k,f in namers.items()}
