@@ -1,4 +1,4 @@
-"""Check the words of docstrings and comments in the library: `python docs/wording.py [package ...]`, part of `make lint`.
+"""Check the words of docstrings and comments: `python docs/wording.py [package ...]`, part of `make lint`.
 
 A docstring of a function begins with a verb, and no word of `private_words` occurs: each was once used here with a meaning of its own. Prints the
 places, and exits with 1 if there are any."""
@@ -37,9 +37,10 @@ def faults(code):
 
 
 def modules(names):
-    "Return the files of the library whose package or module begins with one of `names`; all without names."
+    "Return the files of the library whose package or module begins with one of `names`. Without names, return all Python files of the project."
     files = [p for p in sorted((root/'torchember').rglob('*.py')) if p.name!='_modidx.py']
-    return [p for p in files if not names or str(p.relative_to(root/'torchember')).startswith(tuple(names))]
+    if names: return [p for p in files if str(p.relative_to(root/'torchember')).startswith(tuple(names))]
+    return files+[p for d in ('benchmarks', 'docs', 'examples', 'nbs', 'tests') for p in sorted((root/d).rglob('*.py')) if '_build' not in p.parts]
 
 
 if __name__=='__main__':

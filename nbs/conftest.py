@@ -1,11 +1,11 @@
-"""Each section of a notebook is a test, in which the exported cells are taken from the library instead of being run"""
+"""pytest plugin for notebooks: each section is a test. Exported cells are not run, because their names are imported from the library."""
 import os
 import re
 import sys
 import traceback
 from importlib import import_module
 
-import process # before anything that imports torch or torchember
+import process # must be imported before torch and torchember
 import pytest
 from execnb.shell import CaptureShell
 from fastcore.nbio import does_cell_eval, read_nb
@@ -14,18 +14,19 @@ from fastcore.nbio import does_cell_eval, read_nb
 def pytest_unconfigure(): process.over()
 
 
-first = r'; the start of recording waited [^;]* for compiled loops| \(of which compiling loops: [^;)]*\)' # texts about a first use of compiled loops
+# texts in outputs about the first use of compiled loops, which only some runs have
+first = r'; the start of recording waited [^;]* for compiled loops| \(of which compiling loops: [^;)]*\)'
 
 
 def shown(c):
-    "The words and the kinds of picture in the outputs of a cell: what is the same on every machine, as numbers and addresses are not"
+    "Return the words and the kinds of pictures in the outputs of a cell. Unlike numbers and addresses, they are the same on every machine."
     data = [d for o in c.outputs or () if o.get('name')!='stderr' for d in (o.get('data') or {'text/plain': o.get('text', '')}).items()]
     texts = [kind if kind.startswith('image/') else re.sub(f'0x[0-9a-f]+|{first}', '', ''.join(v)) for kind,v in data]
     return {w for t in texts for w in re.findall(r'[A-Za-z_]{3,}', t)} - {'nan', 'NaN', 'inf'}
 
 
 class Section(pytest.Item):
-    "The code cells below one heading"
+    "Test of one section: the code cells below one heading."
     def __init__(self, cells, **kwargs):
         super().__init__(**kwargs)
         self.cells = cells
@@ -34,21 +35,22 @@ class Section(pytest.Item):
     def reportinfo(self): return self.path, None, self.name
 
     def repr_failure(self, excinfo):
-        "The traceback from the cell on, and the cell"
+        "Return the part of the traceback that begins in the notebook, and the source of the failed cell."
         if isinstance(excinfo.value, pytest.fail.Exception): return str(excinfo.value)
         tb = excinfo.tb
         while tb.tb_next and '<ipython' not in tb.tb_frame.f_code.co_filename: tb = tb.tb_next
         return ''.join(traceback.format_exception(excinfo.type, excinfo.value, tb)) + f'\n{self.parent.cell.source}'
 
 
-# Libraries that rooms are about: wing -> their names
-guests = {'integrations': ('lightning', 'transformers', 'accelerate', 'fastai', 'ignite', 'keras'), 'sinks': ('wandb', 'tensorboard', 'mlflow', 'trackio')}
-needed = {f'torchember.{wing}.{lib}': (lib,) for wing,libs in guests.items() for lib in libs} # module -> what its page imports
+# package -> names of the libraries to which its Python modules connect
+libraries_of = {'integrations': ('lightning', 'transformers', 'accelerate', 'fastai', 'ignite', 'keras'),
+    'sinks': ('wandb', 'tensorboard', 'mlflow', 'trackio')}
+needed = {f'torchember.{package}.{lib}': (lib,) for package,libs in libraries_of.items() for lib in libs} # module -> libraries that its notebook imports
 needed['torchember.integrations.private_trainers'] = 'accelerate', 'ignite', 'keras'
 
 
 class Notebook(pytest.File):
-    "A notebook, whose sections run in order in one shell"
+    "Tests of a notebook. Its sections run in order in one shell."
     def collect(self):
         self.mod,parts = None,[(self.path.stem, [])]
         for c in read_nb(self.path).cells:
@@ -57,16 +59,16 @@ class Notebook(pytest.File):
                 d = c.directives
                 if 'default_exp' in d: self.mod = f"torchember.{d['default_exp']}"
                 if does_cell_eval(c, True) and not {'default_exp', 'export', 'exporti', 'exports'} & d.keys(): parts[-1][1].append(c)
-            for mark in {'slow', 'release'} & c.directives.keys(): self.add_marker(mark) # `release`: tutorials whose claims tests/ has, too
+            for mark in {'slow', 'release'} & c.directives.keys(): self.add_marker(mark) # `release`: tutorials whose statements are also tested in tests/
         self.todo = [Section.from_parent(self, name=n, cells=cs) for n,cs in parts if cs]
         return list(self.todo)
 
     def setup(self):
-        "A shell in the notebook's folder, with a home of its own and what the library exports"
+        "Start a shell in the folder of the notebook, with a new home for runs. It has all names of the exported module."
         for lib in ('jax', 'flax', 'optax', 'equinox') if 'jaxember' in (self.mod or '') else (): pytest.importorskip(lib)
         for lib in needed.get(self.mod, ()):
             with pytest.MonkeyPatch.context() as m:
-                m.setenv('KERAS_BACKEND', 'torch') # keras looks for it when it is imported
+                m.setenv('KERAS_BACKEND', 'torch') # keras reads this variable when it is imported
                 pytest.importorskip(lib)
         self.optimize(False)
         self.before,self.failed,self.env,self.environ = process.Before(),self.session.testsfailed,pytest.MonkeyPatch(),dict(os.environ)
@@ -79,32 +81,32 @@ class Notebook(pytest.File):
         self.came,self.began = {},process.Settings()
 
     def as_it_was(self, section):
-        "Settings and patches end with a section; what it opened may be of use to later ones, so that it is only noted who did"
+        "Fail if the section has changed settings. Note in which section files, threads and the like were opened: later sections may use them."
         self.came = {s: self.came.get(s, section.name) for s in self.before.come()}
         if self.session.testsfailed>self.failed: return
         changed = self.began.changed(process.Settings())
-        process.blame(section.name, [s for s in changed if ' TORCHEMBER_HOME ' not in s]) # a notebook may have several homes, and is alone in each
+        process.blame(section.name, [s for s in changed if ' TORCHEMBER_HOME ' not in s]) # a notebook may use several homes
 
     def optimize(self, yes):
-        "XLA's passes cost a third of what these notebooks take. What is to have the same bits as without us is tested with them, also in the one on watching"
+        "Switch the optimization passes of XLA on or off. They take a third of the time of the notebooks about JAX. Tests of equal bits use them."
         if 'jaxember' in (self.mod or '') and self.path.name!='40_watching.ipynb': import_module('jax').config.update('jax_disable_most_optimizations', not yes)
 
     def teardown(self):
         self.shell.close()
         self.env.undo()
-        for k in os.environ.keys() - self.environ.keys(): del os.environ[k] # what a guest is told there, such as to stay offline, ends with the page
+        for k in os.environ.keys() - self.environ.keys(): del os.environ[k] # settings of libraries, such as to stay offline, end with the notebook
         os.environ |= self.environ
         self.optimize(True)
         if self.session.testsfailed>self.failed or self.todo: return
         process.blame(self.path.name, [f'{s} (since {self.came[s]!r})' if s in self.came else s for s in self.before.left()])
 
     def run_to(self, section):
-        "Run `section`, and those before it that have not run yet. What it shows must be what is saved, as the pages have that"
+        "Run the sections up to `section` that have not run yet. Fail if their outputs differ from the saved outputs, which the pages show."
         old = []
         while section in self.todo:
             part = self.todo.pop(0)
             for c in part.cells:
-                for what in c.directives.get('needs', '').split(): # such as `hooks_in_graphs`, which a torch may not have
+                for what in c.directives.get('needs', '').split(): # such as `hooks_in_graphs`, which is False in older versions of torch
                     if not getattr(import_module('torchember.capture.private_torch'), what): pytest.skip(f'this torch has no {what}')
                 self.cell,saved = c,shown(c)
                 self.shell.cell(c)
@@ -115,7 +117,7 @@ class Notebook(pytest.File):
 
 
 def pytest_collection_modifyitems(items):
-    "The long ones first, so that no worker is left alone with them"
+    "Run slow tests first, so that no worker has to run them alone at the end."
     items.sort(key=lambda o: o.get_closest_marker('slow') is None)
 
 

@@ -55,7 +55,7 @@ def train_once(model, inp, opt=None):
 
 # ---- copies of an armed model
 
-@case('copy.deepcopy', 'the armed model and a submodule of it, before and after a training step: unarmed, own weights, records nothing')
+@case('copy.deepcopy', 'A copy of an armed model, or of a part of it, is not armed, has its own weights and records nothing, also after a training step.')
 def deepcopy_():
     model = mlp()
     te = torchEmber(model)
@@ -70,7 +70,8 @@ def deepcopy_():
     te.close()
 
 
-@case('pickle and torch.save', 'all protocols, the model and a submodule, also after a training step; loaded with weights_only=False')
+@case('pickle and torch.save',
+    'An armed model, or a part of it, can be saved with all protocols, also after a training step, and loaded with `weights_only=False`.')
 def pickled():
     model = mlp()
     te = torchEmber(model)
@@ -85,7 +86,7 @@ def pickled():
     te.close()
 
 
-@case('copy.copy', 'a shallow copy of a layer computes with what is set on the copy')
+@case('copy.copy', 'A shallow copy of a layer computes with the attributes that are set on the copy.')
 def shallow():
     model = nn.LayerNorm(4)
     te = torchEmber(model)
@@ -96,7 +97,8 @@ def shallow():
     te.close()
 
 
-@case('classes with their own __deepcopy__, __getstate__ or __reduce__', 'a model class with each of them, and an fx GraphModule')
+@case('classes with their own __deepcopy__, __getstate__ or __reduce__',
+    'A model class with each of these methods, and an fx `GraphModule`, are copied and pickled as without torchember.')
 def own_protocols():
     class Deep(nn.Linear):
         def __deepcopy__(self, memo):
@@ -119,7 +121,7 @@ def own_protocols():
     te.close()
 
 
-@case('state_dict', 'same keys and tensors armed and not; load_state_dict into the armed model takes effect')
+@case('state_dict', 'The keys and tensors are those of the model that is not armed. `load_state_dict` changes the armed model.')
 def state_dict():
     model = mlp()
     want = {k: v.clone() for k,v in model.state_dict().items()}
@@ -133,7 +135,8 @@ def state_dict():
 
 # ---- arming and disarming
 
-@case('an exception in forward', 'in a leaf: it passes through unchanged, the enter/exit log is closed, the next pass records; dicts and hooks as before')
+@case('an exception in forward',
+    'An exception of a layer reaches the caller unchanged. The log of module calls is complete, and the next pass is recorded. Dicts and hooks are as before.')
 def exception():
     class Fails(nn.Module):
         fail = True
@@ -156,7 +159,7 @@ def exception():
     assert dicts(model)==before
 
 
-@case('KeyboardInterrupt in forward', 'raised in a leaf; afterwards the model is trained on, disarmed, and equal to before')
+@case('KeyboardInterrupt in forward', 'After an interrupt in a layer, the model can be trained further and disarmed. It is equal to the model before.')
 def interrupt():
     class Stops(nn.Module):
         def forward(self, x): raise KeyboardInterrupt
@@ -170,7 +173,8 @@ def interrupt():
     assert dicts(model)==before
 
 
-@case('dicts and hook tables', 'every module __dict__ and hook table compared before and after, with hooks of the user in place, which fire once each')
+@case('dicts and hook tables',
+    'The `__dict__` and the hooks of each module are equal before arming and after disarming. Hooks of the user are called once each.')
 def hooks():
     model,seen = mlp(),[]
     model[0].register_forward_hook(lambda *a: seen.append('forward'))
@@ -184,7 +188,8 @@ def hooks():
     assert dicts(model)==before
 
 
-@case('two embers', 'the second arms the same model, or a part of it: the first is disarmed and a warning says so; disarmed twice and out of order')
+@case('two embers',
+    'If a second ember arms the same model, or a part of it, the first ember is disarmed, with a warning. Disarming twice, or in another order, does no harm.')
 def two_embers():
     model = mlp()
     before = dicts(model)
@@ -205,7 +210,8 @@ def two_embers():
     assert len(outputs(a))==n and dicts(model)==before
 
 
-@case('a forward set on the instance', 'before arming: it is called and comes back; while armed: it is left alone')
+@case('a forward set on the instance',
+    'A `forward` that was set on a module before arming is called, and restored. A `forward` that is set while the model is armed is not changed.')
 def instance_forward():
     model = mlp()
     mine = lambda x: x*2
@@ -229,7 +235,7 @@ def instance_forward():
 
 # ---- features of models
 
-@case('in-place operations', 'ReLU(inplace=True) after each layer, += on an output: gradients to the bit')
+@case('in-place operations', 'With `ReLU(inplace=True)` after each layer, and `+=` on an output, gradients are equal, bit by bit.')
 def inplace():
     class Net(nn.Module):
         def __init__(self): super().__init__(); self.l,self.r = nn.Linear(4, 4),nn.ReLU(inplace=True)
@@ -249,7 +255,7 @@ def inplace():
     assert out['min']<0 # The output was measured before the in-place ReLU changed it
 
 
-@case('LSTM and nested outputs', 'tuples of tuples, dicts, dataclasses: each tensor has its row and name')
+@case('LSTM and nested outputs', 'Each tensor in nested tuples, dicts and dataclasses has a row and a name.')
 def nested_outputs():
     te = torchEmber(nn.LSTM(4, 3))
     te.model(torch.randn(5, 2, 4))
@@ -261,7 +267,7 @@ def nested_outputs():
     te.close()
 
 
-@case('frozen parameters, requires_grad switched', 'weights are recorded all the same, gradients only where there are any, before and after the switch')
+@case('frozen parameters, requires_grad switched', 'Weights always have rows. Gradients have rows if they exist, before and after `requires_grad` is switched.')
 def frozen():
     model = mlp()
     model[0].requires_grad_(False)
@@ -275,7 +281,7 @@ def frozen():
     te.close()
 
 
-@case('sparse gradients', 'nn.Embedding(sparse=True): the statistics are those of the dense gradient')
+@case('sparse gradients', 'With `nn.Embedding(sparse=True)`, the statistics are those of the dense gradient.')
 def sparse():
     model = nn.Embedding(1000, 4, sparse=True)
     te = torchEmber(model)
@@ -288,7 +294,7 @@ def sparse():
     te.close()
 
 
-@case('no parameters, buffers, no tensors', 'nn.Identity, BatchNorm with its buffers, a module that takes and returns text')
+@case('no parameters, buffers, no tensors', '`nn.Identity`, BatchNorm with its buffers, and a module that takes and returns text work as before.')
 def odd_modules():
     class Text(nn.Module):
         def forward(self, s): return s.upper()
@@ -303,7 +309,7 @@ def odd_modules():
     te.close()
 
 
-@case('modules added or removed while armed', 'the model runs on; a removed module is as before arming; a new one is recorded from the next pass on')
+@case('modules added or removed while armed', 'The model works. A removed module is as before arming. A new module is recorded from the next recorded step on.')
 def changed():
     model = mlp()
     te = torchEmber(model)
@@ -316,7 +322,7 @@ def changed():
     assert all('_torchember' not in m.__dict__ for m in (*model.modules(), gone))
 
 
-@case('lazy modules', 'LazyLinear: runs, becomes a Linear, and its weights are recorded from its first pass on')
+@case('lazy modules', 'A `LazyLinear` becomes a `Linear`, and its weights are recorded from its first pass on.')
 def lazy():
     model = nn.Sequential(nn.LazyLinear(5), nn.LazyBatchNorm1d())
     te = torchEmber(model)
@@ -326,7 +332,7 @@ def lazy():
     te.close()
 
 
-@case('a forward that calls itself', 'recursion through the root and through a submodule: one pass, each call a row')
+@case('a forward that calls itself', 'If the model or a part of it calls itself, there is one pass, and each call has rows.')
 def recursive():
     class Tree(nn.Module):
         def __init__(self): super().__init__(); self.l = nn.Linear(4, 4)
@@ -341,7 +347,7 @@ def recursive():
     te.close()
 
 
-@case('300 nested modules', 'whatever depth runs unarmed runs armed: Python’s recursion limit is raised during the pass, and put back')
+@case('300 nested modules', "A deeply nested model that works without torchember also works armed: during a pass, Python's recursion limit is higher.")
 def nested():
     model = nn.Identity()
     for _ in range(300): model = nn.Sequential(model)
@@ -363,7 +369,7 @@ def nested():
 
 # ---- modes of torch, such as checkpointing, inference mode and torch.compile
 
-@case('activation checkpointing', 'both modes: gradients equal, the recomputation is not recorded a second time')
+@case('activation checkpointing', 'With both kinds of checkpoints, gradients are equal, and the recomputation is not recorded.')
 def checkpointing():
     class Net(nn.Module):
         def __init__(self, mode): super().__init__(); self.mode,self.a,self.b = mode,mlp(),nn.Linear(2, 2)
@@ -383,7 +389,7 @@ def checkpointing():
         te.close()
 
 
-@case('autocast', 'bf16 on the CPU: outputs are bf16 and equal; the measuring itself runs outside of autocast')
+@case('autocast', 'With bfloat16 on the CPU, outputs are bfloat16 and equal. Statistics are computed without autocast.')
 def autocast():
     model,inp = mlp(),x(50)
     with torch.autocast('cpu', dtype=torch.bfloat16):
@@ -396,7 +402,7 @@ def autocast():
     te.close()
 
 
-@case('no_grad and inference_mode', 'armed and run inside, before and after ordinary training passes')
+@case('no_grad and inference_mode', 'A model can be armed and called inside these modes, before and after training passes.')
 def inference():
     model = mlp()
     with torch.inference_mode(): te = torchEmber(model); model(x())
@@ -407,7 +413,7 @@ def inference():
     te.close()
 
 
-@case('torch.func', 'functional_call, grad, vmap over samples and over an ensemble of weights: results equal; values are those of all samples together')
+@case('torch.func', '`functional_call`, `grad`, and `vmap` over samples and over weights give equal results. A row has the statistics of all samples together.')
 def functional():
     model,inp = mlp(),x(6)
     ps = dict(model.named_parameters())
@@ -426,7 +432,7 @@ def functional():
     te.close()
 
 
-@case('trace, export, fx, make_fx', 'an armed model is traced as the plain model: same graph, same results, nothing of ours in it')
+@case('trace, export, fx, make_fx', 'The traced graph and its results are those of a model that is not armed. The graph contains no operation of torchember.')
 def traced():
     from torch.fx.experimental.proxy_tensor import make_fx
     model,inp = mlp().eval(),x()
@@ -448,7 +454,7 @@ def traced():
 
 
 @case('scripted, traced and C-implemented forwards',
-    'results of torch.jit.script, trace and fx as the root and as a part; a forward that is a builtin or a staticmethod')
+    'Results of `torch.jit.script`, `trace` and fx work as the model and as a part of it. So does a `forward` that is a builtin or a `staticmethod`.')
 def scripted():
     class Builtin(nn.Module): forward = torch.relu
     class Static(nn.Module):
@@ -467,7 +473,8 @@ def scripted():
                 assert torch.equal(model(inp), want)
 
 
-@case('the signature of forward', 'inspect.signature, docstring and annotations of model.forward are what they were, for a class, an instance and a script')
+@case('the signature of forward',
+    '`inspect.signature`, the docstring and the annotations of `model.forward` do not change, for a class, an instance and a script.')
 def signature():
     import inspect
     class Net(nn.Module):
@@ -484,7 +491,8 @@ def signature():
         te.close()
 
 
-@case('torch.compile', 'armed before and after compiling: no graph break, as many graphs as unarmed, equal results, and the rows of eager mode')
+@case('torch.compile',
+    'A model that is armed before or after compiling has no graph breaks, as many graphs as without torchember, equal results, and the rows of eager mode.')
 def compiled():
     from torch._dynamo.testing import CompileCounter
     class Net(nn.Module):
@@ -507,7 +515,7 @@ def compiled():
     te.close()
 
 
-@case('eval passes under only_training', 'skipped, and no steps; layers that are in eval() during a training pass are recorded')
+@case('eval passes under only_training', 'Evaluation passes are not recorded and are no steps. Layers in `eval()` mode are recorded during a training pass.')
 def only_training():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     te = torchEmber(model, only_training=True)
@@ -522,7 +530,7 @@ def only_training():
 
 # ---- threads and processes
 
-@case('two models in two threads', 'each keeps its own rows, all of them')
+@case('two models in two threads', 'Each run has all of its own rows.')
 def two_threads():
     tes = [torchEmber(mlp()) for _ in range(2)]
     def run(te):
@@ -534,7 +542,7 @@ def two_threads():
         te.close()
 
 
-@case('one model in two threads', 'no row is lost, no row is torn, the enter/exit log of a pass is that of one thread')
+@case('one model in two threads', 'No row is lost or mixed with another row. The log of module calls of a pass has the calls of one thread.')
 def one_model_two_threads():
     model = mlp()
     te = torchEmber(model)
@@ -561,7 +569,7 @@ def one_model_two_threads():
     te.close()
 
 
-@case('nn.DataParallel', 'refused with a message that names DistributedDataParallel, given to torchEmber or put around an armed model')
+@case('nn.DataParallel', 'An error names DistributedDataParallel, if torchEmber gets a `DataParallel`, or if a `DataParallel` contains an armed model.')
 def data_parallel():
     model = mlp()
     for f in (lambda: torchEmber(nn.DataParallel(model)), lambda: torchEmber(model).model._replicate_for_data_parallel()):
@@ -597,7 +605,8 @@ dist.destroy_process_group()
 """
 
 
-@case('DistributedDataParallel', 'two gloo processes, armed before and after wrapping: weights stay in step, each rank has a file of its own under one name')
+@case('DistributedDataParallel',
+    'With two processes (gloo), armed before and after wrapping, weights stay equal, and each rank has its own log with the same name.')
 def distributed():
     from torchember import emberTracker
     with tempfile.TemporaryDirectory() as d:
@@ -620,7 +629,7 @@ def distributed():
             assert grads[0]==grads[1] and tables[0]['mean'].tolist()!=tables[1]['mean'].tolist()
 
 
-@case('nothing left behind', 'after disarm the model is garbage-collected when the user lets go of it, and so is the ember')
+@case('nothing left behind', 'After disarming, the garbage collector frees the model and the ember when the user has no reference to them.')
 def collected():
     import gc
     import weakref

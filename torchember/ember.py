@@ -81,15 +81,15 @@ class RecordedRun:
         return use
 
     def how_record_in(self, f):
-        "Decorator: record tensors of the type 'input' with this function. See `how_record`."
+        "Record tensors of the type 'input' with the decorated function. See `how_record`."
         return self.how_record('input')(f)
 
     def how_record_out(self, f):
-        "Decorator: record tensors of the type 'output' with this function. See `how_record`."
+        "Record tensors of the type 'output' with the decorated function. See `how_record`."
         return self.how_record('output')(f)
 
     def how_record_weight(self, f):
-        "Decorator: record tensors of the types 'weight' and 'weight_grad' with this function. See `how_record`."
+        "Record tensors of the types 'weight' and 'weight_grad' with the decorated function. See `how_record`."
         return self.how_record('weight', 'weight_grad')(f)
 
     def set_metric(self,

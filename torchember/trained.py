@@ -287,7 +287,7 @@ class ModelRecorder:
 
 # %% ../nbs/91_trained.ipynb #7be2c91d
 def catch_own_errors(f):
-    "Decorator for methods of `Trainings`: catch errors of torchember itself, so that the user's training continues."
+    "Decorate a method of `Trainings`: catch errors of torchember itself, so that the user's training continues."
     @functools.wraps(f)
     def guarded(self, *args, **kwargs):
         "Call the method, guarded against errors: after an error, stop looking for models."

@@ -102,7 +102,7 @@ projections = {'GPT2LMHeadModel': ('c_attn', lambda x: x.chunk(3, -1)[2].unflatt
 
 @pytest.mark.parametrize('name', projections)
 def test_size_of_the_values_equals_explicit_arithmetic(name):
-    "Of 20 sequences, those with the numbers 0, 3, 6, ... are in the sample. In Llama, two heads share the values of a group."
+    "The sample has the sequences 0, 3, 6, ... of 20 sequences. In Llama, two heads share the values of a group."
     tf = pytest.importorskip('transformers')
     cls,(projection,values_of) = getattr(tf, name),projections[name]
     config = cls.config_class(**models[name])
@@ -591,7 +591,7 @@ class Laid(nn.Module):
         return out.flatten(2)
 
 
-@pytest.mark.parametrize('sequences', [3, 5, 7])
+@pytest.mark.parametrize('sequences', [3, 7])
 @pytest.mark.parametrize('name', layouts)
 def test_heads_on_another_dimension_are_found(name, sequences):
     torch.manual_seed(0)

@@ -114,9 +114,12 @@ def test_rows_are_those_of_the_general_way(monkeypatch, name, way):
 # two scenarios replace functions that a compiled graph does not call. Torch itself refuses checkpoints of blocks with other shapes,
 # and to trace a reader of the run
 uncompiled = 'raises', 'fails_inside', 'a_wrapper', 'reads_in_the_middle'
+# scenarios that change how merged calls are recorded; the others run before a release only, because compiling takes seconds
+often = 'evaluates', 'other_shapes', 'shapes_in_turns', 'micro_batches', 'disarms_in_the_middle', 'rearms', 'another_listener', 'probes', 'in_a_thread'
+merged_scenarios = [pytest.param(s, marks=[pytest.mark.release]*(s.__name__ not in often)) for s in scenarios if s.__name__ not in uncompiled]
 
 
-@pytest.mark.parametrize('scenario', [s for s in scenarios if s.__name__ not in uncompiled], ids=lambda f: f.__name__)
+@pytest.mark.parametrize('scenario', merged_scenarios, ids=lambda f: f.__name__)
 @pytest.mark.parametrize('prepare', [whole, pytest.param(in_parts, marks=pytest.mark.release)])
 def test_what_happens_between_steps(monkeypatch, scenario, prepare):
     check(monkeypatch, 'blocks', scenario, prepare, ttypes=alls)
@@ -150,7 +153,7 @@ def in_bfloat16(te, model, loss, i):
 
 @pytest.mark.parametrize('scenario', [two_passes, two_backwards, without_a_backward, other_thread_backward, torch_mode_backward, in_bfloat16],
     ids=lambda f: f.__name__)
-@pytest.mark.parametrize('name', [shared, uneven], ids=lambda n: n.__name__)
+@pytest.mark.parametrize('name', [shared, pytest.param(uneven, marks=pytest.mark.release)], ids=lambda n: n.__name__)
 def test_passes_and_backwards(monkeypatch, name, scenario): check(monkeypatch, name, scenario, ttypes=alls)
 
 
@@ -272,6 +275,7 @@ def backward_of_a_removed_module(te, model, loss, i):
     x.backward()
     return y.item()
 
+@pytest.mark.release
 def test_a_removed_module(monkeypatch):
     "The plan of the forward, which keeps the module alive, may be dropped before the backward."
     monkeypatch.setattr(MergedPlans, 'most', 1)
@@ -358,7 +362,8 @@ def runs_in_another_thread(te, model, loss, i):
 def calls_a_part(te, model, loss, i): return model.first(torch.ones(3, 6)).sum().item()
 
 
-@pytest.mark.parametrize('scenario', [looks, reuses_memory, reuses_memory_of_gradients, runs_in_another_thread, calls_a_part],
+@pytest.mark.parametrize('scenario', [looks, runs_in_another_thread, calls_a_part,
+    *(pytest.param(f, marks=pytest.mark.release) for f in (reuses_memory, reuses_memory_of_gradients))],
     ids=lambda f: f.__name__)
 def test_between_two_graphs(monkeypatch, scenario):
     check(monkeypatch, around(), scenario, compile_inner, ttypes=alls, blackbox=True)
@@ -374,6 +379,7 @@ def test_recomputation_of_a_checkpoint_is_not_recorded(monkeypatch, reentrant, s
 def maps_over_rows(te, model, loss, i):
     if i>2: return torch.func.vmap(model)(torch.linspace(-2, 2, 24).reshape(4, 6)).sum().item()
 
+@pytest.mark.release
 def test_a_transform(monkeypatch): check(monkeypatch, around(), maps_over_rows, compile_inner, ttypes=alls)
 
 
@@ -407,6 +413,7 @@ def other_listener_of_gradients(te, model, loss, i):
     if i==4: te.acts.remove()
     return {k: x.sum().item() for k,x in te.acts.state_dict.items()}
 
+@pytest.mark.release
 def test_another_listener_of_gradients(monkeypatch): check(monkeypatch, shared, other_listener_of_gradients, ttypes=alls)
 
 
@@ -423,6 +430,7 @@ def renames(te, model, loss, i):
     model.other,model.name = model.body,'other'
     del model.body
 
+@pytest.mark.release
 def test_a_renamed_module(monkeypatch):
     "After a module was renamed, its rows have the new name, although the graph reports the same names of tensors for the same modules."
     check(monkeypatch, renamed, renames, ttypes=alls, steps=8)

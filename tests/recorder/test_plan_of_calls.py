@@ -279,9 +279,13 @@ scenarios = [evaluates, raises, fails_inside, other_shapes, shapes_in_turns, mic
     another_listener, transforms, modes, parts, in_a_thread, probes, changes_statistics, writes_data, hidden_gradients, a_wrapper]
 
 @pytest.mark.parametrize('scenario', scenarios, ids=lambda f: f.__name__)
-@pytest.mark.parametrize('ttypes', [None, alls, ('output',)], ids=['default', 'gradients', 'outputs'])
+@pytest.mark.parametrize('ttypes', [None, alls], ids=['default', 'gradients'])
 def test_what_happens_between_steps(monkeypatch, scenario, ttypes):
     check(monkeypatch, 'blocks', scenario, **({} if ttypes is None else {'ttypes': ttypes}))
+
+
+@pytest.mark.parametrize('scenario', [pytest.param(s, marks=[pytest.mark.release]*('middle' not in s.__name__)) for s in scenarios], ids=lambda f: f.__name__)
+def test_what_happens_between_steps_of_outputs(monkeypatch, scenario): check(monkeypatch, 'blocks', scenario, ttypes=('output',))
 
 
 def test_two_threads_in_one_pass(monkeypatch):

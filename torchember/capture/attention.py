@@ -127,7 +127,7 @@ def report_products(listener, query=None, key=None, value=None, attn_mask=None, 
     if all(isinstance(x, torch.Tensor) for x in (query, key, value)): listener.attention_products(query, key, value, attn_mask, is_causal, scale)
 
 def report_logits(listener, input=None, dim=None, *args, **more):
-    "Report the logits of attention to a listener: the input of a softmax, if it can be logits."
+    "Report the logits of attention to a listener: the input of a softmax, if its shape can be that of logits."
     if is_attention(input, dim, 1): listener.attention_logits(input, dim)
 
 # %% ../../nbs/10_capture/50_attention.ipynb #5c0de001

@@ -13,7 +13,7 @@ from .private_torch import add_hook, is_wrapped, never_compile
 
 # %% ../../nbs/10_capture/30_backward.ipynb #fbe91981
 def hook_gradients(named, report, place=None, again=False, key=None, ttype='output_grad'):
-    """Hook the gradients of tensors: `report(tname, gradient)` is called in the backward pass. Return the handles of hooks on leaf tensors.
+    """Register hooks for gradients: `report(tname, gradient)` is called in the backward pass. Return the handles of hooks on leaf tensors.
 
     Call `remove` of these handles after the pass, because leaf tensors are used in later passes, too. Without gradients, nothing is hooked.
     `named`: (tname, tensor) pairs; tensors that require no gradient are skipped. `again`: True if a checkpoint recomputes the forward. Then a

@@ -80,15 +80,15 @@ class Listener(Protocol):
     # ---- The following methods are called at the begin and end of passes and module calls
 
     def pass_begins(self, state, grad=None) -> bool: # grad: True if the pass has gradients; given by compiled code only
-        "Called when a pass begins: a call of the root, or of any module while no pass is running. Return True to be notified of the end of the pass."
+        "Handle the begin of a pass: a call of the root, or of any module while no pass is running. Return True to be notified of the end of the pass."
         self.running += 1
         return True
 
     def pass_ends(self, state, compiled:bool):
-        "Called when a pass has ended, with a result or an exception."
+        "Handle the end of a pass, with a result or an exception."
         self.running -= 1
 
-    def pass_fails(self, state): "Called when a pass has raised an exception, before `pass_ends`."
+    def pass_fails(self, state): "Handle an exception of a pass. `pass_ends` is called afterwards."
 
     def inside(self) -> bool:
         "Return True if a pass is running in this thread."
@@ -100,22 +100,22 @@ class Listener(Protocol):
 
     # `call_begins` returns (number of the call in its pass, phase) for `gradient`, or None if no gradients are wanted
     def call_begins(self, state, inputs:list, compiled:bool=False):
-        "Called when a module is called with `inputs`. If `compiled` is True, read the tensors at once, because compiled code reuses their memory."
+        "Handle the begin of a module call with `inputs`. If `compiled` is True, read the tensors at once, because compiled code reuses their memory."
         return 0, None
 
     def call_ends(self, state, outputs:list, compiled:bool=False): # returns (number of the call in its pass, phase) or None, as `call_begins` does
-        "Called when a call of a module has ended and returns `outputs`."
+        "Handle the end of a module call, which returns `outputs`."
         return 0, None
 
     def returned(self, state, outputs:list, call:int, phase=None):
-        """Called with the returned outputs of a tensor-parallel module, after its own hooks have summed them over ranks.
+        """Handle the returned outputs of a tensor-parallel module, after its own hooks have summed them over ranks.
 
         `call`, `phase`: result of the earlier `call_ends`."""
 
     def compiled_graph_begins(self, state, last):
-        "Called when a compiled graph begins. Its module calls are reported later. `state`, `last`: `ModuleState`s of the first and the last module."
+        "Handle the begin of a compiled graph. Its module calls are reported later. `state`, `last`: `ModuleState`s of the first and the last module."
 
-    def call_fails(self, state): "Called when a call of a module has raised an exception."
+    def call_fails(self, state): "Handle an exception of a module call."
 
     def plan_of(self, state, names):
         """Return a plan for a module's calls: an object that records them faster, by numba loops. Return None to record them by Python code.
@@ -128,50 +128,50 @@ class Listener(Protocol):
 
         See `recorder.merged_plans.MergedPlan`. `text`: JSON of the reports; `holders`: objects that get the reports."""
 
-    def probe(self, state, name:str, tensor): "Called when the user records a tensor of a module by `te.probe`."
+    def probe(self, state, name:str, tensor): "Handle a tensor of a module that the user records by `te.probe`."
 
-    def probe_here(self, name:str, tensor): "Called when the user records a tensor by `te.probe` in the module that is running now."
+    def probe_here(self, name:str, tensor): "Handle a tensor that the user records by `te.probe` in the module that is running now."
 
     # ---- The following methods are called when gradients are computed
 
     def gradient(self, state, ttype:str, tname:str, grad, call:int, phase=None, backward:int=0):
-        "Called when a backward pass has computed the gradient of an input or output. `call`, `phase`: result of `call_begins` or `call_ends`."
+        "Handle the gradient of an input or output, which a backward pass has computed. `call`, `phase`: result of `call_begins` or `call_ends`."
 
     def recomputed(self, state, inputs:list, outputs:list):
-        "Called when a checkpoint recomputes a module's forward in a backward pass: before it with the inputs, after it with the outputs."
+        "Handle a forward that a checkpoint recomputes in a backward pass: called before the forward with the inputs, after it with the outputs."
 
     # ---- The following methods are called when an optimizer steps, which ends a training step
 
-    def step_begins(self, optimizer): "Called when the step of an optimizer begins. The gradients may not be computed yet."
+    def step_begins(self, optimizer): "Handle the begin of an optimizer's step. The gradients may not be computed yet."
 
     def gradients_ready(self, optimizer, scale, unchanged:bool):
-        "Called when all gradients of a step are computed. `scale`: loss scale in the gradients. `unchanged`: True if the weights have not changed yet."
+        "Handle the complete gradients of a step. `scale`: loss scale in the gradients. `unchanged`: True if the weights have not changed yet."
 
-    def step_ends(self, optimizer): "Called when an optimizer has changed the weights."
+    def step_ends(self, optimizer): "Handle the end of an optimizer's step, which has changed the weights."
 
-    def step_skipped(self, optimizer): "Called when a `GradScaler` has skipped a step, because gradients were not finite."
+    def step_skipped(self, optimizer): "Handle a step that a `GradScaler` has skipped, because gradients were not finite."
 
-    def clips(self, parameters:list): "Called before the gradients of `parameters` are clipped."
+    def clips(self, parameters:list): "Prepare for the clipping of the gradients of `parameters`."
 
     # ---- The following methods are called by `capture.graphs` when CUDA graphs are captured or replayed
 
-    def before_capture(self, graph): "Called before a CUDA graph is captured. Until the capture ends, no thread may wait for the device."
+    def before_capture(self, graph): "Prepare for the capture of a CUDA graph. Until the capture ends, no thread may wait for the device."
 
-    def graph_begins(self, graph): "Called when the capture of a CUDA graph has begun. From now on operations are captured, and do not run."
+    def graph_begins(self, graph): "Handle the begin of the capture of a CUDA graph. From now on operations are captured, and do not run."
 
-    def graph_ends(self, graph, whole:bool): "Called when the capture of a CUDA graph has ended. `whole`: True if the capture succeeded."
+    def graph_ends(self, graph, whole:bool): "Handle the end of the capture of a CUDA graph. `whole`: True if the capture succeeded."
 
-    def replay_begins(self, graph): "Called before a CUDA graph is replayed."
+    def replay_begins(self, graph): "Prepare for the replay of a CUDA graph."
 
-    def replay_ends(self, graph, whole:bool): "Called when the host has launched the replay of a CUDA graph. `whole`: True if the launch raised no exception."
+    def replay_ends(self, graph, whole:bool): "Handle the replay of a CUDA graph, which the host has launched. `whole`: True if the launch raised no exception."
 
     # ---- The following methods are called when memory is reused, or when recording fails
 
-    def memory_reused(self): "Called when compiled code may have reused memory of tensors, so that cached summaries are invalid."
+    def memory_reused(self): "Handle a possible reuse of memory by compiled code, which makes cached summaries of tensors invalid."
 
-    def failed(self, state, ttype:str, tname:str, error): "Called when the search for tensors in the arguments or the result of a call has failed."
+    def failed(self, state, ttype:str, tname:str, error): "Handle an error of the search for tensors in the arguments or the result of a call."
 
-    def missed(self, state, ttype:str, names:list): "Called when compiled code cannot report the tensors `names`, because they are `DTensor`s."
+    def missed(self, state, ttype:str, names:list): "Handle tensors, with these `names`, that compiled code cannot report, because they are `DTensor`s."
 
 # %% ../../nbs/10_capture/18_events.ipynb #3f1c7a23
 # names of listener methods called during passes, besides names that begin with pass_, call_ or probe

@@ -32,7 +32,7 @@ def patch_of(module, known):
     return patch
 
 # %% ../../nbs/10_capture/20_forward.ipynb #66825953
-def arm(tracks, listener, watched=None, extra=None) -> list: # returns a `ModuleState` for the root and for each watched module
+def arm(tracks, listener, watched=None, extra=None) -> list: # returns `ModuleState`s of the root and of each watched module
     """Arm modules: notify a listener of passes of the root (the first of `tracks`), and of calls of each watched module.
 
     `watched`: ids of the watched modules, None for all. `extra`: attributes to add to the root until `disarm`; existing attributes stay."""

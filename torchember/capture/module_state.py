@@ -112,7 +112,7 @@ class ModuleState:
         # made_of: names of parameters and ids of children when recording began, to detect changes
         self.attributes,self.made_of = attributes or {},parameters_and_children(track.module)
         self.taps = {} # taps (places of measured tensors) that the listener stores for this module
-        self.pass_,self.calls = None,0 # pass_: number of the last pass; calls: number of calls of the module in this pass
+        self.pass_,self.calls = None,0 # number of the last pass, and of the calls of the module in this pass
         # key: tensor that stands for this object in operators, to report probes and gradients to this listener
         self.key = compiled.make_key_tensor(self) if self.root or self.wants.input_grad or self.wants.output_grad else None
         self.passes,self.pending = CompiledPasses(self.root),PendingGradients()

@@ -36,7 +36,7 @@ def report_after_hooks(state, named, variables, again=False) -> bool:
     return True
 
 def add_last_hook(state, frames, report):
-    "Add the last hook of the module's current call: a forward hook that runs once. `frames`: ids of torch's stack frames that call hooks."
+    "Add a forward hook that runs once, after all other hooks of the module's current call. `frames`: ids of torch's stack frames that call hooks."
     thread = get_ident()
     def hook(module, args, result):
         "Report the outputs in `result` if this is the expected call, and remove the hook."

@@ -60,7 +60,7 @@ def with_gradient(named, wanted):
 
 # %% ../../nbs/10_capture/19_patch.ipynb #5d2e8f06
 def hook_compiled(named, key, ttype):
-    "Hook tensors in compiled code: register hooks that report the gradients of these tensors."
+    "Register hooks in compiled code that report the gradients of tensors."
     for n,x in named: x.register_hook(compiled_hook_once(key, ttype, n, x) if x.is_leaf else compiled_hook(key, ttype, n))
 
 def compiled_hook(key, ttype, n):

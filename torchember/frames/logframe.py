@@ -178,7 +178,7 @@ def to_logframe(
 
 # %% ../../nbs/50_frames/10_logframe.ipynb #b30ec032
 def tensors_in(df):
-    "Number the tensors of a table. Return the tensor number of each row, and a list of dicts that describe the tensors."
+    "Assign a number to each tensor of a table. Return the number of each row's tensor, and a list of dicts that describe the tensors."
     keys = {k: df[k] if k in df else None for k in ('path', 'module', 'ttype', 'tname', 'pname')}
     if keys['path'] is None:
         keys['path'] = ([path_of(m) for m in df['module']] if len(df)<1000

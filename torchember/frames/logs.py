@@ -63,7 +63,7 @@ def read(
 
 # %% ../../nbs/50_frames/05_logs.ipynb #92d951a5
 def number_layers(df):
-    "Number the layers of a table: equal path and tensor name give equal numbers. Return the layer number of each row, and the layer labels."
+    "Assign numbers to the layers of a table: equal path and tensor name give equal numbers. Return the layer number of each row, and the layer labels."
     who = [c for c in ('path', 'pname', 'tname') if c in df]
     parts = {c: pd.factorize(df[c].astype('category').cat.codes.to_numpy()) for c in who}
     names = {c: df[c].astype('category').cat.categories for c in who}

@@ -126,7 +126,8 @@ def recovery_phrase(h, s, layer, alive):
     "Return a sentence that states if a layer can recover after its activation returned only zeros. `alive`: result of `has_gradients`."
     if alive: return f" Gradients still reach `{layer}` on another path, so `{layer}` may recover."
     grads = [g for k,g in h.grads.items() if k[0]==layer]
-    if any(g.bad[~g.skipped].any() for g in grads): return f" Gradients of `{layer}` are NaN or infinite, which may be the cause."
+    if any(g.bad[~g.skipped].any() for g in grads):
+        return f" Gradients of `{layer}` are NaN or infinite, which may be the cause: see torch.autograd.set_detect_anomaly(True)."
     if grads: return f" The gradients of `{layer}` are also zero, so `{layer}` cannot recover."
     return " No gradient passes through this activation, so it cannot recover." if any(r in h.activation(s) for r in zero_range_activations) else ''
 
@@ -248,7 +249,7 @@ def find_peaked_rows(h, peak):
         if at is None: continue
         size = plain_median(squares[at:])
         yield s.finding(at, f"From step {s.steps[at]} on, the attention of {s.title} puts nearly all weight on one of {s.shape[-1]} "
-            f"positions. The sum of the squared attention weights of a query is {fmt(size)} on average; 1 means that one position gets all the weight. "
+            f"positions. The sum of the squared attention weights of a query is {fmt(min(size, 1))} on average; 1 means that one position gets all the weight. "
             "Hardly any gradient passes through the softmax.", squares=size,
             confidence=confidence_from(1-size, 1-peak, (len(s)-at)/len(s), h.progress.is_good),
             # 'info' if the training goes well, because the model has then learned to attend to one position
@@ -414,6 +415,6 @@ def collapse(h, small=1e-3):
     yield s.finding(at, f"The output of {s.title} is {'almost ' if std>0 else ''}the same for every input: from step {s.steps[at]} on, "
         f"the standard deviation of its values is {fmt(std)} (mean {fmt(median(s['mean'][at:]))}).{before}",
         severity='error' if h.progress.is_bad else None, std=std, start=start, advice=collapse_advice if at else
-        "Print the input and the weights of this module: if one of them is zero, the output is the same for every input. "
-        "A softmax over one unit always returns 1: use torch.nn.Sigmoid() instead.",
+        "Print the input and the weights of this module: if all values of one of them are zero, the output is the same for every input."
+        +(" A softmax over one unit always returns 1: use torch.nn.Sigmoid() instead." if s['mean'][-1]==1 else ''),
         confidence=confidence_from(std/start if start>0 else 0, small, (len(s)-at)/len(s), h.progress.is_good))

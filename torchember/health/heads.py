@@ -139,7 +139,7 @@ reasons_of_dead_heads = {
         "Check whether the mask must be inverted (~mask): in torch, True shows a key in scaled_dot_product_attention, and hides it in nn.MultiheadAttention."),
     'logits': ("had queries or keys of zero, so the attention weights did not depend on the input",
         "Initialize the weights of queries and keys randomly: torch.nn.init.xavier_uniform_(layer.weight). If both are zero, neither gets a gradient."),
-    'values': ("had values of zero or almost zero, so nothing was added to the output",
+    'values': ("had value vectors (V) of zero or almost zero, so nothing was added to the output",
         "Check the weights that compute the values, and masks that prune these weights. "
         "If value weights and output weights are both zero, neither gets a gradient.")}
 
@@ -192,7 +192,7 @@ def peaked_attention(h, early=.5, few=8., sink=.3, keys=8):
         if l.least_keys<keys or l.steps[0]>max(h.steps[0] if len(h.steps) else 0, 1) or not size<early: continue
         if first>sink and not guesses_next_tokens(h, l): continue
         yield finding(l.path, f"At the start of training, the queries of {l.title} already give almost all attention weight to few keys. "
-            f"The entropy of the attention weights is {size:.1%} of its maximum (equal weights for all keys), and the largest logit "
+            f"The entropy of the attention weights is {size:.1%} of the entropy of equal weights, and the largest logit "
             f"is {fmt(np.nanmax(l['logit_max'][0]))}. "+(f"The first key gets {fmt(100*first)}% of the weight. " if first>sink else '')
             +"Only a small gradient passes back through the softmax.",
             int(l.steps[0]), ttype='attention', entropy=float(size), confidence=confidence_from(early/max(size, 1e-9), 1),
@@ -233,7 +233,7 @@ def attention_collapse(h, start=.3, low=.02, share=.5, keys=8, still=.02):
         if not 0<at<=len(l.steps)-2 or h.progress.is_good and not loss_decrease_after(h.progress, l.steps[at])<still: continue
         before,after,n = float(np.nanmean(e[0])),float(np.nanmean(e[-1])),np.count_nonzero((e[-1]<low) & counts)
         yield finding(l.path, f"The attention of {l.title} collapses in {n} of {len(l.names)} heads. The mean entropy of the heads falls from {before:.1%} "
-            f"to {after:.1%} of its maximum (equal weights for all keys). From step {l.steps[at]} on, queries give almost all weight to one key, "
+            f"to {after:.1%} of the entropy of equal weights. From step {l.steps[at]} on, queries give almost all weight to one key, "
             "so hardly any gradient passes through the softmax.",
             int(l.steps[at]), int(l.steps[-1]), ttype='attention', entropy=after, start=before,
             severity='error' if h.progress.is_bad else None, look=f"scalar_line(run, {l.path!r}, 'attention', 'entropy')",

@@ -78,7 +78,7 @@ def find_input_sources(trained, most=20_000) -> dict:
     made,out = {},{}
     for s in flows[:most]:
         at = s.at_step(step) or 0
-        sign = tuple(None if (v := s[c][at])!=v else v for c in known) # None instead of NaN, because NaN is not equal to NaN
+        sign = tuple(None if (v := s[c][at])!=v else v for c in known) # because NaN is not equal to NaN
         if s.ttype=='output': made.setdefault(sign, []).append(s.path)
         elif sign in made and any(sign): out.setdefault(s.path, []).extend(p for p in made[sign][:1] if p!=s.path)
     return out

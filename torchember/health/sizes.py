@@ -22,7 +22,7 @@ loss_sentences = {'none': "The loss was not recorded. To record it: te.log(loss=
 
 unclear_sentences = { # reason of the verdict 'means nothing' (`LossProgress.unclear`) -> sentence in a finding
     'names': "Names in this run suggest adversarial or reinforcement learning, where the loss need not fall.",
-    'sign': "The loss changes between positive and negative values, so a falling loss does not show progress.",
+    'sign': "The loss is positive in some steps and negative in others, so this check does not use it.",
     'reward': "The name of the loss suggests a quantity that should rise, so a fall does not show progress."}
 
 def loss_sentence(p):

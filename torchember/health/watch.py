@@ -242,7 +242,7 @@ class RuleWatch:
         self.expected = Expected(typed_columns) # columns of the latest rows, to read the next rows faster
         seconds = recording or (lambda: t.file.seconds)
         def keep(rows, lines):
-            "Keep the rows and log lines of a step by the method `keep`. Return True if it is time to run the rules."
+            "Keep the rows and log lines of a step. Return True if it is time to run the rules."
             return self.keep(rows, lines, seconds)
         self.listening = listen_to_run(t, self.run_if_new, 'rules of health', convert=lambda lines: lines, accepts=keep)
 

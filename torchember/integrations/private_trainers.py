@@ -53,7 +53,7 @@ def trained_variables(optimizer) -> list|None:
     "Return the model variables trained by a built Keras optimizer. None if Keras does not expose these variables."
     return getattr(optimizer, '_trainable_variables', None)
 
-def states_of_variables(optimizer, variables) -> dict: # returns a dict: index of a variable -> {name of a state: tensor}
+def states_of_variables(optimizer, variables) -> dict: # index of a variable -> {name of a state: tensor}
     "Return the optimizer states of each variable in `variables`. Keras keeps a list per state, in the order of the variables."
     lists = {k: v for k,v in vars(optimizer).items()
         if isinstance(v, list) and len(v)==len(variables) and k!='_trainable_variables'}

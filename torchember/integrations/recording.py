@@ -78,7 +78,7 @@ class MethodPatch:
         elif self.former is None: delattr(self.o, self.name)
         else: setattr(self.o, self.name, self.former)
 
-    def __reduce__(self): return getattr, (self.o, self.name) # copy and pickle the original method instead of this patch
+    def __reduce__(self): return getattr, (self.o, self.name) # copy and pickle the original method, not this patch
 
 # %% ../../nbs/90_integrations/00_recording.ipynb #d9c190e4
 # Returns (chosen name, True to continue the run of this name, last step of the run `name`)

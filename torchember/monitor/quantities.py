@@ -30,7 +30,7 @@ captured_ttypes = ('input', 'output', 'input_grad', 'output_grad')
 parameter_ttypes = ('weight', 'bias', 'weight_grad', 'bias_grad')
 
 class Need(NamedTuple):
-    "Need of a quantity: a tensor, and a function that reduces the tensor to a smaller value, such as the mean."
+    "A tensor that a quantity needs, and a function that reduces the tensor to a smaller value, such as the mean."
     ttype:str # Tensor type: one of `captured_ttypes` or `parameter_ttypes`
     # Function of (tensor, axis of the features, module) that returns the value to store. None: store the tensor
     reduce:object

@@ -52,7 +52,7 @@ tensor_attributes = {**{t: t for t in tensor_descriptions}, 'input_eig_data': 'i
 # %% ../../nbs/47_monitor/00_views.ipynb #5059560f
 class View:
     "View of a module for a quantity: gives access to its attributes, and to its tensors captured in the current step."
-    def __init__(self, module, name=''): # module: the module, stored as a weak reference; name: name of the module in messages
+    def __init__(self, module, name=''): # module: stored as a weak reference; name: name of the module in messages
         self._real,self._name = weakref.ref(module),name or type(module).__name__
         # _reduced: (ttype, reduction) -> result; _missing: ttype -> reason why the tensor is missing
         self._reduced,self._missing = {},{}

@@ -104,7 +104,7 @@ def display_name(module, new):
     return '.'.join([root, *parts])+at+tag
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #637cef36
-def rename_modules(df, rank, names, where=None): # rank: rank of each row; where: mask of the rows in which modules are renamed
+def rename_modules(df, rank, names, where=None): # rank: rank of each row; where: mask of the rows to change
     "Rename modules in a copy of the table `df`: return it with new paths and display names. `names`: rank -> dict from old to new paths."
     pd = needs('pandas', for_='A table of rows')
     path,module = (df[c].astype(object).to_numpy(copy=True) for c in ('path', 'module'))

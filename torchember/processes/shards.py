@@ -39,7 +39,7 @@ def fill_parts(df, rank):
 tensor_columns = ('step', 'path', 'ttype', 'tname', 'pname', 'call', 'micro', 'phase', 'backward', 'shard')
 
 def number_tensors(df, rank):
-    """Number the tensors: return an array with a tensor number for each row.
+    """Assign numbers to the tensors: return an array with a tensor number for each row.
 
     A number that the user logs twice in a step counts as two tensors."""
     tensor = group_codes(*(df[c] for c in tensor_columns if c in df))
@@ -85,7 +85,7 @@ class Shards:
                 axis, 'P')
 
     def number_shards(self, copies):
-        """Number the shards: return for each row the smallest rank with the same shard.
+        """Find equal shards: return for each row the smallest rank with the same shard.
 
         `copies`: mesh axis -> mask of the rows that are replicas."""
         shard = np.zeros(len(self.rank), int)

@@ -94,7 +94,7 @@ class BlackBoxFiles:
     page = mmap.ALLOCATIONGRANULARITY # each allocation in the file begins at a multiple of this number of bytes
     least = 1<<21 # minimum number of bytes by which the file grows
 
-    def __init__(self, folder, name:str): # folder: folder for the black boxes of all runs; name: file name without its suffix
+    def __init__(self, folder, name:str): # folder: folder of all black boxes; name: file name without its suffix
         if fcntl is None: raise BlackBoxUnavailable("a black box needs file locks that end with the process, but this operating system has no such locks")
         if (kind := filesystem_of(folder)) in network_filesystems:
             raise BlackBoxUnavailable(f"the logs are on a network file system ({kind}), where file locks are unreliable. Use a local folder (home=)")

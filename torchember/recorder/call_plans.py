@@ -68,7 +68,7 @@ class PlannedPass:
     calls_before_compiling = 20_000
     def __init__(self, pipe):
         self.pipe,self.steps,self.sources,self.buffer,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer,pipe.buffer.calls,pipe.cost
-        self.compiled = None # Python module `measure.readers.objects` with the compiled functions; None until they are loaded
+        self.compiled = None # Python module `measure.readers.objects` (compiled functions); None until it is loaded
         self.words = self.cells = None # words: array of integers that compiled code reads and writes; cells: memoryview of `words`
         self.held = () # objects whose addresses are in `words`, kept alive until the pass ends
         self.written = 0 # number of rows that compiled code wrote
@@ -271,7 +271,7 @@ class CallPlan:
         # nothing to learn: the structure of these objects is known
         if code!=self.kinds.OTHER and (None not in learned.taps or ttype not in self.run.sources.at_calls[0].ttypes): return
         w = self.words
-        w[structures] = 0 # if learning is interrupted, for example by Ctrl-C, the plan must not keep addresses of freed memory
+        w[structures] = 0 # if Ctrl-C interrupts learning, the plan must not keep addresses of freed memory
         learned.learn(self.kinds, objects, tensors, self.taps_of(ttype, tensors))
         if learned.structures: w[structures],w[[words, words+1]] = [address_of(s) for s in learned.structures],[address_of(learned.words), id(learned.names)]
 

@@ -15,7 +15,7 @@ class ClippedParameter:
         # version: last known version counter of the weight; backward: version counter at the last backward, or None
         self.version,self.backward = version,None
         # flags, reset by each update. idle: True after a clipping without effect (gradient missing or already used);
-        # early: True after a backward that followed a clipping without effect; in_time: True after a clipping of a new gradient
+        # early: True if a gradient was clipped before its backward; in_time: True if a new gradient was clipped after its backward
         self.idle = self.early = self.in_time = False
         self.checked = self.wrong = 0
         self.first = None # number of the first training step in which clipping was too early

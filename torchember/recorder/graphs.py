@@ -188,9 +188,9 @@ class CapturedEvents(Listener):
 # %% ../../nbs/40_recorder/79_graphs.ipynb #921e3ece
 class Player:
     "Player of a `Tape`: repeats its events for a recorder at each replay of a CUDA graph. Each kind of event has its own method."
-    def __init__(self, events, optimizer_events): # events, optimizer_events: listeners of the recorder, which get the repeated events
+    def __init__(self, events, optimizer_events): # events, optimizer_events: listeners of the recorder, which get the stored events again
         self.events,self.optimizer_events = events,optimizer_events
-        self.notified = False # True if the recorder accepted the start of the running pass, and must be notified of the end
+        self.notified = False # True if the recorder must be notified of the end of the running pass
 
     def play(self, events):
         "Play the events of a captured graph again, in the order of the capture."

@@ -145,7 +145,7 @@ class MergedCalls:
         return True
 
     def number_calls(self, here, pass_):
-        "Number the calls, and update the stack of running calls. Expect the gradients that a backward will report."
+        "Assign numbers to the calls, and update the stack of running calls. Expect the gradients that a backward will report."
         stack,numbers,box,events = here.stack,self.rows.calls,self.calls.box,self.events
         first = events.step-events.lasting
         for i,m in enumerate(self.moves):
@@ -181,7 +181,7 @@ class MergedCalls:
             else: m.state.track.output_dt = shapes
 
     def note_position(self, here):
-        "Note in the black box that the last module of the merged call has run, and which modules are still running."
+        "Write into the black box that the last module of the merged call has run, and which modules are still running."
         self.calls.box.note_enter(here, self.moves[-1].state.track.name, 1)
         self.calls.box.note_exit(here)
 

@@ -113,7 +113,7 @@ class GatheredGradients:
         self.unrecorded = [] # parameters of modules that are not recorded
 
     def find_unrecorded(self, states, recorded): # recorded: ids of recorded parameters
-        "Find the parameters of unrecorded modules, because norms of all gradients cannot include them."
+        "Find the parameters of modules that are not recorded. The global gradient norm does not include their gradients."
         modules = states[0].track.module.modules() if states else ()
         self.unrecorded = [p for m in modules for p in m._parameters.values() if p is not None and id(p) not in recorded]
 

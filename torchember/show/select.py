@@ -302,7 +302,7 @@ def training(df):
 
 # %% ../../nbs/60_show/10_select.ipynb #7a0ffafd
 def places(df) -> tuple:
-    "Number the tensors of a table in the order of the log. Return the number of each row's tensor, and the label of each tensor."
+    "Assign a number to each tensor of a table, in the order of the log. Return the number of each row's tensor, and the label of each tensor."
     cols = [c for c in ('path', 'ttype', 'tname', 'call', 'shard') if c in df]
     code = df.groupby(cols, sort=False, observed=True, dropna=False).ngroup().to_numpy()
     _,first = np.unique(code, return_index=True)

@@ -188,7 +188,7 @@ def add_gradient(watch, i, grad): # watch: weak reference to a `GradWatch`; grad
 # %% ../../nbs/70_state/20_noise.ipynb #e93ed92f
 @contextmanager
 def preserve_state(model):
-    "Preserve state in a `with` block: at its end, restore `p.grad` (not its elements), buffers, training modes and random generators."
+    "Preserve state in a `with` block: at its end, restore the tensor `p.grad` (without changed elements), buffers, training modes and random generators."
     params = list(model.parameters())
     grads,modes = [p.grad for p in params],[(m, m.training) for m in model.modules()]
     buffers = [(b, b.clone()) for b in model.buffers()]

@@ -262,7 +262,7 @@ def item_order(item):
     "Return the sort key of a pair (key, value). Numeric keys come first, in numeric order: '10' follows '9'."
     return (0, int(item[0]), '') if str(item[0]).isdigit() else (1, 0, str(item[0]))
 
-def modules_in(value, where, seen, to): # where: `Place` (path and name) of the value; seen: ids of the objects visited already
+def modules_in(value, where, seen, to): # where: `Place` (path and name) of the value; seen: ids of visited objects
     "Append the nnx modules in a value to the list `to`, as pairs (module, `Place`). Return the list."
     kind = container_kind(type(value))
     if id(value) in seen: return to

@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 # %% ../../../nbs/88_jaxember/22_attention.ipynb #378a4724
-# maximum number of sampled sequences; maximum number of equally spaced queries, and of queries with the largest norms
+# maximum number of sampled sequences; maximum number of queries of each kind: equally spaced, and with the largest norms
 most_sequences,most_queries = 8,32
 most_logits = 1<<23 # maximum number of logits computed for one attention call: 32 MB of float32
 hidden_below = -9000. # a key with a smaller attention bias counts as hidden by a mask

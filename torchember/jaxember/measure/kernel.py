@@ -90,22 +90,22 @@ def decode_call(out, text):
 read32,read64,read_bfloat16,read_float16 = map(reader, ('float32', 'float64', 'bfloat16', 'float16'))
 
 def measure_float32(out, ins, text, size, status):
-    "Custom call of XLA that measures a float32 array. `text`: number of elements and the sums to compute, encoded as letters."
+    "Measure a float32 array, as a custom call of XLA. `text`: number of elements and the sums to compute, encoded as letters."
     n,how,row,desk = decode_call(out, text)
     read32(array_at(ins, 0, 1, np.int64)[0], n, how, row, desk)
 
 def measure_float64(out, ins, text, size, status):
-    "Custom call of XLA that measures a float64 array. `text`: number of elements and the sums to compute, encoded as letters."
+    "Measure a float64 array, as a custom call of XLA. `text`: number of elements and the sums to compute, encoded as letters."
     n,how,row,desk = decode_call(out, text)
     read64(array_at(ins, 0, 1, np.int64)[0], n, how, row, desk)
 
 def measure_bfloat16(out, ins, text, size, status):
-    "Custom call of XLA that measures a bfloat16 array. `text`: number of elements and the sums to compute, encoded as letters."
+    "Measure a bfloat16 array, as a custom call of XLA. `text`: number of elements and the sums to compute, encoded as letters."
     n,how,row,desk = decode_call(out, text)
     read_bfloat16(array_at(ins, 0, 1, np.int64)[0], n, how, row, desk)
 
 def measure_float16(out, ins, text, size, status):
-    "Custom call of XLA that measures a float16 array. `text`: number of elements and the sums to compute, encoded as letters."
+    "Measure a float16 array, as a custom call of XLA. `text`: number of elements and the sums to compute, encoded as letters."
     n,how,row,desk = decode_call(out, text)
     read_float16(array_at(ins, 0, 1, np.int64)[0], n, how, row, desk)
 

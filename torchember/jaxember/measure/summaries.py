@@ -240,7 +240,7 @@ def is_compiled():
     "Return True if the compiled loops can measure arrays: numba is installed, and NUMBA_DISABLE_JIT is not set."
     return not broken and kernel_module() is not None
 
-broken = [] # Exceptions raised by the compiled loops. After the first exception, JAX operations measure the arrays instead
+broken = [] # Exceptions of the compiled loops. After the first exception, JAX operations measure the arrays
 
 def report_broken_loops(e):
     "Store an exception of the numba loops, and warn once. After this exception, JAX operations measure the arrays."

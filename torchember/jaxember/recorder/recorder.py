@@ -50,7 +50,7 @@ class MeasuredStep:
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e9d83cfa
 class StepRowMaker:
     "Converts the measurements of each step to rows of the log. Runs in the writer thread, so that the training does not wait."
-    def __init__(self, measure, names, display, places, keep): # names: names of the statistics to compute from summaries
+    def __init__(self, measure, names, display, places, keep): # names: names of the computed statistics
         self.measure,self.display = measure,display
         self.keep = keep # keep: function that converts the result of a user's statistic to columns
         # tensors: 'states' or 'gradients' -> row descriptions (`Tensor`) of the last step, reused if nothing changes
@@ -224,7 +224,7 @@ class JaxRecorder:
         self.spread,self.display = agreement.spread if agreement else Spread(),ModuleNames()
         self.reporter = RunReporter(t, asks, self.display, self.spread)
         self.when,self.asks,self.step,self.attention = when,asks,first_step,attention
-        self.is_open,self.current,self.notes = True,OpenStep(),None # notes: `TagNote`s, which describe the latest measurements
+        self.is_open,self.current,self.notes = True,OpenStep(),None # notes: `TagNote`s of the latest measurements
         self.places,self.watching = ModulePlaces(self.warn),MeasuringTrace(measure, interval_of_schedule(when), self.warn,
             self.spread, agreement.trouble if agreement else None)
         self.states = StateRows(measure, tracked, asks, self.places, agreed, self.spread)

@@ -173,7 +173,7 @@ class CallCounts:
         return whose, self.came[at, whose]-1
 
 def number_calls(found, placed=lambda where: where) -> list: # placed: function that returns the `Place` of a module in the log, such as a `ModulePlaces`
-    "Number the calls of each module in a step. Return a tuple (`TagNote`, `Place`, call, backward, columns, arrays) for each value and gradient."
+    "Assign numbers to the calls of each module in a step. Return a tuple (`TagNote`, `Place`, call, backward, columns, arrays) for each value and gradient."
     calls,runs,out = Counter(),CallCounts(),[]
     def add_call(where, tag):
         "Count a call of a module in this step. Return the `Place` of the module, and the number of the call from 0."

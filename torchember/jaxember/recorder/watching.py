@@ -81,7 +81,7 @@ class EagerRows:
     "Measurements of arrays outside of jitted functions: of tagged values, each measured immediately, or of many arrays such as parameters."
     def __init__(self, wanted=()):
         self.wanted,self.notes,self.got = wanted,[],[]
-        self.parts = [] # Tuples (indices of values, matrix of their summary rows, indices of the shards to merge or None)
+        self.parts = [] # Tuples (indices of values, matrix of their summary rows, shards to merge or None)
 
     def add(self, x, tag, got=None, start=None, held=None): # start: `Scope` (module) that tagged the value; held: `LocalPart` of the array
         "Add a tagged value. `got`: its summary row, or the result of a user's statistic, or None if `measure` will measure the value later."
@@ -89,7 +89,7 @@ class EagerRows:
         self.notes.append(TagNote(tag, shape, dtype_name(x.dtype), (), 'given' if isinstance(got, dict) else None, piece=piece).within(start))
         self.got.append(got)
 
-    def measure(self, at, xs, held): # at: index of each array among the added values; held: a `LocalPart` for each array
+    def measure(self, at, xs, held): # at: index of each array among the values; held: a `LocalPart` for each array
         "Measure arrays on their devices, with one call of a compiled function for each set of devices."
         whole = [(i, x if len(x.sharding.device_set)==1 else x.addressable_data(0))
             for i,x,h in zip(at, xs, held, strict=True) if h.counts is None]

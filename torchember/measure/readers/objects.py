@@ -313,7 +313,7 @@ def next_event(run):
 
 @njit
 def write_row(run, x, tap, call, to, kept=True):
-    """Write the row of the tensor at the address `x` after measuring it.
+    """Measure the tensor at the memory address `x`, and write its row.
 
     Return False if Python code must write the row. `tap`: address of the words of a tap. `to`: memory for a `DLTensor`.
     `kept`: True to note the row in `Arena.seen`. False for a parameter or its gradient, because hardly any other tap gets the same tensor."""

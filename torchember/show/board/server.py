@@ -78,7 +78,7 @@ local_names = 'localhost',
 no_token = 'The token is missing. Open the address that the board has printed.'
 
 def respond(content, status=200, kind='application/json', **headers):
-    "Respond to a request: return an HTTP response. `Guard` adds the safety headers of the board to it later."
+    "Respond to a request: return an HTTP response. `Guard` adds the security headers of the board to it later."
     from starlette.responses import Response
     return Response(content, status, headers, kind)
 
@@ -110,7 +110,7 @@ class Guard:
 
     async def __call__(self, scope, receive, send):
         async def send_with_headers(message):
-            "Send a message with the safety headers of the board."
+            "Send an HTTP response with the security headers of the board."
             if message['type']=='http.response.start':
                 message = {**message, 'headers': [*message.get('headers', ()), *self.headers]}
             await send(message)
