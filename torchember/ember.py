@@ -107,7 +107,7 @@ class RecordedRun:
         return self.how_record(words.get(ttype, ttype))
 
     def log(self, /, *unnamed, **numbers):
-        "Log numbers in the step of the last forward pass, with the ttype 'scalar': `te.log(loss=loss)`. The call does not wait for a GPU."
+        "Log numbers in the step of the last pass, with the ttype 'scalar': `te.log(loss=loss)`, before `loss.backward()`. Does not wait for a GPU."
         check_numbers(unnamed, numbers)
         if numbers and not disabled(): self.recorder.log(numbers)
 

@@ -22,7 +22,7 @@ from .private_torch import (copy_for_dynamo, fill_function_table, inside_transfo
 
 # %% ../../nbs/10_capture/50_attention.ipynb #a8048116
 # names of attributes in which common attention modules store their number of heads
-names_of_heads = 'num_heads', 'n_heads', 'n_head', 'num_attention_heads', 'nhead', 'heads'
+names_of_heads = 'num_heads', 'n_heads', 'n_head', 'num_attention_heads', 'nhead', 'nheads', 'heads'
 
 def count_heads(module) -> int|None:
     "Return the number of heads of an attention module, from an attribute such as `num_heads`. None if the module has no such attribute."
@@ -46,7 +46,7 @@ def heads_dimension(x, heads:int|None) -> int:
     """
     if heads is None or x.shape[1]==heads or heads not in (x.shape[0], x.shape[2]): return 1
     # twice the number of heads in dimension 1: perhaps two softmaxes per head, as in differential attention
-    if x.shape[0]==heads and x.shape[1]!=2*heads: return 0
+    if x.shape[0]==heads and x.shape[2]!=heads and x.shape[1]!=2*heads: return 0
     if x.shape[0]!=heads and x.shape[1]==x.shape[3]: return 2
     raise unknown_heads(x, heads)
 
