@@ -101,7 +101,7 @@ def cases():
     "Yield each network with each way of recording. Most cases are for a release only, because compiling takes seconds."
     for net in ('gpt2', 'llama', 'blocks', large, shared, uneven):
         for way in ways:
-            often = way=='gradients' or net is shared
+            often = way=='gradients' and net!='llama' or net is shared
             yield pytest.param(net, way, marks=[pytest.mark.release]*(not often), id=f'{net if isinstance(net, str) else net.__name__}-{way}')
 
 
@@ -115,7 +115,7 @@ def test_rows_are_those_of_the_general_way(monkeypatch, name, way):
 # and to trace a reader of the run
 uncompiled = 'raises', 'fails_inside', 'a_wrapper', 'reads_in_the_middle'
 # scenarios that change how merged calls are recorded; the others run before a release only, because compiling takes seconds
-often = 'evaluates', 'other_shapes', 'shapes_in_turns', 'micro_batches', 'disarms_in_the_middle', 'rearms', 'another_listener', 'probes', 'in_a_thread'
+often = 'evaluates', 'other_shapes', 'micro_batches', 'disarms_in_the_middle', 'rearms', 'another_listener', 'probes', 'in_a_thread'
 merged_scenarios = [pytest.param(s, marks=[pytest.mark.release]*(s.__name__ not in often)) for s in scenarios if s.__name__ not in uncompiled]
 
 
