@@ -37,6 +37,7 @@ def compare(rows, weights, tolerance=1e-5):
     for (module,call),w in zip(calls, weights, strict=True):
         own = rows[(rows.module==module) & (rows.call==call)]
         assert list(own.tname)==[f'head_{i}' for i in range(w.shape[1])]
+        assert set(own['queries'])=={w.shape[2]} and set(own['keys'])=={w.shape[3]}
         for column,want in expected(w).items():
             torch.testing.assert_close(torch.tensor(own[column].to_numpy(float)), want, rtol=tolerance, atol=tolerance, msg=f'{module} {column}')
 
