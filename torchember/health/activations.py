@@ -415,6 +415,7 @@ def collapse(h, small=1e-3):
     yield s.finding(at, f"The output of {s.title} is {'almost ' if std>0 else ''}the same for every input: from step {s.steps[at]} on, "
         f"the standard deviation of its values is {fmt(std)} (mean {fmt(median(s['mean'][at:]))}).{before}",
         severity='error' if h.progress.is_bad else None, std=std, start=start, advice=collapse_advice if at else
-        "Print the input and the weights of this module: if all values of one of them are zero, the output is the same for every input."
+        f"Print the input and the weights of {'the last layer' if s.path=='' else 'this module'}: if all values of one of them are zero, the output "
+        "is the same for every input."
         +(" A softmax over one unit always returns 1: use torch.nn.Sigmoid() instead." if s['mean'][-1]==1 else ''),
         confidence=confidence_from(std/start if start>0 else 0, small, (len(s)-at)/len(s), h.progress.is_good))

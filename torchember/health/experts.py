@@ -82,7 +82,7 @@ def unused_expert(h, equal=16, records=5):
     r,unused = max(found, key=lambda f: len(f[1]))
     at = min(at for _,at in unused)
     others = sum(len(u) for _,u in found)-len(unused)
-    more = f" Other routers have {others} unused expert{'s'*(others>1)}." if others else ''
+    more = f" In other routers, {others} expert{'s get' if others>1 else ' gets'} no token, too." if others else ''
     later = ' or later'*(len({i for _,i in unused})>1) # some of these experts are used a little longer
     yield finding(r.path, f"From step {r.steps[at]}{later} on, {list_names([n for n,_ in unused])} of {r.title} get{'s'*(len(unused)==1)} no token. With "
         f"an equal load, each of the {len(r.names)} experts would get "

@@ -302,9 +302,10 @@ def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
     else:
         where = ("Print the input of this layer for this batch: a very large value explains a large gradient. If the input is as usual, search the code "
             "that uses the layer's output for divisions, sqrt and log of values near zero.")
-        clip = f"torch.nn.utils.clip_grad_norm_(layer.parameters(), {fmt(10*plain_median(total_norms({k: s})[1]))})"
+        clip = (f"torch.nn.utils.clip_grad_norm_(layer.parameters(), {fmt(10*plain_median(total_norms({k: s})[1]))}) "
+            "(10 times the median norm)")
     yield s.finding(at, f"At step {step}, the rms of the gradient of {s.title} is {fmt(rms_at_step(s, step))} ({format_ratio(size)} its median over all "
-        f"steps). The gradients of the other layers {f'have {format_ratio(others)} their median rms' if others>0 else 'are zero'} in this step.",
+        f"steps). The gradients of the other layers {f'have {format_ratio(others)} their usual rms' if others>0 else 'are zero'} in this step.",
         last=at, times=size, others=others,
         confidence=confidence_from(size, times),
         advice=f"{where} Gradient clipping limits the harm: {clip} after backward().")

@@ -80,7 +80,7 @@ def find_wrong_scale(h, out, times=3, share=.6):
         confidence=confidence_from(plain_median(gap), times if plain_median(gap)>1 else 1/times, off.mean()))
 
 # %% ../../nbs/55_health/42_modes.ipynb #9f68f32c
-running_advice = ("Check the momentum of the BatchNorm: 0.1 is usual, and with a smaller momentum, more steps are needed before model.eval(). "
+running_advice = ("Check the momentum of the BatchNorm. The default is 0.1. With a smaller momentum, the running statistics need more steps to fit the data. "
     "Prepare the data in the same way for training and evaluation. Use a separate BatchNorm for each kind of data, and GroupNorm for small batches.")
 
 def uses_batch_statistics(h, out):
@@ -101,7 +101,7 @@ def compare_buffers(h, out, least, away=2., shifted=1.5):
     is_constant = all((b[c]==b[c][0]).all() for b in (var, mean) for c in ('mean', 'std', 'max', 'min') if c in b)
     if is_constant and uses_batch_statistics(h, out): return var.finding(0, f"The running statistics of {out.title} have not changed in "
         f"{len(var)} steps, so in model.eval() they do not fit the data.", stat='mean',
-        advice="Check the momentum of the BatchNorm: 0.1 is usual, and 0 never changes the running statistics.")
+        advice="Check the momentum of the BatchNorm. The default is 0.1. With momentum=0, the running statistics never change.")
     batch,n = ins[0],min(len(var), len(ins[0]))
     if n<least: return None
     part = slice(n//2, n)
@@ -270,7 +270,7 @@ def train_eval(h, away=3., far=30.):
     if not of_data and not any(f[0].path=='' or f[0].path in h.graph.last_modules for f in found): return
     why,advice = ("The evaluation data differ, or are prepared in another way.",
         "Prepare the data in the same way for training and evaluation, with the same normalization.") if of_data else (
-        "A ratio near 1 is expected.", "Check your own Dropout layers (which must divide by 1-p in training) and your own normalization layers. "
+        "With the same data, this ratio should be near 1.", "Check your own Dropout layers (which must divide by 1-p in training) and your own normalization layers. "
         "Then check that the data are prepared in the same way for training and evaluation.")
     name = s.ttype if s.tname=='output_0' else f'{s.ttype} `{s.tname}`'
     yield s.finding(at, f"In evaluation, the rms of the {name} of {s.title} is {format_ratio(times)} its rms in training, from step {s.steps[at]} on. {why}",

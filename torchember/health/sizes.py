@@ -344,7 +344,7 @@ def init_code(w):
     how = 'xavier_uniform_' if 'Attention' in kind else 'orthogonal_' if kind in recurrent and 'hh' in name else 'kaiming_normal_'
     return f"torch.nn.init.{how}(layer.{name})"
 
-intended_scale = " If this scale is intended, add a normalization after this layer."
+intended_scale = " If this scale is intended, add a normalization after the layer."
 
 def report_start(h, w, text, severity, more='', **evidence):
     "Report the initial values of the weight `w` (its start), as a finding. `more`: end of the advice; `evidence`: the numbers in `text`, by name."

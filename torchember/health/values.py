@@ -32,16 +32,19 @@ def flag_nonfinite_steps(s):
     return (s.rows.count(*which)[s.at]>0) & ~s.skipped
 
 def quantity_phrase(s):
-    "Return a phrase that names a tensor, to begin a sentence: 'output_0 of `fc` (Linear)', or 'The gradient of output_0 of `fc` (Linear)'."
+    "Return a phrase that names a tensor, to begin a sentence: 'The output of `fc` (Linear)', or 'The gradient of the input `mask` of `fc` (Linear)'."
     if s.ttype in ('weight_grad', 'unclipped_grad'): return f'The gradient of {s.title}'
     if s.ttype in ('weight', 'buffer') and s.pname: return s.title
     if s.ttype in ('prediction', 'target'): return f'The {s.ttype} tensor of the loss term `{s.tname}`'
-    return f"{'The gradient of ' if s.ttype in ('output_grad', 'input_grad') else ''}{s.tname} of {s.title}"
+    ttype = s.ttype.removesuffix('_grad')
+    name = ttype if s.tname in (ttype, f'{ttype}_0') else f"{'optimizer state' if ttype=='optimizer' else ttype} `{s.tname}`"
+    return f"The {'gradient of the ' if s.ttype in ('output_grad', 'input_grad') else ''}{name} of {s.title}"
 
 def count_nonfinite(s, i):
     "Count the NaN and infinities of a tensor in one step. Return text such as '2 NaN and 1 inf'. `i`: index of the step."
-    words = zip(counts, ('NaN', 'inf', '-inf'), strict=True)
-    found = [f'{int(s[c][i]):,} {w}' for c,w in words if c in s.rows.columns and s[c][i]>0]
+    n = {c: int(s[c][i]) for c in counts if c in s.rows.columns and s[c][i]>0}
+    words = zip(counts, ('NaN', 'inf', f"value{'s'*(n.get('neginf')!=1)} of -inf"), strict=True)
+    found = [f'{n[c]:,} {w}' for c,w in words if c in n]
     return ' and '.join(filter(None, [', '.join(found[:-1]), *found[-1:]]))
 
 # %% ../../nbs/55_health/20_values.ipynb #bdecc946
