@@ -46,7 +46,7 @@ def ours(model, opt, x, **how):
     return (None if how else te.step), (lambda: len(te.t.lines())), None
 
 
-@peer('torchember, numerics', 'the same and output gradients, optimizer state: 8 statistics, exponents')
+@peer('torchember, numerics', 'inputs, outputs, weights, weight and output gradients, optimizer state: 8 statistics, exponent counts')
 def numerics(model, opt, x):
     return ours(model, opt, x, optimizer=opt, stats='numerics', ttypes=('input', 'output', 'weight', 'weight_grad', 'output_grad', 'optimizer'))
 
@@ -79,7 +79,7 @@ def lens_watch(model, opt, x):
     return None, (lambda: path.read_text().count('"scalar"')), None
 
 
-@peer('TorchLens, record', 'the outputs of all operations, whole, in memory')
+@peer('TorchLens, record', 'outputs of all operations: whole tensors, in memory')
 def lens_record(model, opt, x):
     from torchlens import fastlog
     last = []
@@ -90,7 +90,7 @@ def lens_record(model, opt, x):
     return None, (lambda: sum(len(r) for r in last)), run
 
 
-@peer('tandv', 'outputs, output gradients, weights, weight gradients, optimizer state: 8 statistics, exponents')
+@peer('tandv', 'outputs, output gradients, weights, weight gradients, optimizer state: 8 statistics, exponent counts')
 def tandv(model, opt, x):
     from tandv.track.torch import track
     t = track(model, optimizer=opt)
@@ -157,9 +157,9 @@ def cost(name, quick):
 # ---- quantities of modules, measured in the same training loop
 
 shared_quantities = { # title of a quantity -> configuration that torchember and Taiyi accept
-    'spectra': {'Conv2d': ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition20', 'InputCovCondition50', 'InputCovCondition80']},
-    'sizes': {'Conv2d': ['InputMean', 'InputStd', 'InputSndNorm', 'OutputGradSndNorm', 'WeightNorm', 'WeightGradNorm']},
-    'batch normalisation': {'BatchNorm2d': [['MeanTID', 'linear(5, 0)'], ['VarTID', 'linear(5, 0)']]}}
+    'covariance spectra of inputs': {'Conv2d': ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition20', 'InputCovCondition50', 'InputCovCondition80']},
+    'means and norms': {'Conv2d': ['InputMean', 'InputStd', 'InputSndNorm', 'OutputGradSndNorm', 'WeightNorm', 'WeightGradNorm']},
+    'statistics of batch normalisation': {'BatchNorm2d': [['MeanTID', 'linear(5, 0)'], ['VarTID', 'linear(5, 0)']]}}
 
 
 def quantities(name, quick):
@@ -204,7 +204,7 @@ class Shared(nn.Module):
 def small(): return MLP(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 
 
-models = {'torch.compile, fullgraph': small, 'watched once it is compiled': small,
+models = {'torch.compile, fullgraph': small, 'recording starts after compiling': small,
     'in-place ReLU': lambda: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace=True), nn.Linear(8, 1)),
     'LSTM': LSTM, 'a module used twice': Shared,
     'copy.deepcopy': small}
@@ -237,19 +237,21 @@ def survives(name, feature):
     model = models[feature]()
     x = torch.randn(4, 5, 8) if feature=='LSTM' else torch.randn(4, 8)
     plain,watched,loop = (Loop(m, x, lambda y: y.square().mean()) for m in (copy.deepcopy(model), copy.deepcopy(model), model))
-    if 'compile' in feature:
+    late = feature=='recording starts after compiling'
+    compiled = late or feature.startswith('torch.compile')
+    if compiled:
         after_three(watched.arm(name))
         for l in (plain, loop): l.model.compile(backend=counted, fullgraph=True)
-    if 'once' in feature: plain.step(); loop.step()
+    if late: plain.step(); loop.step()
     wanted = after_three(plain)
     if feature.startswith('torch.compile'): torch._dynamo.reset() # otherwise `loop` could run graphs that were compiled for `plain`
     ran.clear()
     got = after_three(loop.arm(name))
-    if not all(torch.equal(a, b) for a,b in zip(wanted, got, strict=True)): return 'trains to other weights'
-    n,eager = loop.count(),watched.count() if 'compile' in feature else None
+    if not all(torch.equal(a, b) for a,b in zip(wanted, got, strict=True)): return 'the trained weights differ'
+    n,eager = loop.count(),watched.count() if compiled else None
     if not n: return 'records nothing'
-    if eager and not ran: return 'what is compiled does not run any more'
-    if eager not in (None, n): return f'{n} of {eager} records'
+    if eager and not ran: return 'the compiled code no longer runs'
+    if eager not in (None, n): return f'{n} records instead of {eager}'
     if feature!='copy.deepcopy': return 'yes'
     twin,before = copy.deepcopy(model),model(x)
     with torch.no_grad():

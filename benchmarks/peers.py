@@ -30,7 +30,7 @@ def python(tool, folder):
     "Return the path of a Python that has `tool` installed. Raise Skip if there is none."
     if not tools[tool][0]: return sys.executable
     if given := os.environ.get(f'PEER_{tool.upper()}'): return given
-    if not os.environ.get('TORCHEMBER_PEERS'): raise Skip('it needs --peers, which installs other tools into temporary folders')
+    if not os.environ.get('TORCHEMBER_PEERS'): raise Skip('needs --peers, which installs other tools into temporary folders')
     made = folder/tool/'bin/python'
     if not made.exists(): make(tool, made)
     return str(made)
@@ -44,7 +44,7 @@ def make(tool, made):
     Path(found.stdout.strip(), 'torch_is_here.pth').write_text(here)
     for what in tools[tool][0]:
         pip = [sys.executable, '-m', 'pip', '--python', made, 'install', '-q', '-c', root/'constraints.txt', *what.split()]
-        if subprocess.run(pip, capture_output=True).returncode: made.unlink(); raise Skip('pip could not install it here')
+        if subprocess.run(pip, capture_output=True).returncode: made.unlink(); raise Skip('pip could not install the tool')
 
 
 def only_benchmarks(folder):
@@ -66,7 +66,7 @@ def ask(tool, name, what, quick, folder):
         threads=int(os.environ.get('OMP_NUM_THREADS', 1)))
     env = {k:v for k,v in os.environ.items() if k!='PYTHONPATH'} | {'HOME': str(home), 'WANDB_MODE': 'offline', 'TORCHEMBER_HOME': str(home)}
     done = subprocess.run([exe, '-P', '-c', code], cwd=home, env=env, capture_output=True, text=True)
-    if done.returncode: raise Skip(f"it failed: {(done.stderr.strip().splitlines() or ['no word'])[-1]}")
+    if done.returncode: raise Skip(f"the tool failed: {(done.stderr.strip().splitlines() or ['no error message'])[-1]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -85,33 +85,33 @@ def titled(name, got):
     return name if not v or v in name else ', '.join([f'{tool} {v}', *how])
 
 
-@row('peers', 'other tools: what a step of AlexNet takes more, SGD with momentum, all in the same loop')
+@row('peers', 'other tools: added time of a step of AlexNet, SGD with momentum, in the same training loop')
 def peers(quick):
     from .peer import peers as known
     for name,got,no in each('cost', quick):
         records = known[name][0]
         if no: yield line(name, None, '%', note=f'not measured: {no}', records=records, n=0); continue
-        note = records+(f"; with in-place ReLU it stops ({got['inplace']}), so without" if got['inplace'] else '')
+        note = records+(f"; measured without in-place ReLU, which fails ({got['inplace']})" if got['inplace'] else '')
         base = spread(1e3*b for b,_ in got['pairs'])['value']
-        yield line(titled(name, got), unit='%', note=f'{note}; of a step of {base:.0f} ms', records=records, **added(got['pairs']))
+        yield line(titled(name, got), unit='%', note=f'{note}; {base:.0f} ms without the tool', records=records, **added(got['pairs']))
 
 
-@row('survives', 'other tools: what a model may do while it is watched')
+@row('survives', 'other tools: features of torch that work while a tool records the model')
 def survives(quick):
     for name,got,no in each('features', quick):
-        if no: yield line(name, None, '', note=f'not tried: {no}', n=0); continue
+        if no: yield line(name, None, '', note=f'not tested: {no}', n=0); continue
         f = got['features']
         note = '; '.join(f'{k}: {v}' for k,v in f.items() if v!='yes')
         yield line(titled(name, got), sum(v=='yes' for v in f.values()), f'of {len(f)}', note=note, features=f)
 
 
-@row('quantities-peers', 'another tool: what chosen quantities of each convolution and normalisation add to a step of a ResNet-18')
+@row('quantities-peers', 'another tool: added time of a step of a ResNet-18, with quantities of each convolution or batch normalisation')
 def quantities(quick):
-    from .peer import both
+    from .peer import shared_quantities
     with tempfile.TemporaryDirectory(prefix='peers-') as folder:
         for tool,name in (('torchember', 'torchember'), ('taiyi', 'Taiyi')):
-            for kind in both:
+            for kind in shared_quantities:
                 try: got = ask(tool, f'{name}, {kind}', 'quantities', quick, Path(folder))
                 except Skip as e: yield line(f'{name}, {kind}', None, '%', note=f'not measured: {e}', n=0); continue
                 base = spread(1e3*b for b,_ in got['pairs'])['value']
-                yield line(titled(f'{name}, {kind}', got), unit='%', note=f'of a step of {base:.0f} ms', **added(got['pairs']))
+                yield line(titled(f'{name}, {kind}', got), unit='%', note=f'{base:.0f} ms without quantities', **added(got['pairs']))

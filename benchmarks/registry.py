@@ -31,7 +31,7 @@ def load(modules):
 def line(
     what, # Description of the measurement
     value, # The measured number: the median of repeated measurements
-    unit, # Unit of the number: '%' for added CPU time, 'x' for a ratio, 'us', 's', ...
+    unit, # Unit of the number: '%' for added CPU time, 'x' for a ratio, 'us' (tables show µs), 's', ...
     at_most=None, # Upper limit of the value
     at_least=None, # Lower limit of the value
     note='', # Explanation below the table

@@ -49,11 +49,11 @@ def cpu_readers():
 
 # ---- controls: they show whether the other rows can be trusted
 
-@row('control', 'control: AlexNet against itself, and against itself with 1% more work')
+@row('control', 'AlexNet against itself, and against itself with 1% more work')
 def control(quick):
     t = Training(*alexnet(), warm=0)
     ps = compare(t.measured, t.measured, quick, 25)
-    yield line('nothing added', unit='%', at_least=-.5, at_most=.5, note='a comparison without a difference: the noise of this machine', **added(ps))
+    yield line('nothing added', unit='%', at_least=-.5, at_most=.5, note='both steps are the same, so the difference is the noise of this machine', **added(ps))
     extra = spread(b for b,_ in ps)['value']/100
     def longer():
         end = process_time()+extra
@@ -64,7 +64,7 @@ def control(quick):
 
 # ---- cost of recording one tensor
 
-@row('summary', 'summary of a float32 tensor, against x.sum()')
+@row('summary', 'CPU time of computing the statistics of a float32 tensor, against x.sum()')
 def summary(quick):
     from torchember import summarize
     kinds = dict(basic=(('basic',), 2.5), full=(('basic', 'absolute', 'higher', 'powers'), 2.5), exponents=(('basic', 'absolute', 'exponents'), 6))
@@ -80,7 +80,7 @@ def summary(quick):
                 yield line(f'{name}, {size}, {way}', unit='x', at_most=limit if n==1<<24 and not off else None, note=note, **ratios(ps))
 
 
-@row('gpu', 'summary of tensors on a GPU, against sum()')
+@row('gpu', 'GPU time of computing the statistics of tensors on a GPU, against sum()')
 def on_gpu(quick):
     from torchember.measure.readers import triton as gpu
     if not torch.cuda.is_available(): raise Skip('needs an NVIDIA GPU, and there is none here')
@@ -109,12 +109,12 @@ def on_gpu(quick):
         del xs
 
 
-@row('gpu-gpt2', 'GPT-2 small in bfloat16 on a GPU, 8 sequences of 1024 tokens, AdamW: wall time of steps, eager and compiled')
+@row('gpu-gpt2', 'GPT-2 small in bfloat16 on a GPU, 8 sequences of 1024 tokens, AdamW: added wall time of a step, eager and compiled')
 def gpt2_on_gpu(quick):
     if not torch.cuda.is_available(): raise Skip('needs an NVIDIA GPU, and there is none here')
     kinds = {'recorded': ({}, 5), 'all types of tensors': (dict(ttypes=every_type), None),
         "all types, stats='numerics'": (dict(ttypes=every_type, stats='numerics'), None),
-        'every tenth step': (dict(every=10), 5), 'off': (never, 1)}
+        'every tenth step': (dict(every=10), 5), 'off schedule': (never, 1)}
     for compiled in (False, True):
         for name,(how,limit) in list(kinds.items())[:3 if compiled else None]:
             torch._dynamo.reset()
@@ -125,7 +125,7 @@ def gpt2_on_gpu(quick):
             memory = [peak_gpu_memory(f) for f in (t.bare, t.armed)]
             step,n = 1e3*spread(b for b,_ in ps)['value'],len(t.te.t.latest_line_list()) if t.te.t.log_path.exists() else 0
             t.te.close()
-            note = f"{n} rows a step of {step:.3g} ms; at most {memory[0]/1e9:.3g} GB unarmed, {memory[1]/1e9:.3g} armed"
+            note = f"{n} rows per step; {step:.3g} ms unarmed; peak memory {memory[0]/1e9:.3g} GB unarmed, {memory[1]/1e9:.3g} GB armed"
             yield line(f"GPT-2 small{', compiled' if compiled else ''}, {name}", unit='%', at_most=limit, note=note, **added(ps))
 
 
@@ -136,7 +136,7 @@ def peak_gpu_memory(f):
     return torch.cuda.max_memory_allocated()
 
 
-@row('tap', 'one tap of a tiny tensor, eager')
+@row('tap', 'time of measuring one tiny tensor (one tap), in eager mode')
 def tap(quick):
     from torchember.measure.arena import Arena
     from torchember.measure.tap import observe
@@ -156,10 +156,10 @@ def tap(quick):
     ps = compare(t.bare, t.armed, quick, 12)
     n = len(t.te.t.latest_line_list())
     yield line('a row of an armed MLP, from the tensor to the file', unit='us', at_most=25,
-        note=f'added time of a step of 20 tiny layers, writer included, divided by its {n} rows', **spread(1e6*(a-b)/n for b,a in ps))
+        note=f'added time of a step of 20 tiny layers, including the writer thread, divided by its {n} rows', **spread(1e6*(a-b)/n for b,a in ps))
 
 
-@row('sizes', 'observe: one tensor of 1 to 100 million numbers')
+@row('sizes', 'observe: time of measuring one tensor of 1 to 100 million numbers')
 def sizes(quick):
     from torchember.measure.arena import Arena
     from torchember.measure.tap import observe
@@ -183,7 +183,7 @@ def sizes(quick):
         yield line(f'observe, 1e{e} numbers, {way}', unit='us', note=others, x=10**e, curves={w: t['value'] for w,t in times.items()}, **times[way])
 
 
-@row('modules', 'MLPs of 10 to 10,000 tiny modules')
+@row('modules', 'MLPs of 10 to 10,000 tiny modules: added time of a step, divided by the number of modules')
 def modules(quick):
     for e in range(1, 4 if quick else 5):
         n,rows,times = 10**e,0,{}
@@ -195,8 +195,8 @@ def modules(quick):
             t.te.disarm()
             t.te.close()
         curves = {w: t['value'] for w,t in times.items()}
-        note = f"{rows/n:.2g} rows a module; off schedule {number(curves['off schedule'], 'us')} a module"
-        yield line(f'MLP of {n} modules, recorded, each module', unit='us', note=note, x=n, curves=curves, **times['recorded'])
+        note = f"{rows/n:.2g} rows per module; off schedule: {number(curves['off schedule'], 'us')} per module"
+        yield line(f'MLP of {n:,} modules, recorded, time per module', unit='us', note=note, x=n, curves=curves, **times['recorded'])
 
 
 # ---- cost of recording whole models
@@ -206,14 +206,14 @@ def recorded(what, quick, budget, limit=None, note='', least=8, off=False, **how
     t = Training(*alexnet(), **how)
     with without_loops(off): ps = compare(t.bare, t.armed, quick, budget, least)
     rows = len(t.te.t.latest_line_list())
-    return line(what, unit='%', at_most=limit, note=f"{rows} rows a step of {1e3*spread(b for b,_ in ps)['value']:.0f} ms{note}", **added(ps))
+    return line(what, unit='%', at_most=limit, note=f"{rows} rows per step; {1e3*spread(b for b,_ in ps)['value']:.0f} ms unarmed{note}", **added(ps))
 
 
-@row('alexnet', 'AlexNet, batch 8: inputs, outputs, weights and weight gradients each step')
+@row('alexnet', 'AlexNet, batch 8: added time of a step that records inputs, outputs, weights and weight gradients')
 def alexnet_recorded(quick):
     for way,off in cpu_readers().items(): yield recorded(f'AlexNet, te.step(), {way}', quick, 35, limit=10 if off else 5, off=off)
     ps = alexnet_sums(quick)
-    yield line('AlexNet, x.sum() of each weight and gradient instead', unit='%', note='lower limit: recording reads the same numbers', **added(ps))
+    yield line('AlexNet, x.sum() of each weight and gradient instead', unit='%', note='lower bound: recording must read the same numbers', **added(ps))
 
 
 def alexnet_sums(quick):
@@ -225,23 +225,24 @@ def alexnet_sums(quick):
     return compare(t.measured, lambda: t.measured()+seconds(sums), quick, 20)
 
 
-@row('alexnet-default', 'as alexnet, but the next pass ends a step')
+@row('alexnet-default', 'as the row alexnet, but the next forward pass ends a step')
 def alexnet_default(quick):
-    yield recorded('AlexNet, by passes', quick, 35, limit=5 if len(cpu_readers())>1 else 10, note='; gradients are read a step late', calls_step=False)
+    limit = 5 if len(cpu_readers())>1 else 10
+    yield recorded('AlexNet, by passes', quick, 35, limit=limit, note='; gradients are read at the start of the next step', calls_step=False)
 
 
-@row('alexnet-full', "as alexnet, with stats='full'")
+@row('alexnet-full', "as the row alexnet, with stats='full'")
 def alexnet_full(quick): yield recorded("AlexNet, stats='full'", quick, 20, least=2 if quick else 5, stats='full')
 
 
-@row('alexnet-numerics', 'as alexnet, with output gradients, optimizer state, 8 statistics and exponents')
+@row('alexnet-numerics', 'as the row alexnet, with output gradients, optimizer state, 8 statistics and exponent counts')
 def alexnet_numerics(quick):
     from torchember.measure.columns import sets
     if len(cpu_readers())==1: raise Skip('needs the extra `fast`, which is not installed')
     types = ('input', 'output', 'weight', 'weight_grad', 'output_grad', 'optimizer')
     few = [n for n in sets['numerics'] if n not in ('rm4', 'rm8')]
     momentum = partial(torch.optim.SGD, lr=1e-4, momentum=.9)
-    for what,stats,opt,limit in (("stats='numerics', SGD with momentum", 'numerics', momentum, 30), ('without rm4 and rm8', few, momentum, 20),
+    for what,stats,opt,limit in (("stats='numerics', SGD with momentum", 'numerics', momentum, 30), ("stats='numerics' without rm4 and rm8", few, momentum, 20),
         ("stats='numerics', Adam", 'numerics', partial(torch.optim.Adam, lr=1e-5), None)):
         yield recorded(f'AlexNet, {what}', quick, 30, limit=limit, stats=stats, opt=opt, ttypes=types)
 
@@ -264,12 +265,13 @@ def pass_numbers(ttype, name, model, loss, quick):
     ps = compare(partial(step, False), partial(step, 1), quick, 15)
     each = added(ps)
     def share(n): return each['value']*selected(n)/n
-    yield line(f'{name}, a step with rows', unit='%', note=f"in a step of {1e3*spread(b for b,_ in ps)['value']:.3g} ms", **each)
+    ms = 1e3*spread(b for b,_ in ps)['value']
+    yield line(f'{name}, a step with {ttype} rows', unit='%', note=f'{ms:.3g} ms without {ttype} rows', **each)
     yield line(f'{name}, mean over the first 1,000 steps', share(1000), '%', at_most=3,
-        note=f'{selected(1000)} steps have rows; mean over the first 100 steps: {share(100):.2g}%', n=len(ps))
+        note=f'{selected(1000)} of 1,000 steps have {ttype} rows; mean over the first 100 steps: {share(100):.2g}%', n=len(ps))
 
 
-@row('attention', 'attention=True: statistics of each of 16 heads of GPT-2')
+@row('attention', 'attention=True: added time of recording the attention of 16 heads of GPT-2')
 def attention(quick):
     for implementation in ('sdpa', 'eager'):
         model,loss = gpt2()
@@ -277,11 +279,11 @@ def attention(quick):
         yield from pass_numbers('attention', f'GPT-2, {implementation}', model, loss, quick)
 
 
-@row('stream', 'stream=True: the residual stream of GPT-2')
+@row('stream', 'stream=True: added time of recording the residual stream of GPT-2')
 def stream(quick): yield from pass_numbers('stream', 'GPT-2', *gpt2(), quick)
 
 
-@row('routers', 'routers=True: the load of the experts of Mixtral, with 4 layers of 8 experts')
+@row('routers', 'routers=True: added time of recording the load of the experts of Mixtral, with 4 layers of 8 experts')
 def routers(quick): yield from pass_numbers('router', 'Mixtral', *mixtral(), quick)
 
 
@@ -322,21 +324,21 @@ def under_inductor(name, made, steps, budget, quick):
     yield line(f'{name}, graph breaks', breaks, '', at_most=0)
     yield line(f'{name}, graphs', graphs, '', at_most=unarmed, note=f'unarmed: {unarmed}')
     note = f"{min(times[0]):.1f} s unarmed, {min(times[1]):.1f} s armed: CPU time of the first step, forward and backward"
-    yield line(f'{name}, compiling', 100*(min(times[1])/min(times[0])-1), '%', note=note, n=len(times[0]))
+    yield line(f'{name}, compilation', 100*(min(times[1])/min(times[0])-1), '%', note=note, n=len(times[0]))
     t.steps = steps
     with fresh_cache(): ps = compare(t.bare, t.armed, quick, budget)
     n = len(t.te.t.latest_line_list())
     step = spread(1e3*b for b,_ in ps)['value']
-    yield line(f'{name}, a compiled step', unit='%', note=f'{n} rows a step of {step:.3g} ms', **added(ps))
-    note = 'added time of the step, writer included, divided by its rows'
-    if steps>1: yield line('a compiled row of tiny tensors', unit='us', note=note, **spread(1e6*(a-b)/n for b,a in ps))
+    yield line(f'{name}, a compiled step', unit='%', note=f'{n} rows per step; {step:.3g} ms unarmed', **added(ps))
+    note = 'added time of a step, including the writer thread, divided by its rows'
+    if steps>1: yield line(f'{name}, a compiled step, time per row', unit='us', note=note, **spread(1e6*(a-b)/n for b,a in ps))
 
 
-@row('compiled', 'torch.compile(fullgraph=True) with inductor: inputs, outputs and output gradients of each module')
+@row('compiled', 'torch.compile(fullgraph=True) with inductor: added time of recording inputs, outputs and output gradients of each module')
 def compiled(quick): yield from under_inductor('GPT-2', gpt2, 1, 40, quick)
 
 
-@row('compiled-mlp', 'as compiled, for an MLP: here the fixed cost of a row dominates')
+@row('compiled-mlp', 'as the row compiled, for an MLP: here the fixed cost of a row dominates')
 def compiled_mlp(quick): yield from under_inductor('MLP of 20 tiny layers', lambda: mlp(20), 100, 8, quick)
 
 
@@ -354,7 +356,7 @@ def memory(quick):
     yield line('AlexNet, peak memory', 100*(armed/bare-1), '%', note=f'{bare/1e6:,.0f} MB unarmed, then {armed/1e6:,.0f} MB armed, in the same process')
 
 
-@row('runs', 'list of a home of 10,000 runs. Half are logs of four processes each; one in twenty was killed')
+@row('runs', 'time of torchember.runs() for 10,000 logs. Half of the logs belong to runs of four processes; one log in twenty is of a killed process')
 def runs(quick):
     import torchember
     n,place = 500 if quick else 10_000,Path(home())
@@ -378,7 +380,7 @@ def runs(quick):
 
 # ---- cost of an armed model: small models, steps that are not recorded, additional features
 
-@row('small', 'small models with AdamW, every step recorded: CPU time on one thread, wall time on all threads')
+@row('small', 'small models with AdamW: time of a recorded step, against an unarmed step. CPU time on one thread, wall time on all threads')
 def small(quick):
     from torchember.measure import loading
     loading.ready()
@@ -391,7 +393,7 @@ def small(quick):
             ps = compare(t.bare, t.armed, quick, 20)
             rows = len(t.te.t.latest_line_list())
             bare,armed = (spread(t)['value'] for t in zip(*ps, strict=True))
-            note = f'{rows} rows a step; {1e3*bare:.3g} ms unarmed, plus {1e6*(armed-bare)/rows:.3g} us a row'
+            note = f'{rows} rows per step; {1e3*bare:.3g} ms unarmed, plus {1e6*(armed-bare)/rows:.3g} µs per row'
             yield line(f'{name}, {what}', unit='x', at_most=limit, note=note, **ratios(ps))
             t.te.close()
     torch.set_num_threads(1)
@@ -401,7 +403,7 @@ host_types = {'all default rows': None, 'inputs and outputs': ('input', 'output'
     'outputs and their gradients': ('output', 'output_grad')}
 
 
-@row('host', 'GPT-2 of 12 narrow layers, 16 tokens, AdamW: time of the Python program for each row, without kernels that matter')
+@row('host', 'GPT-2 of 12 narrow layers, 16 tokens, AdamW: added time of the Python program per row. Reading the tiny tensors takes almost no time')
 def host(quick):
     from torchember.measure import loading
     loading.ready()
@@ -413,22 +415,22 @@ def host(quick):
             rows = len(t.te.t.latest_line_list())
             t.te.close()
             bare = spread(1e3*b for b,_ in ps)['value']
-            yield line(f'{what}, {place}, each row', unit='us', at_most=None if ttypes else limit, note=f'{rows} rows a step',
+            yield line(f'{what}, {place}, time per row', unit='us', at_most=None if ttypes else limit, note=f'{rows} rows per step',
                 **spread(1e6*(a-b)/rows for b,a in ps))
-            if ttypes is None: yield line(f'{what}, {place}, step', unit='x', at_most=1.25, note=f'{bare:.3g} ms unarmed', **ratios(ps))
+            if ttypes is None: yield line(f'{what}, {place}, a step', unit='x', at_most=1.25, note=f'{bare:.3g} ms unarmed', **ratios(ps))
 
 
-@row('off', 'armed, but no step is recorded')
+@row('off', 'added time of a step that is not recorded, in an armed model')
 def off(quick):
     t = Training(*mlp(200), warm=0, steps=10, **never)
     ps = compare(t.bare, t.armed, quick, 10)
     each = spread((a-b)/len(t.te.tracks) for b,a in ps)['value']
-    yield line('MLP of 200 tiny layers, off schedule', unit='%', note=f'{1e6*each:.2g} us for each of its {len(t.te.tracks)} modules', **added(ps))
+    yield line('MLP of 200 tiny layers, off schedule', unit='%', note=f'{1e6*each:.2g} µs for each of its {len(t.te.tracks)} modules', **added(ps))
     for name,made,budget in (('AlexNet', alexnet, 40), ('GPT-2', gpt2, 30)):
         t = Training(*made(), warm=0, **never)
         ps = compare(t.bare, t.armed, quick, budget)
         modules,step = len(t.te.tracks),spread(b for b,_ in ps)['value']
-        note = f'{modules} modules in {1e3*step:.0f} ms: at {1e6*each:.2g} us each this is {100*each*modules/step:.2g}%, below the noise'
+        note = f'computed: {modules} modules of {1e6*each:.2g} µs each take {100*each*modules/step:.2g}% of {1e3*step:.0f} ms, which is below the noise'
         yield line(f'{name}, off schedule', unit='%', at_most=.5, note=note, **added(ps))
 
 
@@ -453,7 +455,7 @@ if te: te.close()
 '''
 
 
-@row('rules', "rules='default' during training: CPU time of trainings with and without, in turns")
+@row('rules', "rules='default': added CPU time of a training that checks the rules, against a training that only records")
 def rules(quick):
     seconds_each = 4 if quick else 20
     for name,made in (('CNN', small_cnn), ('GPT-2', gpt2)):
@@ -473,11 +475,11 @@ def rules(quick):
             return took
         ps = pairs(lambda of_step=of_step: of_step()[0], watched, 0, least=2 if quick else 6, warm=False)
         share = median(r['rules']/(r['seconds']-r['rules']) for r in reports)
-        yield line(f'{name}, rules beside a recording', unit='%', at_most=2, note=f'trainings of {seconds_each} s; the last check is not counted; '
+        yield line(f'{name}, recorded, with rules', unit='%', at_most=2, note=f'trainings of {seconds_each} s; the last check is not counted; '
             f'all checks took {share:.1%} of the time of recording', **added(ps))
 
 
-@row('blackbox', 'black box: the cost of measurements that survive a kill')
+@row('blackbox', 'black box (file of recent steps, which survives if the process is killed): added time of a recorded step')
 def blackbox(quick):
     for name,made,steps in (('MLP of tiny tensors', partial(mlp, 10), 40), ('CNN', small_cnn, 20), ('GPT-2', gpt2, 2)):
         def of(made=made, steps=steps, **how):
@@ -485,12 +487,12 @@ def blackbox(quick):
             t.te.arm()
             return t.measured
         without,within = of(blackbox=False),of()
-        yield line(f'{name}, a step with a black box', unit='%', at_most=1, **added(pairs(without, within, 2 if quick else 40)))
+        yield line(f'{name}, a recorded step with a black box', unit='%', at_most=1, **added(pairs(without, within, 2 if quick else 40)))
 
 
 unreachable = 'http://127.0.0.1:9' # no server listens on this port, so each connection is refused
 
-@row('sinks', 'sinks: added time of a step in the training thread, without a network. Trainings with and without take turns')
+@row('sinks', 'added CPU time of a step in the training thread, without a network. Trainings with and without sinks take turns')
 def sinks(quick):
     from torchember.sinks import feed
     os.chdir(home())
@@ -522,8 +524,8 @@ def sinks(quick):
     step = spread([1e3*b[1] for b in bare])['value']
     for name,results in trainings.items():
         thread,wall,cpu = (spread([1e6*(a[0][c]-b[c]) for b,a in zip(bare, results[1:], strict=True)]) for c in range(3))
-        note = f"a step takes {step:.1f} ms; {wall['value']:+.0f} us of wall time, {cpu['value']:+.0f} us of all threads; "
-        note += f"the end takes {max(end for _,end,_ in results):.1f} s"
+        note = f"a step without sinks takes {step:.1f} ms; added wall time {wall['value']:.0f} µs, added CPU time of all threads {cpu['value']:.0f} µs; "
+        note += f"te.close() takes {max(end for _,end,_ in results):.1f} s"
         if remarks := results[-1][2]: note += f'; remark: {remarks[0]}'
         yield line(name, unit='us', note=note, **thread)
 
@@ -536,11 +538,11 @@ def first(quick):
     for what,steps in (('the first step', 1), ('the first 300 steps', 300)):
         ps = [[took(steps), took(steps, 'armed', TORCHEMBER_WAIT='0'), took(steps, 'armed')] for _ in range(2 if quick else 7)]
         bare,beside,waits = (spread(1e3*t for t in ts) for ts in zip(*ps, strict=True))
-        note = f"unarmed {number(bare['value'], 'ms')}; {number(waits['value'], 'ms')} if it waits for the compiled loops; wall time"
+        note = f"{number(bare['value'], 'ms')} unarmed; {number(waits['value'], 'ms')} if the process waits for the compiled loops; wall time"
         yield line(f'MLP of 10 layers, {what}, armed', unit='ms', note=note, **beside)
 
 
-@row('arming', 'arm and disarm 10,000 modules')
+@row('arming', 'CPU time to arm and disarm 10,000 modules')
 def arming(quick):
     from torch import nn
 
@@ -555,8 +557,8 @@ def arming(quick):
         on.append(armed-start); off.append(process_time()-armed)
         te.close()
     n = sum(1 for _ in model.modules())
-    yield line(f'arming {n} modules', unit='s', **spread(on))
-    yield line(f'disarming {n} modules', unit='s', **spread(off))
+    yield line(f'arming {n:,} modules', unit='s', **spread(on))
+    yield line(f'disarming {n:,} modules', unit='s', **spread(off))
 
 
 # ---- cost of writing and reading the log
@@ -568,7 +570,7 @@ def a_row(i):
         ttype='output', tname='output_0', step=i//80, call=0, dtype='float32')
 
 
-@row('writing', 'rows to the file, against open, json.dumps, append and close per row')
+@row('writing', 'speed-up of writing rows to the file, against open, json.dumps, append and close per row')
 def writing(quick):
     from torchember import emberTracker
     n,made = 2000,[0]
@@ -589,10 +591,10 @@ def writing(quick):
         t.close()
     def timed(f): t = fresh(); out = seconds(lambda: f(t)); t.log_path.unlink(); return out
     fast = find_spec('orjson')
-    for what,f,limit in (('80 rows a step, as an ember writes them', by_step, fast and 10), ('one by one, t(row)', one_by_one, None)):
+    for what,f,limit in (('80 rows per step, as torchEmber writes them', by_step, fast and 10), ('row by row, by t(row)', one_by_one, None)):
         ps = compare(lambda: seconds(by_hand), lambda: timed(f), quick, 6) # noqa: B023
         rate = n/spread(a for _,a in ps)['value']
-        note = f'{rate:,.0f} rows a second of CPU time'
+        note = f'{rate:,.0f} rows per second of CPU time'
         yield line(what, unit='x', at_least=limit, note=note, **speedups(ps))
 
 
@@ -625,7 +627,7 @@ def without_msgspec(off=True):
     finally: columns.msgspec = before
 
 
-@row('reading', 'a million rows into a DataFrame, against json.loads per line and pd.DataFrame, and diagnose')
+@row('reading', 'speed-up of reading a million rows into a DataFrame, against json.loads per line and pd.DataFrame. Also the time of diagnose')
 def reading(quick):
     import pandas as pd
 
@@ -641,16 +643,16 @@ def reading(quick):
     for what,f,off,limit in (*ways, ('read(run), without msgspec', lambda: read(t), True, None)):
         ps = pairs(lambda: seconds(by_hand), lambda: timed(f, off), 0, least=3, warm=False) # noqa: B023
         note = f"{spread(a for _,a in ps)['value']:.1f} s of CPU time"
-        yield line(f'{n} rows, {what}', unit='x', at_least=limit if n>100_000 else None, note=note, **speedups(ps))
+        yield line(f'{n:,} rows, {what}', unit='x', at_least=limit if n>100_000 else None, note=note, **speedups(ps))
     trained = a_log(n, a_row_of_training, 'trained')
     for what,limit in (('JSON lines', 2), *([('Parquet', 1)] if find_spec('pyarrow') else ())):
         if what=='Parquet': compact(trained)
         diagnose(trained) # the first call imports the rules
         took = spread(seconds(lambda: diagnose(trained)) for _ in range(3))
-        yield line(f'{n} rows, diagnose(run), {what}', unit='s', at_most=limit if n>100_000 and fast else None, note='CPU time', **took)
+        yield line(f'{n:,} rows, diagnose(run), {what}', unit='s', at_most=limit if n>100_000 and fast else None, note='CPU time', **took)
 
 
-@row('board', 'board: the page of a run of a million rows, and the list of ten running trainings of 1000 modules')
+@row('board', 'CPU time of the page of a run of a million rows, and of the list of ten running trainings of 1,000 modules')
 def board(quick):
     from torchember.ground.record import dump_row
     from torchember.show.board.listing import Listing
@@ -665,7 +667,7 @@ def board(quick):
         began = process_time()
         pages.of('long')
         took.append(process_time()-began)
-    yield line(f'{n} rows, the page', min(took), 's', at_most=None if quick else 2., note='CPU time; the first page of a process also imports')
+    yield line(f'{n:,} rows, the page', min(took), 's', at_most=None if quick else 2., note='CPU time, without the imports for the first page')
     used = 0.
     for s in range(steps):
         rows = '\n'.join(dump_row({**a_row(0), 'module': f'Net.l{m}(Linear)', 'step': s}) for m in range(1000))+'\n'
@@ -674,14 +676,14 @@ def board(quick):
         began = process_time()
         listing.look()
         used += process_time()-began
-    yield line('10 runs, each a step a second, the list', 100*used/steps, '% of a core', at_most=20.)
+    yield line('list of 10 runs that each write a step per second', 100*used/steps, '% of a core', at_most=20.)
     began = process_time()
     for _ in range(steps): listing.look()
-    yield line('10 runs that write nothing, the list', 100*(process_time()-began)/steps, '% of a core', at_most=5.)
+    yield line('list of 10 runs that write nothing', 100*(process_time()-began)/steps, '% of a core', at_most=5.)
     listing.close()
 
 
-@row('parquet', 'compacted run: its size, and reading it against its JSON lines and against duckdb on the same parts')
+@row('parquet', 'compacted run (Parquet files): its size against JSON lines, and the speed-up of reading, against JSON lines and against duckdb')
 def parquet(quick):
     if not (find_spec('pyarrow') and find_spec('duckdb')): raise Skip('needs pyarrow and duckdb')
     import duckdb
@@ -693,7 +695,8 @@ def parquet(quick):
     size = t.log_path.stat().st_size
     compact(t, keep=True)
     parts = [p.read_bytes() for p in sorted(folder_of(t.log_path).glob('*.parquet'))]
-    yield line(f'{n} rows, bytes of the parts', unit='x', value=sum(map(len, parts))/size, at_most=.2, note=f'of {size/n:.0f} bytes a row in JSON lines')
+    ratio = sum(map(len, parts))/size
+    yield line(f'{n:,} rows, bytes of the Parquet files', ratio, 'x', at_most=.2, note=f'a row has {size/n:.0f} bytes in JSON lines')
     files,log = str(folder_of(t.log_path)/'*.parquet'),t.log_path.read_bytes()
     lines = type(t)('lines') # a run with the same rows as JSON lines, without Parquet parts
     lines.log_path.write_bytes(log)
@@ -703,7 +706,7 @@ def parquet(quick):
         for beside,f in (('JSON lines', lambda: read(lines, columns=columns)), ('duckdb', lambda: duckdb.sql(query).df())): # noqa: B023
             ps = pairs(lambda: seconds(f), lambda: seconds(stored), 0, least=3) # noqa: B023
             note = f"{spread(a for _,a in ps)['value']:.2f} s of CPU time"
-            yield line(f'{n} rows, {what}, against {beside}', unit='x', at_least=1 if beside!='duckdb' and n>100_000 else None, note=note, **speedups(ps))
+            yield line(f'{n:,} rows, {what}, against {beside}', unit='x', at_least=1 if beside!='duckdb' and n>100_000 else None, note=note, **speedups(ps))
 
 
 # ---- runs that are larger than memory
@@ -791,7 +794,7 @@ def a_large_log(size):
     return t
 
 
-@row('scan', 'compacted run of 10 GB of JSON lines: a query of its last steps and one of all rows, in each engine')
+@row('scan', 'compacted run of 10 GB of JSON lines: time of a query of the last steps and of a query of all rows, in each engine')
 def scan(quick):
     if not (find_spec('pyarrow') and find_spec('polars') and find_spec('duckdb')): raise Skip('needs pyarrow, polars and duckdb')
     from torchember import read
@@ -808,8 +811,8 @@ def scan(quick):
             got = answer_of(engine, t.fname, first, which)
             same = which!='few' or all(abs(a-b)<=1e-12*abs(b) for a,b in zip(got['out'], want, strict=True))
             if not same: raise ValueError(f'{engine} differs')
-            what = 'its last steps' if which=='few' else 'all rows, one column'
-            note = f"{got['most']/1e6:,.0f} MB at most in the process of the query, engine included"
+            what = 'last steps' if which=='few' else 'all rows, one column'
+            note = f"peak memory of the process: {got['most']/1e6:,.0f} MB, including the engine"
             yield line(f'{rows:,} rows, {what}, {engine}', got['took'], 's', note=note)
 
 
@@ -823,7 +826,7 @@ def reading_memory(quick):
     before = machine.status('VmRSS')
     df = read(t)
     most,frame = machine.status('VmHWM')-before,int(df.memory_usage(deep=True).sum())
-    yield line(f'{n} rows, memory', most/frame, 'x', at_most=3, note=f'{most/1e6:,.0f} MB for a frame of {frame/1e6:,.0f} MB')
+    yield line(f'{n:,} rows, memory', most/frame, 'x', at_most=3, note=f'{most/1e6:,.0f} MB for a frame of {frame/1e6:,.0f} MB')
 
 
 # ---- cost of drawing pictures
@@ -838,7 +841,7 @@ def table_of(layers, steps):
     return df.astype(dict(ttype='category', tname='category'))
 
 
-@row('pictures', 'pictures of large tables, from the table to the PNG')
+@row('pictures', 'CPU time to draw pictures of large tables, from the table to the PNG file')
 def pictures(quick):
     import io
     import matplotlib
@@ -853,10 +856,10 @@ def pictures(quick):
     for what,df in large.items():
         for f in (scalar_line, scalar_global_heatmap, overview):
             took = seconds(lambda f=f, df=df: drawn(f, df))
-            yield line(f'{f.__name__}, {what}', took, 's', at_most=5, note=f'CPU time for {len(df):,} rows')
+            yield line(f'{f.__name__}, {what}', took, 's', at_most=5, note=f'{len(df):,} rows')
 
 
-@row('report', 'report: the page of a run of 200 modules and 1,000 steps, opened from disk')
+@row('report', 'page of a run of 200 modules and 1,000 steps, opened from disk: size and times')
 def report(quick):
     import shutil
 
@@ -870,8 +873,8 @@ def report(quick):
     for i,c in enumerate(('mean', 'max', 'min')): df[c] = np.random.default_rng(i).normal(size=len(df))
     file,size = Path(home())/'page.html',f'{len(df):,} rows, 4 statistics'
     took = seconds(lambda: report(df, file))
-    yield line('size', file.stat().st_size/1e6, 'MB', at_most=15, note=size)
-    yield line('writing', took, 's', note=f'CPU time, {size}')
+    yield line('size of the page', file.stat().st_size/1e6, 'MB', at_most=15, note=size)
+    yield line('writing the page', took, 's', note=f'CPU time, {size}')
     try: from playwright.sync_api import sync_playwright
     except ImportError: raise Skip('playwright is not installed') from None
     if not (chromium := shutil.which('chromium')): raise Skip('there is no chromium')
@@ -883,13 +886,13 @@ def report(quick):
             return first, page.evaluate("""async () => { const now = performance.now(); choose({ label: kind().tensors[7].label, step: 5 })
                 await drawing; await new Promise(requestAnimationFrame); return performance.now()-now }""")/1e3
     opened,clicked = zip(*[ready() for _ in range(2 if quick else 7)], strict=True)
-    yield line('from opening until ready', sorted(opened)[len(opened)//2], 's', at_most=3, n=len(opened), note='wall time; median')
-    yield line('from a click until drawn', sorted(clicked)[len(clicked)//2], 's', n=len(clicked), note='wall time; median')
+    yield line('from opening the page until it is ready', sorted(opened)[len(opened)//2], 's', at_most=3, n=len(opened), note='wall time; median')
+    yield line('from a click until the picture is drawn', sorted(clicked)[len(clicked)//2], 's', n=len(clicked), note='wall time; median')
 
 
 # ---- memory, threads and files of a long run
 
-@row('steps', '10,000 armed steps of a small MLP: growth of memory, threads, files')
+@row('steps', '10,000 armed steps of a small MLP: growth of memory, threads and open files')
 def steps(quick):
     first,last = (500, 2500) if quick else (2000, 10_000)
     t = Training(*mlp(6))
@@ -905,17 +908,17 @@ def steps(quick):
     bare = grown(last)[0]
     t.te.arm()
     memory,threads,files = grown(last)
-    span = f'step {first} to {last}'
+    span = f'steps {first:,} to {last:,}'
     note = f"the same steps unarmed: {bare/1e6:.2g} MB; {t.te.close()['rows']:,} rows were written"
-    yield line(f'memory, {span}', memory/1e6, 'MB', at_most=1, note=note)
-    yield line(f'threads, {span}', threads, '', at_most=0)
-    yield line(f'open files, {span}', files, '', at_most=0)
+    yield line(f'growth of memory, {span}', memory/1e6, 'MB', at_most=1, note=note)
+    yield line(f'growth of the number of threads, {span}', threads, '', at_most=0)
+    yield line(f'growth of the number of open files, {span}', files, '', at_most=0)
 
 
-@row('import', 'import torchember, against an empty interpreter')
+@row('import', 'CPU time of import torchember, in addition to the start of Python')
 def imports(quick):
     ps = compare(lambda: machine.interpreter('pass'), lambda: machine.interpreter('import torchember'), quick, 8)
-    yield line('import torchember', unit='ms', note='CPU time on top of python -c pass', **spread(1e3*(a-b) for b,a in ps))
+    yield line('import torchember', unit='ms', note='in addition to python -c pass', **spread(1e3*(a-b) for b,a in ps))
 
 
 # ---- arithmetic on snapshots of whole models
@@ -938,13 +941,13 @@ def by_passes(x):
     return [v.item() for v in values]
 
 
-@row('state-describe', 'StateDict.describe of GPT-2 small, all columns, against one torch operation per number')
+@row('state-describe', 'speed-up of StateDict.describe for GPT-2 small, all columns, against one torch operation per number')
 def state_describe(quick):
     from torchember.measure.kernels import loops
-    sd,how = snapshot_of(quick),'compiled' if loops() else 'without numba'
+    sd,how = snapshot_of(quick),'compiled loops' if loops() else 'without numba'
     def ours(lw): return sd.describe(lw=lw, group='all', display=False)
     for what,lw,theirs in (('each layer', True, lambda: [by_passes(x) for x in sd.values()]),
-            ('the whole, against one joined tensor', False, lambda: by_passes(torch.cat([x.flatten() for x in sd.values()])))):
+            ('the whole model, against one joined tensor', False, lambda: by_passes(torch.cat([x.flatten() for x in sd.values()])))):
         ps = pairs(lambda: seconds(theirs), lambda: seconds(lambda: ours(lw)), 0, least=3 if quick else 5) # noqa: B023
         took = spread(1e3*a for _,a in ps)['value']
         yield line(f'describe {sd.numel()/1e6:.0f}M numbers, {what}', unit='x', at_least=5, note=f'{took:.0f} ms of CPU time, {how}', **speedups(ps))
@@ -959,10 +962,11 @@ def state_memory(quick):
     sd.describe(lw=True, group='all', display=False)
     sd.describe(group='all', display=False)
     most = machine.status('VmHWM')-before
-    yield line(f'describe {sd.numel()/1e6:.0f}M numbers, memory', 100*most/size, '%', at_most=1, note=f'{most/1e6:.1f} MB for {size/1e6:.0f} MB')
+    yield line(f'describe {sd.numel()/1e6:.0f}M numbers, memory', 100*most/size, '%', at_most=1, note=f'{most/1e6:.1f} MB for a model of {size/1e6:.0f} MB')
     before = machine.status('VmRSS')
     x = torch.cat([x.flatten() for x in sd.values()])
-    yield line('joining them into one tensor', 100*(machine.status('VmHWM')-before)/size, '%', note=f'{x.nbytes/1e6:.0f} MB, before anything is measured')
+    joined = machine.status('VmHWM')-before
+    yield line('joining all tensors into one tensor, memory', 100*joined/size, '%', note=f'{x.nbytes/1e6:.0f} MB, before any statistic is computed')
 
 
 # ---- quantities that a `Monitor` computes of chosen modules
@@ -990,7 +994,7 @@ class Tracked:
     def seconds(self): return seconds(self.step)
 
 
-@row('spectra', 'five covariance quantities of the inputs of the 20 convolutions of a ResNet-18, against five full SVDs per covariance')
+@row('spectra', 'speed-up of five covariance quantities of the inputs of the 20 convolutions of a ResNet-18, against five full SVDs per covariance')
 def spectra_of(quick):
     from torchember.measure.spectrum import covariance, samples
     def ours(x):
@@ -1009,20 +1013,20 @@ def spectra_of(quick):
                 for _ in range(5): torch.linalg.svd(c)
         ps = pairs(lambda: seconds(svds), lambda: seconds(lambda: [ours(x) for x in xs]), 3 if quick else 20, 3 if quick else 8) # noqa: B023
         took = spread(1e3*a for _,a in ps)['value']
-        note = f'{took:.0f} ms of CPU time, covariances included; the SVDs get theirs ready'
-        yield line(f'{batch} images of {size} x {size}', unit='x', at_least=10, note=note, **speedups(ps))
+        note = f'{took:.0f} ms of CPU time, including the covariances; the time of the SVDs excludes the covariances'
+        yield line(f'ResNet-18, {batch} images of {size} x {size} pixels', unit='x', at_least=10, note=note, **speedups(ps))
 
 
-@row('monitor', 'Monitor: added time of a step of a ResNet-18, 8 images of 112 x 112, SGD')
+@row('monitor', 'added time of a step of a ResNet-18 with a Monitor, 8 images of 112 x 112 pixels, SGD')
 def monitor(quick):
     bare,never = Tracked(),10**9
     kinds = {'five covariance quantities of each convolution, each step': ({'Conv2d': spectra}, None),
-        'the same, off schedule': ({'Conv2d': [[q, f'linear({never}, {never-1})'] for q in spectra]}, .5),
+        'five covariance quantities of each convolution, off schedule': ({'Conv2d': [[q, f'linear({never}, {never-1})'] for q in spectra]}, .5),
         'MeanTID and VarTID of each batch normalisation, each step': ({'BatchNorm2d': [['MeanTID', 'linear(10, 0)'], ['VarTID', 'linear(10, 0)']]}, None)}
     for what,(config,limit) in kinds.items():
         t = Tracked(config)
         ps = compare(bare.seconds, t.seconds, quick, 60)
-        yield line(what, unit='%', at_most=limit, note=f"of a step of {spread(1e3*b for b,_ in ps)['value']:.0f} ms", **added(ps))
+        yield line(what, unit='%', at_most=limit, note=f"{spread(1e3*b for b,_ in ps)['value']:.0f} ms without Monitor", **added(ps))
         if limit is None: continue
         from torchember import Monitor
         one,plain = nn.Identity(),nn.Identity()
@@ -1036,4 +1040,4 @@ def monitor(quick):
         calls = pairs(lambda: seconds(lambda: plain(x), 2000), lambda: seconds(lambda: one(x), 2000), 2, 20) # noqa: B023
         us = 1e6*(seconds(own, 500)+20*spread(a-b for b,a in calls)['value'])
         share = us/1e4/spread(b for b,_ in ps)['value']
-        yield line('the same, each of its calls by itself', us, 'us', note=f'{share:.3f} % of the step: one pass, 20 calls, one track')
+        yield line(f'{what}: sum of its calls', us, 'us', note=f'{share:.3f}% of the step; measured separately: begin_pass, 20 calls of modules, track')

@@ -1,12 +1,13 @@
 "Tables of benchmark results: for the terminal, as Markdown and as JSON."
 import json
 
-columns = ('row', 'what', 'measured', '95% interval', 'middle half', 'n', 'limit', '')
+columns = ('row', 'measurement', 'measured', '95% interval', 'quartiles', 'n', 'limit', 'verdict')
 
 
 def number(v, unit):
     "Return a value as text, with three digits and its unit."
     if v is None: return 'not measured'
+    if unit=='us': unit = 'µs'
     if unit=='%': return f'{v:+.2f}%' if abs(v)<10 else f'{v:+.0f}%'
     text = f'{v:.0f}' if unit=='' or abs(v)>=100 else f'{v:.3g}'
     return f'{text}x' if unit=='x' else f'{text} {unit}'.strip()
@@ -60,4 +61,4 @@ def save(result, folder, name):
     folder.mkdir(exist_ok=True)
     kept = result | {'rows': [{k:v for k,v in r.items() if k!='trace'} for r in result['rows']]}
     (folder/f'{name}.json').write_text(json.dumps(kept, indent=1)+'\n')
-    (folder/f'{name}.md').write_text(markdown(result))
+    (folder/f'{name}.md').write_text(markdown(result), encoding='utf-8')

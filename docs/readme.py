@@ -23,7 +23,8 @@ def cell_md(c):
     "Return the Markdown of a cell. Its links are relative to `root`."
     if {'hide', 'export', 'default_exp'} & c.directives.keys(): return []
     if c.cell_type=='markdown':
-        text = c.source.replace('<a href="digits.html">Open a report</a>', 'Open `examples/out/digits.html`, which `make demo` writes') # GitHub shows no HTML
+        # GitHub shows no HTML
+        text = c.source.replace('<a href="digits.html">Open a report</a>', 'For an example, run `make demo`, and open `examples/out/digits.html`')
         return [re.sub(r'\]\((?!\w+:|#|/)([^)\s]+)', lambda m: f"]({normpath('nbs/'+m[1])}", text)]
     return [f'```python\n{c.source}\n```', *(output_md(o, f'{c.id}-{i}') for i,o in enumerate(c.outputs))]
 

@@ -515,7 +515,8 @@ def compiled():
     te.close()
 
 
-@case('eval passes under only_training', 'Evaluation passes are not recorded and are no steps. Layers in `eval()` mode are recorded during a training pass.')
+@case('evaluation passes, with only_training=True',
+    'Evaluation passes are not recorded and are no steps. Layers in `eval()` mode are recorded during a training pass.')
 def only_training():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     te = torchEmber(model, only_training=True)

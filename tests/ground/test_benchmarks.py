@@ -95,7 +95,7 @@ def test_missing_and_broken_tools_are_reported(rows, tmp_path, monkeypatch):
     monkeypatch.setenv('PEER_BROKEN', str(broken))
     (name,got,no),(_,_,failed) = peers.each('cost', True)
     assert (name, got)==('absent', None) and '--peers' in no
-    assert failed=='it failed: no such tool'
+    assert failed=='the tool failed: no such tool'
     assert peers.line('absent', None, '%')['verdict'] is None
 
 

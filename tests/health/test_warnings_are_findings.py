@@ -332,3 +332,24 @@ def test_the_first_step_that_is_not_finite_is_kept_and_blamed(first):
     whole = [f for f in diagnose(load_history('nan')).itertuples() if f.rule=='not_finite']
     assert [(f.path, f.first_step) for f in live]==[(f.path, f.first_step) for f in whole]==[('bad', first)]
     assert 'the computation of the loss' not in live[0].text
+
+
+@pytest.mark.parametrize('kind,missing', [('mse_loss', True), ('l1_loss', False)])
+def test_a_loss_that_is_logged_after_its_backward_has_no_targets(kind, missing):
+    "The result of `diagnose` names the targets as not checked, and how to record them. An l1 loss never shows its targets"
+    def train(name, before):
+        "Train for four steps, and log the loss before or after the backward"
+        model = nn.Linear(4, 3)
+        opt = torch.optim.SGD(model.parameters(), .1)
+        te = torchEmber(model, name=name, optimizer=opt)
+        for _ in range(4):
+            loss = getattr(nn.functional, kind)(model(torch.randn(8, 4)), torch.zeros(8, 3))
+            if before: te.log(loss=loss)
+            loss.backward()
+            if not before: te.log(loss=loss)
+            opt.step()
+            opt.zero_grad()
+        te.close()
+        return diagnose(te)
+    how = 'the targets of the loss (to record: te.log(loss=loss), before loss.backward())'
+    assert how not in repr(train('early', True)) and (how in repr(train('late', False)))==missing

@@ -215,7 +215,7 @@ def last_text(ax): return ax.texts[-1].get_text().split('\n')[-1]
 def test_updates_from_weights_alone_name_what_never_moved_exactly():
     te = a_run()
     ax = updates(te)
-    assert last_text(ax)=='never moved: ' + ', '.join(f'{m}.{n} ({reasons[m]})' for m in ('frozen', 'cut') for n in ('weight', 'bias')) + ' and 4 more'
+    assert last_text(ax)=='never changed: ' + ', '.join(f'{m}.{n} ({reasons[m]})' for m in ('frozen', 'cut') for n in ('weight', 'bias')) + ' and 4 more'
     assert len([l for l in ax.lines if l.get_xdata().tolist()==[1, 2]])==4 and ax.get_ylabel().endswith('at least')
     a_run('exact', ttypes=('weight', 'weight_grad', 'update'))
     exact = updates('exact')
@@ -239,6 +239,6 @@ def test_an_update_of_zero_and_a_weight_of_zeros_are_counted():
         opt.step()
     te.close()
     ax = updates(te)
-    assert ax.texts[-1].get_text()=='now and then still: weight (1 of 4 steps)\nnever moved: bias'
-    assert updates(te, 'weight').texts[-1].get_text()=='now and then still: weight (1 of 4 steps)'
+    assert ax.texts[-1].get_text()=='not changed at some steps: weight (1 of 4 steps)\nnever changed: bias'
+    assert updates(te, 'weight').texts[-1].get_text()=='not changed at some steps: weight (1 of 4 steps)'
     plt.close('all')

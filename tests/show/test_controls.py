@@ -175,7 +175,7 @@ def test_each_argument_has_its_control():
     title.value = None
     assert (title.value, title.widget.value)==(None, '')
     assert [control(scalar_line, 'facet_kws').widget.options, control(scalar_line, 'facet_kws', {'sharex': True, 'sharey': False}).widget.value]==[
-        ('automatic', 'the same', 'the same across', 'the same upwards', 'each its own'), 'the same across']
+        ('automatic', 'the same axes', 'the same x axis', 'the same y axis', 'separate axes'), 'the same x axis']
     assert control(ridge, 'steps', [1, 2]) is None and (control(ridge, 'steps').widget.min, control(ridge, 'steps').widget.max)==(1, 12)
     assert control(ridge, 'steps', 3).widget.max==4 and control(ridge, 'steps', 3, rows_of(range(99))).widget.max==40
     robust = control(scalar_global_heatmap, 'robust')
@@ -415,7 +415,7 @@ def test_a_click_opens_a_histogram_and_escape_closes_it(pointed):
     "A left click on the heat map opens a histogram, and Escape, Back or a right click closes it"
     i = pointed(scalar_global_heatmap, tt='weight', scalar_metric='std')
     outside = i.stack[0]
-    assert i.layout.top.children==(outside.box,) and 'Click on a patch' in i.layout.hint.value and 'keep the line there' in i.layout.hint.value
+    assert i.layout.top.children==(outside.box,) and 'Click on a patch' in i.layout.hint.value and 'keep the line at this step' in i.layout.hint.value
     title = i.figure.get_suptitle()
     for ax,x,y,b in ((i.figure.axes[0], 19, .5, 2), (i.figure.axes[0], 1e9, .5, 1), (i.figure.axes[1], .5, None, 1)):
         send('button_press_event', ax, x, y, b)
@@ -423,7 +423,7 @@ def test_a_click_opens_a_histogram_and_escape_closes_it(pointed):
     send('button_press_event', i.figure.axes[0], 19, 1.7, 1)
     assert i.figure.get_suptitle()=='r · weights · b.bias · step 20'
     assert i.layout.top.children==(i.layout.back, i.now.box) and 'Right click, Escape' in i.layout.hint.value
-    assert (i.controls['step'].steps.tolist(), i.cursor.pinned, 'go to that step' in i.layout.hint.value)==([0, 20], 20, True) and crossed(i)[0][0]==20
+    assert (i.controls['step'].steps.tolist(), i.cursor.pinned, 'go to this step' in i.layout.hint.value)==([0, 20], 20, True) and crossed(i)[0][0]==20
     assert set(i.now.table.pname)=={'bias'} and i.controls is i.now.controls is not outside.controls
     good = i.picture.good
     outside.controls['inc'].value = 2 # Hidden controls do not redraw the picture
@@ -451,7 +451,7 @@ def test_a_patch_without_rows_opens_no_histogram(pointed):
     "A patch without rows or without exponent counts shows a message and opens no histogram"
     i = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)])
     i.enter(i.patches.at(10, 1))
-    assert (len(i.stack), i.message)==(1, 'Nothing was recorded there.')
+    assert (len(i.stack), i.message)==(1, 'Nothing was recorded in this cell.')
     i.enter(i.patches.at(20, 1))
     assert (len(i.stack), i.message)==(2, '')
     by = pointed(quick('scalar_global_heatmap'), x='lr') # steps go to the left here
@@ -485,7 +485,7 @@ def test_images_have_a_slider_and_a_button(pointed):
     holes = pointed(quick('scalar_global_heatmap'), t[(t.path!='b') | (t.step!=10)], live=False)
     holes.chooser.which.value,holes.chooser.when.value = 'b',10
     holes.chooser.button.click()
-    assert (holes.message, len(holes.stack))==('Nothing was recorded there.', 1)
+    assert (holes.message, len(holes.stack))==('Nothing was recorded in this cell.', 1)
 
 
 def test_a_turned_heat_map_returns_the_same_tensor(pointed):

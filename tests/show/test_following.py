@@ -208,7 +208,7 @@ def test_a_run_is_followed_to_its_end(answers):
     "Each answer is shown, and the last request says so. A process that is behind is asked again at once"
     v = answers([{}, {'line': 'r: 1'}, {'behind': .25}, {'line': 'r: 2', 'png': b'p'}, {'behind': .5}, {'line': 'r: 3', 'png': b'q'}], [0, 0, 0, 0, 1, 1])
     v.run()
-    assert v.screen.shown==[('r: 1', None), ('r: reading what there is, 25%', None), ('r: 2', b'p'), ('r: reading what there is, 50%', None), ('r: 3', b'q')]
+    assert v.screen.shown==[('r: 1', None), ('r: reading the log, 25%', None), ('r: 2', b'p'), ('r: reading the log, 50%', None), ('r: 3', b'q')]
     assert [q['over'] for q in v.reader.asked]==[False]*4+[True]*2 and {q['name'] for q in v.reader.asked}=={'r'} and v.screen.ended==1
     assert (v.process_seconds, len(v.pauses), v.reader.how)==(9., 3, {'home': Path('home'), 'picture': False, 'look': {}}) and v.seconds==v.thread_seconds+9.
 

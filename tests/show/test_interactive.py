@@ -156,7 +156,7 @@ def test_images_have_the_same_controls(lab):
     nb.out.get_by_label('tensor').fill('2.b')
     until(nb.out.locator('.widget-select select').last.locator('option').count, 3)
     nb.out.locator('.widget-select select').last.select_option('2.bias')
-    nb.out.get_by_role('button', name='How large its numbers were').click()
+    nb.out.get_by_role('button', name='Show its histogram').click()
     p.prints('b.figure.get_suptitle()', 'small · weights · 2.bias · step 19', of='b')
     until(lambda: src(3)!=before, True)
     nb.out.get_by_role('button', name='Back').click()

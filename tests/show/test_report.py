@@ -313,7 +313,7 @@ def test_findings_are_on_top_and_open_by_click(chromium, tmp_path):
         expect(health.locator('h2')).to_contain_text('What is wrong: 1 error')
         first = health.locator('li').first
         expect(first).to_have_class('error')
-        expect(first).to_contain_text(re.compile('^error input of .* at step 20.*Try: .*Plot: overview'))
+        expect(first).to_contain_text(re.compile('^error input of .* at step 20.*Try: .*Look at: overview'))
         expect(health).to_contain_text('rules checked 40 steps')
         first.locator('> button').click()
         drawn(page)
@@ -337,7 +337,7 @@ def test_a_finding_opens_its_tensor_by_click_and_by_keyboard(chromium, tmp_path,
         assert health.locator('> ul > li').count()==3 and health.locator('> details > summary').all_inner_texts()==['and 1 more', '1 note']
         one = health.locator('> ul > li').first
         assert one.locator('> button code').all_inner_texts()==['3.weight'] and one.locator('> button').inner_text()=='error 3.weight is `odd'
-        expect(one.locator('> p')).to_have_text('Try: Divide lr. Plot: updates(run)')
+        expect(one.locator('> p')).to_have_text('Try: Divide lr. Look at: updates(run)')
         page.fill('#search', 'nothing')
         one.locator('> button').click()
         drawn(page)

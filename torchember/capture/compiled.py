@@ -127,7 +127,7 @@ pending = define_operator('pending', ', Tensor last', report_pending, merges=Fal
 
 # %% ../../nbs/10_capture/15_compiled.ipynb #6e120021
 class ReportedCall(NamedTuple):
-    "A call of one of torchember's operators, which a merged call replaces."
+    "Call of one of torchember's operators. In a compiled graph, one merged call replaces several of these calls."
     key:int # Index of this call's key among the keys of the merged call
     operator:str # Name of the operator, such as 'entered'
     call:Any # Function that the operator calls
@@ -140,11 +140,13 @@ class ReportedCall(NamedTuple):
 
 @functools.lru_cache(4096)
 def events_of(text):
-    "Parse the events in a JSON text: return the calls that a merged call replaces, as a list of `ReportedCall`s."
+    "Parse the JSON text of a merged call (one operator call that replaces several). Return the replaced calls as a list of `ReportedCall`s."
     return [ReportedCall(key, *operators[name], at, arguments) for name,key,at,*arguments in json.loads(text)]
 
 def plan_of_merged(events, holders):
-    "Return the plan of a merged call, or None. The first holder that has exactly one listener is asked for it. `events`: JSON for `events_of`."
+    """Return the plan that records a merged call (one operator call that replaces several), or None without a plan.
+
+    The plan comes from the listener of the first holder with exactly one listener. `events`: JSON for `events_of`."""
     listener = next(filter(None, (getattr(h, 'listener', None) for h in holders)), None)
     return None if listener is None else listener.plan_of_merged(events, holders)
 

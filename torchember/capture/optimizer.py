@@ -164,7 +164,7 @@ class OpenSteps:
         return not n
 
     def fail(self, o):
-        "Note that a step of `o` failed by an exception: set its number of running steps to 0."
+        "Note that an exception ended a step of the optimizer `o`: set the number of running steps of `o` to 0."
         self.depth[id(o)] = 0
 
     def any(self):
@@ -218,7 +218,10 @@ class OptimizerWatch:
     busy = property(lambda self: bool(self.wrappers) or self.open.any(), doc="True if a step of an optimizer is running.")
 
     def begin(self, o, args, kwargs):
-        "Report that a step of `o` begins or, if it has no closure, that its gradients are ready. Return arguments with a wrapped closure, or None."
+        """Report that a step of the optimizer `o` begins. Without a closure, report instead that the gradients of the step are ready.
+
+        Return the arguments of the step with a wrapped closure, or None to keep the arguments. Report nothing if another step of `o` is running.
+        """
         if not self.open.begin(o): return None
         new = wrap_closure(args, kwargs, lambda: self.gradients_ready(o, False))
         if new is None: self.gradients_ready(o)

@@ -356,12 +356,12 @@ def add_hook(x, hook):
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch30
 def register_ordered_effect(op, lib) -> bool:
-    "Register an operator of the library `lib` as an ordered effect, to keep its calls in order. Return False if torch has no effects."
-    # torch 2.10 and later: register the effect with the function in `torch.library`, which takes the operator's name
+    "Register an operator of the library `lib` as an ordered effect, so that torch.compile keeps its calls in order. Return False if torch has no effects."
+    # torch 2.10 and later: the function that registers an effect is in `torch.library`, and takes the name of the operator
     with noting_failure('torch.library._register_effectful_op', 'only Inductor keeps the reports of compiled code in order'):
         torch.library._register_effectful_op(op.name(), torch.library.EffectType.ORDERED, lib=lib)
         return True
-    # torch 2.5 to 2.9: register the effect with the function in `torch._higher_order_ops`, which takes the operator
+    # torch 2.5 to 2.9: the function that registers an effect is in `torch._higher_order_ops`, and takes the operator itself
     with noting_failure('torch._higher_order_ops.effects._register_effectful_op', 'models that Inductor compiles are not recorded'):
         effects = import_module('torch._higher_order_ops.effects')
         effects._register_effectful_op(op, effects._EffectType.ORDERED)

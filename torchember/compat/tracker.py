@@ -43,7 +43,7 @@ class Library:
 libraries = {} # tensor class -> `Library`. The Python modules for torch and JAX each add their tensor class
 
 def find_library(tensor) -> Library:
-    "Find the `Library` that measures this tensor. For a value of another class, such as a list, return the first library."
+    "Find the `Library` (torch or JAX) for a tensor. For any other value, such as a list, return the first library in `libraries`."
     if not libraries:
         raise RuntimeError("stash functions such as stash_hist cannot measure tensors yet, because neither torch nor JAX support is imported. "
             "Import stash_hist from torchember for torch, or from torchember.jaxember for JAX.")

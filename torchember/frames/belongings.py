@@ -148,8 +148,8 @@ def refuse_active_logs(h, name):
     if 'end' in base or 'pid' not in base or not file_exists(h.log/name): return
     ago = time.time()-stat_file(h.log/name).st_mtime
     if ago<recent and base.get('host')!=gethostname():
-        raise ValueError(f"{text}, probably: the run was started on {host}, its end was not recorded, and the last rows were written {ago:.0f} s ago. "
-            f"End the recording on {host}, or try again after {recent//60} minutes without new rows.")
+        raise ValueError(f"{text}, or its process has crashed: the run was started on {host}, its end was not recorded, and the last rows were written "
+            f"{ago:.0f} s ago. End the recording on {host}. If its process has crashed, try again {recent//60} minutes after the last rows.")
 
 def refuse_shared(h, name, names):
     "Raise ValueError for the log of one rank if its rows are in files that other ranks share. Such a run can only be changed as a whole."

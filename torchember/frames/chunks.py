@@ -353,11 +353,14 @@ def read_rank_metadata(home, names, asked):
 
 @lru_cache(8)
 def new_paths_from_first_chunk(home, logs, steps, asked):
-    "Return new paths for the modules whose weights differ between ranks. Use only the first chunk, so that all chunks get equal paths."
+    """Return new paths for modules whose weights differ between ranks: rank -> dict from paths on this rank to new paths.
+
+    Use only the first chunk of the run (rows of its first steps), so that the modules have the same paths in all chunks.
+    `logs`, `steps`: logs and range of steps of this chunk. `asked`: as in `Chunk`."""
     return own_names(rank_rows(logs, steps), *read_rank_metadata(home, names_and_ranks(logs), asked))
 
 def read_chunk_frame(chunk):
-    "Read a chunk as a pandas table, with the same values as in the table from `read`."
+    "Read a `Chunk` (rows of a run that are read together) as a pandas table, with the same values as in the table from `read`."
     if chunk.merged:
         own = new_paths_from_first_chunk(chunk.home, *chunk.start, chunk.asked) if chunk.start else None
         return prepare_table(merge_ranks(rank_rows(chunk.logs, chunk.steps),
@@ -479,7 +482,7 @@ def has_text_names(part):
     return part.kinds.get('module')=='text' and part.kinds.get('path') in (None, 'text')
 
 def chunk_table(chunk, fields, steps=None):
-    "Read a chunk as an Arrow table. `fields`: column -> kind. `steps`: (first, last) step needed by the caller."
+    "Read a `Chunk` (rows of a run that are read together) as an Arrow table. `fields`: column -> kind. `steps`: (first, last) step to read."
     if chunk.plain and len(chunk.logs)==1 and (of := chunk.logs[0][2])[0].entry is not None:
         with of[0].open(steps) as part:
             same = {k: v for k,v in dict(run=chunk.run if chunk.labelled else None, rank=chunk.logs[0][1]).items()

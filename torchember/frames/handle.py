@@ -85,8 +85,9 @@ def recover_boxes(folder):
     if is_url(folder) or not may_have_orphan_box(os.path.join(folder, 'box')): return
     try: from torchember.recorder.recovery import recover_all
     except ImportError as e:
-        return warn(f"A process that has ended left its last rows in {printable(folder)}{os.sep}box. These rows are missing, because an import failed: {e}. "
-            "Install this library, and read the run again.")
+        return warn(f"A process that has ended left its last rows in {printable(folder)}{os.sep}box. "
+            "These rows are missing from the result, because "
+            f"reading them needs a library that cannot be imported: {e}. Install this library, and read the run again.")
     recover_all(folder)
 
 def log_names(home):

@@ -130,7 +130,7 @@ def wide(
     if not len(df): raise ValueError(no_rows_message())
     if stat not in df: raise ValueError(not_recorded(stat, [c for c in df.columns if c not in not_measured]))
     if has_vectors(df[stat]):
-        raise ValueError(f"the statistic {stat!r} is a vector with a number for each unit, so wide cannot show it. "
+        raise ValueError(f"the statistic {stat!r} is a vector with a number for each unit, so the table of wide() cannot contain it. "
             f"To plot it: surface(run, path=..., stat={stat!r}).")
     if missing := [c for c in ('path', 'ttype', 'tname', 'step') if c not in df]:
         raise ValueError(f"wide needs the columns path, ttype, tname and step, but the table has no {missing[0]}. Use a table from read(run).")

@@ -41,7 +41,7 @@ def layer_sizes(h):
     end = lambda v: median(v[-max(1, len(v)//5):])
     rows = {p: {'class': s.kind, 'output': end(s.rms)} for p,s in h.outputs.items() if p in h.graph.leaves and s.dtype and 'float' in s.dtype}
     for (p,_),s in h.matrices.items(): rows.setdefault(p, {'class': s.kind}).setdefault('gradient', end(s.rms))
-    for (p,_),m in relative_updates(h).items(): rows.setdefault(p, {'class': m.s.kind}).setdefault('step', end(m.ratio))
+    for (p,_),m in relative_updates(h).items(): rows.setdefault(p, {'class': m.s.kind}).setdefault('update', end(m.ratio))
     return rows
 
 def rank_unusual(rows:dict, most=10) -> list:
@@ -49,7 +49,7 @@ def rank_unusual(rows:dict, most=10) -> list:
 
     `rows`: result of `layer_sizes`.
     """
-    usual = {c: median([r[c] for r in rows.values() if r.get(c, 0)>0]) for c in ('output', 'gradient', 'step')}
+    usual = {c: median([r[c] for r in rows.values() if r.get(c, 0)>0]) for c in ('output', 'gradient', 'update')}
     def away(r):
         "Return how far away each size of a layer is from the usual size of all layers, in powers of ten."
         return {c: np.inf if r[c]==0 else abs(np.log10(r[c]/usual[c])) for c in usual if c in r and r[c]>=0 and usual[c]>0}
@@ -100,15 +100,15 @@ def layer_table(h):
     "Return the lines of a Markdown table of the layers with the most unusual output, gradient or update (rms)."
     rows = rank_unusual(layer_sizes(h))
     if not rows: return ['No rms of an output, gradient or update was recorded.']
-    sizes = lambda r: ' | '.join(format_value(r.get(k)) for k in ('output', 'gradient', 'step'))
+    sizes = lambda r: ' | '.join(format_value(r.get(k)) for k in ('output', 'gradient', 'update'))
     lines = [f"| {quote_name(p or 'the model')} | {quote_name(r['class'], 30)} | {sizes(r)} | {c} |" for p,r,c in rows]
-    return ['| layer | class | output | gradient | step/weight | unusual |', '|---|---|---|---|---|---|', *lines]
+    return ['| layer | class | output | gradient | update/weight | unusual |', '|---|---|---|---|---|---|', *lines]
 
 def describe_curve(n):
     "Describe the curve of the loss, at most twenty values, in lines of text. `n`: a `LoggedSeries`, or None if no loss was logged."
     if n is None: return ['No loss was recorded. To record the loss in the next run: te.log(loss=loss).']
     bad = np.flatnonzero(~np.isfinite(n.values))
-    lines = [f"{quote_name(n.name)} (step: median of the values up to the next step): "
+    lines = [f"{quote_name(n.name)} (first step of an interval: median of the values in this interval): "
         f""+', '.join(f'{s}: {format_value(v)}' for s,v in reduce_curve(n.steps, n.values))]
     if len(bad): lines.append(f"First value that is not finite: step {n.steps[bad[0]]}")
     return lines
@@ -153,5 +153,5 @@ def suggest_calls(h, name):
     layer = next((p for p in h.graph.leaves if any(k[0]==p for k in h.weights)), '')
     return ["- all findings: `diagnose(run)`; with other thresholds: `diagnose(run, rules=[...])`",
         f"- rows of a layer: `read(run, path={quote_name(layer).strip('`')!r}, ttype='weight_grad')`",
-        "- a picture of all layers: `overview(run)`; steps over weights: `updates(run)`; a page for a colleague: `report(run, 'run.html')`",
+        "- a picture of all layers: `overview(run)`; ratios of updates to weights: `updates(run)`; a page for a colleague: `report(run, 'run.html')`",
             f"- where `run` is {quote_name(name)}"]

@@ -143,6 +143,10 @@ def find_unrecorded(h, rules=()) -> list:
     recorded,needed = {s.ttype for s in h.all},{t for r in rules for t in r.needs} if rules else {*wanted_types}
     out = [(what, f"ttypes=[..., {ttype!r}]") for ttype,(what,could) in wanted_types.items() if ttype in needed-recorded and could(h)]
     if h.loss is None: out.insert(0, ('the loss', 'te.log(loss=loss)'))
+    if needed & {'target', 'prediction'} or not rules:
+        # the autograd graph of an l1 loss never holds the targets
+        if any(e.get('freed') and not e.get('target_shape') and e['kind']!='l1' for e in h.losses):
+            out.append(('the targets of the loss', 'te.log(loss=loss), before loss.backward()'))
     counts_dead = not rules or any(r.name=='dead_units' for r in rules)
     if counts_dead and not any('zero_frac' in s for s in h.series('output')): out.append(('the fraction of dead units', "stats='full'"))
     if not h.parameters: out.append(('the parameters of the optimizer', 'torchEmber(model, optimizer=opt), and pass the run to diagnose, not a table'))
@@ -171,7 +175,7 @@ def findings_as_lines(findings, most=5) -> list:
             elif n==most+1: lines.append('    Consequence: ...')
             continue
         lines.append(f"{f['severity'].upper()} ({f['rule']}){', possibly' if is_uncertain(f) else ''}: {f['text']}")
-        lines += [f"    {name}: {f[k]}" for name,k in (('Try', 'advice'), ('Plot', 'look'), ('Source', 'source')) if f.get(k)]
+        lines += [f"    {name}: {f[k]}" for name,k in (('Try', 'advice'), ('Look at', 'look'), ('Source', 'source')) if f.get(k)]
     return [printable(l, 2000) for l in lines]
 
 # %% ../../nbs/55_health/50_diagnose.ipynb #140e4076

@@ -19,7 +19,8 @@ from ..ground.needs import pd
 from .aligned import RowPairs, ComparedRun
 from .kept import is_kept_file, read_kept
 from .series import as_tuple
-from .tolerance import Distances, backward_types, eps_of, flow_types, step_gaps, element_jump, find_limits, rounding_error, most_growth
+from torchember.health.tolerance import (Distances, backward_types, element_jump, eps_of, extreme_weight, extremes, find_limits, flow_types, most_growth,
+    rounding_error, step_gaps)
 
 # %% ../../nbs/55_health/80_diff.ipynb #3bd9d77b
 # if at least this fraction of the activations has different dtypes in two runs, the runs use different dtypes on purpose
@@ -235,8 +236,9 @@ def describe_difference(d):
             f"at step {int(most['step']):,}.")
     row = t.loc[d.first]
     how = f"the values of `{row['stat']}` are {format_pair(row['a'], row['b'])}"
-    if np.isfinite(row['distance']): how += (f". The relative difference is {row['distance']:.2g}, "
-        f"but rounding and earlier differences explain at most {row['tolerance']:.1g}")
+    scale = extreme_weight if row['stat'] in extremes else 1
+    if np.isfinite(row['distance']): how += (f". The relative difference is {row['distance']/scale:.2g}, "
+        f"but rounding and earlier differences explain at most {row['tolerance']/scale:.1g}")
     before = f"The {len(far):,} compared row{'s'*(len(far)!=1)} before"
     same = '' if not len(far) else f" {before} {'is' if len(far)==1 else 'are'} equal." if most is None else \
         f" {before} {'has' if len(far)==1 else 'have'} relative differences of at most {most['distance']:.1g}."

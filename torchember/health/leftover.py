@@ -23,10 +23,10 @@ def step_counts(h, kind):
     Elements: path, name, number of checked steps, number of steps with the mistake, and the first of these steps.
     """
     found = h.facts.get(kind)
-    return [c for c in found if is_count(c)] if isinstance(found, list) else []
+    return [c for c in found if is_step_count(c)] if isinstance(found, list) else []
 
-def is_count(c):
-    "Return True if a value from the metadata is a valid count: a list with the elements that `step_counts` describes."
+def is_step_count(c):
+    "Return True if a value from the metadata is a list with the five elements that `step_counts` describes."
     if not isinstance(c, list) or len(c)!=5 or not all(isinstance(n, str) for n in c[:2]): return False
     return all(type(n) is int for n in c[2:4]) and (type(c[4]) is int or c[4] is None)
 

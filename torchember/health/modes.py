@@ -270,7 +270,8 @@ def train_eval(h, away=3., far=30.):
     if not of_data and not any(f[0].path=='' or f[0].path in h.graph.last_modules for f in found): return
     why,advice = ("The evaluation data differ, or are prepared in another way.",
         "Prepare the data in the same way for training and evaluation, with the same normalization.") if of_data else (
-        "With the same data, this ratio should be near 1.", "Check your own Dropout layers (which must divide by 1-p in training) and your own normalization layers. "
+        "With the same data, this ratio should be near 1.",
+        "Check your own Dropout layers (which must divide by 1-p in training) and your own normalization layers. "
         "Then check that the data are prepared in the same way for training and evaluation.")
     name = s.ttype if s.tname=='output_0' else f'{s.ttype} `{s.tname}`'
     yield s.finding(at, f"In evaluation, the rms of the {name} of {s.title} is {format_ratio(times)} its rms in training, from step {s.steps[at]} on. {why}",

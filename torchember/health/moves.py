@@ -71,10 +71,10 @@ def relative_updates(h):
 
 # %% ../../nbs/55_health/07_moves.ipynb #c0f7d8e2
 def any_weight_changes(h, step, but=(), share=.1):
-    """Return True if at least one trained weight still changes after a step.
+    """Return True if at least one trained weight still changes from step number `step` on.
 
     but: keys of weights to ignore
-    share: least relative change of a weight after the step, as a fraction of its relative change before
+    share: a weight changes if its median relative change from `step` on is larger than this fraction of the median before `step`
     """
     for k,w in h.weights.items():
         if k in but or k not in h.grads and k not in h.updates or len(w)<3: continue

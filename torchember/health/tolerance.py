@@ -41,6 +41,7 @@ def rounding_error(eps:float, numel:float, weight=False) -> float:
 averages = ('mean', 'std', 'rms', 'abs_mean', 'finite_mean', 'finite_std')
 extremes = ('max', 'min', 'abs_max') # for these statistics, a difference is divided by the largest element
 norms = ('l1', 'l2') # for these statistics, a difference is divided by the statistic itself
+extreme_weight = 1/4 # factor of the differences of extremes
 
 def tensor_sizes(pairs:RowPairs):
     """Return ((rms, largest element) of each tensor, (rms, largest element) of its module), as arrays with one number per pair of rows.
@@ -79,7 +80,8 @@ class Distances:
         for c in (*averages, *extremes, *norms, *own):
             a,b = pairs.both(c)
             kind = 0 if c in averages else 1 if c in extremes else None
-            weight = 1/4 if c in extremes else 1
+            # an extreme is one element, whose rounding error is larger than that of an average: count a quarter of its difference
+            weight = extreme_weight if c in extremes else 1
             # equal infinities have the distance 0, although inf-inf is NaN
             with np.errstate(invalid='ignore'): x = np.where(a==b, 0, abs(a-b))*weight
             known = ~np.isnan(x)

@@ -134,9 +134,11 @@ def describe_forward(h, step):
     return f"{'The recorded outputs are finite. ' if outputs else ''}{missing} recorded in this step."
 
 def find_finite_after(h, s, step, bad):
-    """Find the first module after the module of `s` whose weight gradient is finite in the step. Return the path of this later module, or None.
+    """Find the first later module whose weight gradient is finite in this step. Return the path of this module, or None if there is none.
 
-    Arguments: as in `explain_source`.
+    s: series of a tensor; only modules that are called after the module of this tensor are searched
+    step: number of the step
+    bad: set of (path, ttype) of all tensors that have NaN or infinities in this step
     """
     at = h.graph.position(s.path)
     return next((p for p,_ in (k for k,o in h.grads.items() if o.at_step(step) is not None) if p and h.graph.position(p)>at

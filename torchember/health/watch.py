@@ -62,7 +62,10 @@ class StepsForRules:
         self.first_bad = {} # Kind of NaN or infinities (see `kinds_of_nonfinite`) -> first step with this kind
 
     def add(self, step, lines:bytes):
-        "Add a block of log lines of a step. Ignore a block without a step number. Of a block with findings, keep only the recorder's warnings."
+        """Add a block of log lines that belong to one step. Ignore a block without a step number.
+
+        If the block contains findings, keep only the lines with warnings of the recorder, and ignore all other lines.
+        """
         if step is None: return
         if b'"ttype":"finding"' in lines: return self.reports.extend(l+b'\n' for l in lines.split(b'\n') if b'"rule":"recording"' in l)
         for kind in kinds_of_nonfinite(lines): self.first_bad.setdefault(kind, step)

@@ -258,7 +258,8 @@ class Arena:
         # id of a measured tensor -> the row with its summary, so that the tensor is not measured again
         self.seen = {}
         self.micro = 0 # number of the current micro-batch in its step
-        # approximate number of used rows; number of tensors not measured, because a row had their summary; `take` calls
+        # filled: approximate number of used rows; turn: number of calls of `take`; shared: number of tensors that were not measured
+        # again, because an earlier row has the summary of the same tensor
         self.filled,self.shared,self.turn = 0,0,0
         # black box (memory-mapped file) that provides memory for rows and is notified of each new tap; None without one
         self.box = None

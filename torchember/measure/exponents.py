@@ -70,7 +70,7 @@ def headroom(
     counts, # Counts of elements by exponent, shape (..., k). First count: all smaller exponents; last: all larger ones
     lo:int, # Exponent of the elements in the second of the `counts`, as in column `exponent_min`
     dtype:str, # Name of a number format
-    zeros=0 # Number of zeros, shape (...). Zeros are in the first of the `counts`, but every format can represent zero
+    zeros=0 # Number of zeros in the first of the `counts`, shape (...). Zeros are not counted as lost, because every format can represent zero
 ) -> dict: # Dict with 'over', 'subnormal' and 'under': shares of the non-zero elements, arrays of shape (...)
     """Return the shares of elements that overflow, lose digits (become subnormal) or become zero in the format `dtype`.
     Raises ValueError if the counts do not cover the limits of the format.
@@ -79,7 +79,7 @@ def headroom(
         counts: Counts of elements by exponent, shape (..., k). First count: all smaller exponents; last: all larger ones
         lo: Exponent of the elements in the second of the `counts`, as in column `exponent_min`
         dtype: Name of a number format
-        zeros: Number of zeros, shape (...). Zeros are in the first of the `counts`, but every format can represent zero
+        zeros: Number of zeros in the first of the `counts`, shape (...). Zeros are not counted as lost, because every format can represent zero
 
     Returns:
         Dict with 'over', 'subnormal' and 'under': shares of the non-zero elements, arrays of shape (...)

@@ -147,7 +147,7 @@ def read_by_operations(x, wanted):
 def operations_are_right(device, dtype, wanted):
     "Return True if torch operations are right on a device: they compute correct sums. The first call tests them. The answer is cached."
     def read_on_tested_device(x, wanted):
-        "Read the tensor `x` by torch operations on the tested device. Return the summary vector on the CPU."
+        "Measure the tensor `x` by torch operations on `device`, the device that is being tested. Return the summary vector on the CPU."
         with on(device): return read_device(flat(x.to(device))[0], wanted).cpu()
     why = run_checks(lambda: find_reader_mistake(read_on_tested_device, dtype, wanted, rel=1e-9 if has_float64(device.type) else 1e-3))
     if why: warn(f"Operations of torch on {device} give wrong numbers: {why}. Tensors of {str(dtype)[6:]} are copied to the CPU to be measured, "

@@ -130,7 +130,7 @@ class Loader:
         return False
 
     def is_loading(self):
-        "Return True if a background thread is loading compiled loops."
+        "Return True if a background thread is still loading compiled loops, which measure CPU tensors."
         return self.finished<len(self.threads)
 
     def wait(self, timeout=None):

@@ -131,7 +131,7 @@ class Snapshot:
     """Rows of a step, returned by `Arena.take`, as pairs of arrays: heads (integer columns of the rows) and summary vectors.
 
     `taps`: all taps of the arena. `earlier`: `Snapshot`s of the same step from earlier calls of `Arena.take`."""
-    # number: number of the copy of these rows in the black box
+    # number: number that the black box has given to its copy of these rows, 0 if it has no copy
     def __init__(self, parts, taps, earlier): self.parts,self.taps,self.earlier,self.number = parts,taps,earlier,0
 
     def __len__(self): return sum(len(h) for h,_ in self.parts)

@@ -26,8 +26,8 @@ class _BatchNormGap(MultiStepQuantity):
 class MeanTID(_BatchNormGap):
     """Distance of batch means from `running_mean`: a discrepancy between training and inference in batch normalisation
 
-    The mean over the tracked batches since the last due step of ‖μ_B - μ‖ / ‖σ‖. μ_B is the mean of each channel of the input. μ is `running_mean`, and
-    σ = sqrt(`running_var`), both at the due step. Inputs `(N, C)`, `(N, C, L)`, `(N, C, H, W)`. A number, at least 0.
+    The mean of ‖μ_B - μ‖ / ‖σ‖ over the tracked batches since the last value. μ_B is the mean of each channel of the input. μ is `running_mean`, and
+    σ = sqrt(`running_var`), both at the step of the new value. Inputs `(N, C)`, `(N, C, L)`, `(N, C, H, W)`. A number, at least 0.
 
     Source: Wang, Wu and Huang 2022 (arXiv 2210.05153).
 
@@ -36,7 +36,7 @@ class MeanTID(_BatchNormGap):
     """
     needs = Need('input', reduce_to_means),
     def _compute_ones(self, global_step):
-        "Return the mean of each channel of the input in this step."
+        "Return the result of one step: the mean of each channel of the input."
         return self.reduced()
 
     def _compute(self, global_step):
@@ -47,8 +47,8 @@ class MeanTID(_BatchNormGap):
 class VarTID(_BatchNormGap):
     """Distance of batch standard deviations from sqrt(`running_var`): a discrepancy between training and inference
 
-    The mean over the tracked batches since the last due step of ‖σ_B - σ‖ / ‖σ‖. σ_B is the unbiased standard deviation of each channel of the input.
-    σ = sqrt(`running_var`), at the due step. Inputs `(N, C)`, `(N, C, L)`, `(N, C, H, W)`. A number, at least 0.
+    The mean of ‖σ_B - σ‖ / ‖σ‖ over the tracked batches since the last value. σ_B is the unbiased standard deviation of each channel of the input.
+    σ = sqrt(`running_var`), at the step of the new value. Inputs `(N, C)`, `(N, C, L)`, `(N, C, H, W)`. A number, at least 0.
 
     Source: Wang, Wu and Huang 2022 (arXiv 2210.05153).
 
@@ -56,7 +56,7 @@ class VarTID(_BatchNormGap):
     """
     needs = Need('input', reduce_to_stats),
     def _compute_ones(self, global_step):
-        "Return the unbiased standard deviation of each channel of the input in this step."
+        "Return the result of one step: the unbiased standard deviation of each channel of the input."
         return self.reduced()[1]
 
     def _compute(self, global_step):
@@ -65,9 +65,9 @@ class VarTID(_BatchNormGap):
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #60e80c2a
 class WeightParamJump(MultiStepQuantity):
-    """Fraction of a weight's elements that have changed their sign since the last due step
+    """Fraction of a weight's elements that have changed their sign since the last value of this quantity
 
-    The share of the elements of `weight` whose sign changed between two consecutive tracked steps, at least once since the last due step. Zeros do not
+    The share of the elements of `weight` whose sign changed between two consecutive tracked steps, at least once since the last value. Zeros do not
     count. A number between 0 and 1; 0 at the first tracked step, which has no step before. Signs are stored packed, in a sixteenth of the weight's
     memory.
 
@@ -79,7 +79,7 @@ class WeightParamJump(MultiStepQuantity):
     needs,unfit = (Need('weight', lambda x, axis, module: Signs(x)),),classmethod(missing_parameter)
     last = None # signs of the weights at the last tracked step
     def _compute_ones(self, global_step):
-        "Return the sign changes of the weight in this step, packed as bits. Return None at the first tracked step, or if the weight's size changed."
+        "Return the result of one step: sign changes of the weight, packed as bits. Return None at the first tracked step, or if the weight's size changed."
         signs = self.reduced()
         last,self.last = self.last,signs
         return signs.flipped(last) if last is not None and last.numel==signs.numel else None
@@ -89,15 +89,15 @@ class WeightParamJump(MultiStepQuantity):
         if one is not None: self.cache[:] = [self.cache[0]|one if self.cache else one]
 
     def _compute(self, global_step):
-        "Return the fraction of weight elements with a changed sign since the last due step. Return 0 if no two steps were compared."
+        "Return the fraction of weight elements with a changed sign since the last value was computed. Return 0 if no two steps were compared."
         return count_bits(self.cache[0])/max(self.last.numel, 1) if self.cache else 0.
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #a647f169
 class UpdateEffectiveRank(MultiStepQuantity):
-    """Effective rank of the change of the weight since the last due step
+    """Effective rank of the change of the weight since the last value of this quantity
 
-    W(t) - W(t₀) between two due steps, `(out, ...)` flattened to a matrix with singular values σₖ: exp(-Σₖ pₖ log pₖ), pₖ = σₖ / Σⱼ σⱼ. Between 1 and
-    the smaller side of the matrix. A number, from the second due step on; NaN if nothing changed. One copy of the weight is kept.
+    W(t) - W(t₀) between two steps with a value, `(out, ...)` flattened to a matrix with singular values σₖ: exp(-Σₖ pₖ log pₖ), pₖ = σₖ / Σⱼ σⱼ. Between 1 and
+    the smaller side of the matrix. A number, from the second such step on; NaN if nothing changed. One copy of the weight is kept.
 
     Source: Roy and Vetterli 2007, The effective rank; Hu et al. 2021, LoRA (arXiv 2106.09685), which assumes that this rank is small.
 
@@ -105,13 +105,13 @@ class UpdateEffectiveRank(MultiStepQuantity):
     train the layer as well.
     """
     needs,unfit = (Need('weight', None),),WeightEffectiveRank.unfit
-    last = None # weight at the last due step
-    def _compute_ones(self, global_step): "Return None for a single step, because the value is computed from the weights at two due steps."
+    last = None # weight at the last step for which `_compute` was called
+    def _compute_ones(self, global_step): "Return None for a single step, because `_compute` needs only the weights at two steps with a value."
     def _keep(self, one):
-        "Keep nothing of this step, because the value depends only on the weights at due steps."
+        "Keep nothing of this step, because `_compute` needs only the weights at the steps at which the schedule asks for a value."
         pass
     def _compute(self, global_step):
-        "Return the effective rank of the change of the weight. Return None at the first due step."
+        "Return the effective rank of the weight's change since the last value was computed. Return None without an earlier weight of the same shape."
         last,self.last = self.last,self.reduced().clone()
         return None if last is None or last.shape!=self.last.shape else effective_rank(self.last-last)
 
@@ -128,7 +128,7 @@ def sketch(x):
 class GradSNR(MultiStepQuantity):
     """Signal-to-noise ratio of the gradient of a weight over several steps
 
-    ‖ḡ‖ / sqrt(Σᵢ sᵢ²) over the k tracked steps since the last due step: the norm of the mean gradient, divided by the root of the sum of the unbiased
+    ‖ḡ‖ / sqrt(Σᵢ sᵢ²) over the k tracked steps since the last value: the norm of the mean gradient, divided by the root of the sum of the unbiased
     variances of its elements. A number, at least 0; NaN with fewer than two steps. For a weight with more than 4096 elements, a random projection to
     4095 numbers replaces the gradient. Its squared norms are unbiased, with a relative standard deviation of 2.2 %.
 
@@ -140,7 +140,7 @@ class GradSNR(MultiStepQuantity):
     needs,unfit = (Need('weight_grad', lambda x, axis, module: sketch(x)),),classmethod(missing_parameter)
     sums = cached_property(lambda self: SignalToNoise())
     def _compute_ones(self, global_step):
-        "Return a sketch of the weight's gradient in this step: a random projection to at most 4096 numbers."
+        "Return the result of one step: a sketch of the weight's gradient (a random projection to at most 4096 numbers)."
         return self.reduced()
 
     def _keep(self, one):
@@ -151,7 +151,7 @@ class GradSNR(MultiStepQuantity):
         self.sums = SignalToNoise()
 
     def _compute(self, global_step):
-        "Return the signal-to-noise ratio of the gradients since the last due step, NaN for fewer than two steps."
+        "Return the signal-to-noise ratio of the gradients since the last value was computed, NaN for fewer than two steps."
         return self.sums.value
 
 # %% ../../nbs/47_monitor/30_multi_step.ipynb #1e9337ed
@@ -159,7 +159,7 @@ class UnitActivity(MultiStepQuantity):
     """Fraction of outputs above 0, for each unit of a module
 
     The share of samples and positions of the batch at which a unit (a feature, a channel) is above 0, averaged over all tracked steps since the last
-    due step. A vector with one number between 0 and 1 for each unit. A unit that was never above 0 has exactly 0, and no other unit has.
+    value. A vector with one number between 0 and 1 for each unit. A unit that was never above 0 has exactly 0, and no other unit has.
 
     Source: Lu et al. 2019, Dying ReLU (arXiv 1903.06733); Sokar et al. 2023, Dormant neurons (arXiv 2302.12902).
 
@@ -167,7 +167,7 @@ class UnitActivity(MultiStepQuantity):
     """
     needs = Need('output', lambda x, axis, module: activity(x, axis)),
     def _compute_ones(self, global_step):
-        "Return the fraction of outputs above 0, for each unit, in this step."
+        "Return the result of one step: the fraction of outputs above 0, for each unit."
         return self.reduced()
 
     def _keep(self, one):
@@ -176,5 +176,5 @@ class UnitActivity(MultiStepQuantity):
         self.cache[:] = [total+one, n+1]
 
     def _compute(self, global_step):
-        "Return the fraction of outputs above 0, for each unit, as a mean over the steps since the last due step."
+        "Return the fraction of outputs above 0, for each unit, as a mean over the steps since the last value was computed."
         return self.cache[0]/self.cache[1]

@@ -159,7 +159,7 @@ extensions = {'input': ForwardInputExtension, 'output': ForwardOutputExtension, 
 class Quantity:
     "Base class of all quantities, that is, of values that `Monitor` computes for a module."
     needs = () # a `Need` for each tensor of the module from which the value is computed
-    # True if the value is computed from all tracked steps since the last due step, not only from the due step
+    # True if the value is computed from all tracked steps since the last value. False if it is computed from a single step
     multi = False
 
     def __init_subclass__(cls, **kwargs):
@@ -252,7 +252,7 @@ class MultiStepQuantity(Quantity):
     cache = cached_property(lambda self: [])
 
     def _compute_ones(self, global_step):
-        "Compute and return the result of one step. `cache` collects these results for `_compute`. Subclasses must define this method."
+        "Compute and return the result of one step. `_compute` combines the results of several steps, from `cache`. Subclasses must define this method."
         raise NotImplementedError(f"{type(self).__name__} needs a method _compute_ones(global_step) that returns "
             "the value of one step. This value is added to `cache`.")
 
@@ -265,7 +265,10 @@ class MultiStepQuantity(Quantity):
 
     @torch.no_grad()
     def track(self, global_step):
-        "Track a step: add its result of `_compute_ones` to the cache. If the quantity is due, compute and store its value, and clear the cache."
+        """Track a step: add the step's result from `_compute_ones` to the cache.
+
+        If the schedule asks for a value at this step, compute and store this value, and clear the cache.
+        """
         one,is_due,result = self._compute_ones(global_step),True,None
         try:
             self._keep(one)

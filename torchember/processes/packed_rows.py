@@ -100,7 +100,7 @@ def columns_key(ttype, tname, call):
     return ttype, tname if ttype=='scalar' else None, call
 
 class StepLayout:
-    "Layout of a step: table of the fixed values in the rows of all ranks, and the place (row and column) of each packed number."
+    "Layout of a step: table of the fixed values in the rows of all ranks, and the place (row and column) of each number in the ranks' packets."
     def __init__(self, packets): # packets: rank -> `Packet` of this rank
         # cells: column -> (rows, index of the packed number of each row). lists: column -> list of (row, index of the first number, length)
         self.cells,self.lists = {},{}
@@ -121,7 +121,10 @@ class StepLayout:
         self.fixed = fixed_table(records)
 
     def add_cell(self, column, kind, n, row, place, fixed):
-        "Add a table cell for one packed number, or for a list of `n` numbers. `place`: index of the first number in the packets."
+        """Add a table cell for one number, or for a list of `n` numbers. `row`: index of the table row; `fixed`: its fixed values.
+
+        `place`: index of the first of these numbers in the concatenated arrays `Packet.numbers` of all ranks.
+        """
         if kind in 'FI': self.lists.setdefault(column, []).append((row, place, n))
         else:
             rows,places = self.cells.setdefault(column, ([], []))
@@ -130,7 +133,7 @@ class StepLayout:
         self.is_int[column] = self.is_int.get(column, True) and kind in 'iI'
 
     def columns(self, packets):
-        "Return the columns of changing numbers, filled from the packets of one step. `packets`: rank -> `Packet` of this rank."
+        "Return the columns of changing numbers in one step. `packets`: rank -> `Packet` with the numbers that this rank has sent."
         numbers = np.concatenate([packets[r].numbers for r in sorted(packets)])
         new = {}
         for c,(rows,places) in self.cells.items():

@@ -169,7 +169,8 @@ class RankRows:
             return [*paths.get(r, ()), *df['path'][self.rank==r].astype(object).dropna().unique()]
         if names := names_of_stages(self.metadata, all_paths): df = rename_modules(df, self.rank, names)
         self.df,self.shards = df,Shards(df, self.rank, self.axes)
-        # comparisons: list of `Comparison`s; module names and shards depend on their results
+        # comparisons: `Comparison`s that found which statistics differ between ranks. The shards and the new module names
+        # follow from these differences. A step with the same differences reuses both
         self.comparisons,self.own = self.shards.comparisons,own
         if own is None:
             self.own,message = name_rank_specific_modules(df, self.shards, all_paths)

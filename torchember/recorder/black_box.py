@@ -250,7 +250,7 @@ class Position:
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #50988191
 def line_of_custom(row):
-    "Return a custom row (of a user's statistic) as a JSON line. Return an empty line if a number is not copied from the GPU yet, or JSON cannot hold a value."
+    "Return a custom row (of a user's statistic) as a JSON line. Return an empty line if a number is still on the GPU, or JSON cannot hold a value."
     event,key,call,micro,dtype,stats = row
     try: return line_of({'event': event, 'key': list(key), 'call': call, 'micro': micro, 'dtype': dtype, 'stats': stats})+b'\n'
     except Exception: return b''
@@ -291,7 +291,7 @@ class StepSlots:
                 o += a.nbytes
         memory[o:o+len(text)+len(meta)] = text+meta
         w[SLOT_PARTS],w[SLOT_TEXT],w[SLOT_META] = len(parts),len(text),len(meta)
-        w[SLOT_STEP],w[SLOT_OVER],w[SLOT_TOLD] = step,over,self.number_of_shards(of_parts)
+        w[SLOT_STEP],w[SLOT_OVER],w[SLOT_TOLD] = step,over,self.write_shards(of_parts)
         self.seq += 1
         w[SEQ],self.words[NOTED] = self.seq,0
         return self.seq
@@ -301,8 +301,10 @@ class StepSlots:
         if metadata!=self.metadata[0]: self.metadata = metadata,line_of(metadata)
         return self.metadata[1]
 
-    def number_of_shards(self, of_parts):
-        "Return the number of the current shards (of their line in the text file), 0 without shards. Write a new line if the shards changed."
+    def write_shards(self, of_parts):
+        """Write the columns about shards as a new line of the text file, unless they are the same as in the last such line.
+
+        Return the number of the line that has these columns, 0 without columns. `of_parts`: as in `keep`."""
         if not of_parts: return 0
         if of_parts!=self.shards[0]:
             self.shards = dict(of_parts),self.shards[1]+1

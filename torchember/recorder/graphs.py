@@ -89,7 +89,7 @@ class CapturedEvents(Listener):
         "Replace the tensors in (name, tensor) pairs by `GraphTensor`s. Return the new pairs."
         return [(n, self.tensor(state, ttype, n, x)) for n,x in named]
 
-    # ---- The following methods handle passes, module calls and gradients during a capture
+    # ---- The following methods handle passes, module calls and gradients while a CUDA graph is captured
 
     def inside(self):
         "Return True inside a pass of the model: if a pass is running."
@@ -149,7 +149,7 @@ class CapturedEvents(Listener):
         "Install gradient hooks on the tensors of a recomputed checkpoint."
         self.gradients.recomputed(state, inputs, outputs)
 
-    # ---- The following methods handle optimizer steps and clipping during a capture
+    # ---- The following methods handle optimizer steps and clipping while a CUDA graph is captured
 
     def step_begins(self, optimizer):
         "Add the start of an optimizer's step to the `Tape` of the captured CUDA graph."
@@ -174,7 +174,7 @@ class CapturedEvents(Listener):
     # ---- The following methods handle reused memory and tensors that cannot be measured
 
     def memory_reused(self):
-        "Forget the tensors measured in this capture, because their memory is reused."
+        "Forget the tensors measured in this capture of a CUDA graph, because their memory is reused."
         self.tape.rows.seen.clear()
 
     def failed(self, *what):

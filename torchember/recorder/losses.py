@@ -23,12 +23,12 @@ most_counted = 1<<16 # maximum number of labels that are counted in a batch
 most_pending = 16 # maximum number of copies from a GPU that have not arrived yet
 
 class ArrivingCopies:
-    "Copies of small tensors to the host, which a function gets in order. Copies from a GPU arrive later, so the training does not wait."
+    "Passes the values of small tensors to a function. Values from a GPU are passed later, in the order of `add`, so that training does not wait for them."
     def __init__(self, function): # function: gets a numpy array, and the further arguments of `add`
         self.function,self.pending = function,[] # pending: pairs (copy to the host, further arguments of `add`)
 
     def add(self, x, *more):
-        "Add a tensor: pass its values to the function, for a GPU after their copy has arrived. Drop it if `most_pending` copies are on their way."
+        "Add a tensor: pass its values to the function, for a GPU when `read` finds that their copy has arrived. Drop it if `most_pending` copies are pending."
         # a clone is read, because `numpy()` on the user's tensor would forbid resizing its storage
         if x.is_cpu: self.function(x.clone().numpy(), *more)
         elif copies_async(x.device) and not is_being_captured(x.device.type) and len(self.pending)<most_pending: self.pending.append((to_host(x), more))
@@ -149,12 +149,13 @@ class TermFacts:
         # broadcast: number of batches in which prediction and target had different shapes; seen: number of batches
         self.known,self.labels,self.next_tokens,self.broadcast,self.seen = {},Labels(),NextTokens(),0,0
 
-    def add(self, term, tokens=()):
+    def add(self, term, tokens=(), freed=False): # freed: True if a backward pass has freed the tensors of the loss
         "Add the facts of a batch. `term`: the `LossTerm` of this batch; `tokens`: integer inputs of the model with the shape (sequences, positions)."
         self.seen += 1
         self.broadcast += term.broadcast
         if not self.known or term.broadcast and self.broadcast==1: self.known = describe_term(term)
         elif self.known.get('target_dtype') is None and term.target is not None: self.known |= target_facts(term)
+        if freed: self.known['freed'] = True
         if (labels := labels_of(term)) is None: return
         self.labels.add(labels, term.ignore_index)
         self.next_tokens.add(tokens, labels, term.ignore_index)
@@ -278,7 +279,7 @@ class LossReader:
         self.numbers |= {t.number for t in terms}
         for term,tname in zip(terms, row_names(name, graph.terms), strict=False):
             self.measure(term, tname)
-            if not steps.manual or steps.phase!='eval': self.add_facts(name, tname, term)
+            if not steps.manual or steps.phase!='eval': self.add_facts(name, tname, term, graph.freed)
         if terms: self.write()
 
     def measure(self, term, tname):
@@ -293,12 +294,12 @@ class LossReader:
             if x is not None and ttype in self.ttypes: buffer.measure(states[0], ttype, tname, x, None, call, phase)
         buffer.rows.forget_cached_summaries()
 
-    def add_facts(self, name, tname, term):
-        "Add the facts about a loss term of one batch to the metadata of the run."
+    def add_facts(self, name, tname, term, freed):
+        "Add the facts about a loss term of one batch to the metadata of the run. `freed`: as in `TermFacts.add`."
         key = name,tname
         if key not in self.facts and len(self.facts)>=most_losses: return
         if key not in self.facts: self.facts[key] = TermFacts(name, tname, self.pipe.steps.number)
-        self.facts[key].add(term, self.tokens)
+        self.facts[key].add(term, self.tokens, freed)
 
     def write(self, now=False):
         "Write the metadata about losses after batches 1, 2, 4, 8, ..., and after a fact has changed. `now`: True to write at once."

@@ -23,11 +23,13 @@ from .flows import Flows
 
 # %% ../../nbs/40_recorder/77_merged_plans.ipynb #77a00006
 class RowPlace(NamedTuple):
-    "Place of one row that a merged call records: its module and tensor. It may also be the place of all parameters of a module."
+    """Module and tensor of one row that a merged call records. A merged call is one operator call that reports many tensors of compiled code.
+
+    One `RowPlace` with the tensor type 'weight' stands for the rows of all parameters of a module."""
     state:Any # `ModuleState` of the module
     ttype:str # Tensor type, such as 'input', or 'weight' for the parameters of the module
     tname:str # Name of the tensor, '' for parameters
-    tensor:int # Index of the tensor in the merged call, -1 for parameters
+    tensor:int # Index of the tensor among the tensors that the merged call reports, -1 for parameters
     report:int # Index of the `Move` in its `MergedCalls`, or of the gradient in its `MergedGradients`
 
 def words_of_place(place):
@@ -52,7 +54,7 @@ class MergedRows:
     def write(self, xs, by_python, measured=0, on_device=False) -> bool:
         """Write all rows. Return True if a tensor has another shape than in the last step, or if Python code wrote a row.
 
-        `xs`: tensors of the merged call. `by_python`: function that writes the row of a place. `measured`: id of the set of
+        `xs`: tensors that compiled code reports at once. `by_python`: function that writes the row of a place. `measured`: id of the set of
         measured parameters, as in `PlannedPass`. `on_device`: True if tensors are on a device whose memory compiled code cannot read."""
         if on_device:
             for p in self.places: by_python(p)
@@ -78,10 +80,10 @@ class MergedRows:
 
 # %% ../../nbs/40_recorder/77_merged_plans.ipynb #77a00013
 class Move(NamedTuple):
-    "Start or end of one module call. A merged call reports several of these, in the order of the calls."
+    "Start or end of one module call in compiled code. One operator call (merged call) reports several of these, in the order of the module calls."
     state:Any # `ModuleState` of the module
     begins:bool # True for the start of the call, with its inputs; False for the end, with its outputs
-    named:tuple # Pairs of the name of a tensor and its index in the merged call
+    named:tuple # Pairs of the name of a tensor and its index among the tensors that the merged call reports
     hooked:tuple=() # Names of tensors whose gradients a backward will report
 
     ttype = property(lambda self: 'input' if self.begins else 'output', doc="Tensor type of the tensors")
@@ -104,7 +106,7 @@ def places_of_moves(moves, ttypes):
 
 # %% ../../nbs/40_recorder/77_merged_plans.ipynb #77a00016
 class MergedCalls:
-    "Plan for consecutive module calls that are part of a merged call. The method `record` records these calls."
+    "Plan for consecutive module calls that compiled code reports by one operator call (merged call). The method `record` records these module calls."
     def __init__(self, events, moves): # events: `ModelEvents` of the model
         self.events,self.moves,self.calls = events,moves,events.calls
         self.open,self.ended = unmatched(moves)
@@ -129,7 +131,7 @@ class MergedCalls:
         return len(running)==len(self.ended) and all(t is st.track for (t,_),st in zip(reversed(running), self.ended, strict=True))
 
     def record(self, xs) -> bool:
-        "Record the calls. Return False if they must be recorded without the plan. `xs`: tensors of the merged call."
+        "Record the module calls. Return False if they must be recorded without the plan. `xs`: tensors that compiled code reports at once."
         here = self.calls.here
         if not self.can_record(here): return False
         since,sources,steps = clock(),self.events.sources,self.events.steps
@@ -181,7 +183,7 @@ class MergedCalls:
             else: m.state.track.output_dt = shapes
 
     def note_position(self, here):
-        "Write into the black box that the last module of the merged call has run, and which modules are still running."
+        "Note in the black box that the last module of this plan has ended, and which modules are still running."
         self.calls.box.note_enter(here, self.moves[-1].state.track.name, 1)
         self.calls.box.note_exit(here)
 
@@ -200,7 +202,7 @@ class MergedGradients:
         return not count_function_modes() and inside_transform() is None and events.sources.optimizers.scale() is None
 
     def record(self, xs) -> bool:
-        "Record the gradients. Return False if they must be recorded without the plan. `xs`: tensors of the merged call."
+        "Record the gradients. Return False if they must be recorded without the plan. `xs`: tensors that compiled code reports at once."
         if not self.can_record(): return False
         with self.events.lock: self.write(xs) # two threads may run backwards at the same time
         return True
@@ -242,7 +244,7 @@ def places_of_gradients(report, state):
 
 # %% ../../nbs/40_recorder/77_merged_plans.ipynb #77a00031
 class MergedPlan:
-    "Plan of a merged call: records the calls and gradients that the merged call reports."
+    "Plan of a merged call (one operator call for many reports): records the module calls and gradients that the merged call reports."
     def __init__(self, events, reports, holders): # events: `ModelEvents` of the model; reports: result of `events_of`
         self.events,self.holders,self.arena = events,holders,events.buffer.rows.arena
         # pairs: reports, and the `MergedCalls` or `MergedGradients` that records them; None if no plan can record them
@@ -288,7 +290,7 @@ class MergedPlan:
         return True
 
     def run(self, xs):
-        "Record all calls that the merged call replaces. `xs`: tensors of the merged call."
+        "Record all module calls and gradients of this plan. `xs`: tensors that compiled code reports at once."
         self.events.memory_reused()
         for h in self.others: h.memory_reused()
         for reports,part in self.parts:
@@ -296,7 +298,7 @@ class MergedPlan:
                 for r in reports: r.run(self.holders[r.key], xs)
 
 class MergedPlans:
-    "Plans of all merged calls of a model."
+    "Plans of all merged calls of a model. A merged call is one operator call that reports many tensors of compiled code."
     most = 1000 # maximum number of plans
     def __init__(self): self.plans = {} # (text of the events, id of each holder) -> `MergedPlan`
 
@@ -304,7 +306,9 @@ class MergedPlans:
         doc="Number of rows that compiled code has written")
 
     def find(self, events, text, holders):
-        "Return the plan of a merged call, None if compiled code cannot record it. Make a new plan if needed. `text`: argument of `events_of`."
+        """Return the plan of a merged call (one operator call for many reports). Make a new plan if needed. Return None if no plan can record the call.
+
+        `text`: argument of `events_of`. `holders`: objects that get the reports."""
         planned = events.planned
         # if tensors are on a device such as a GPU, calls of uncompiled code do not load the compiled functions, so load these functions here
         if planned.compiled is None and not (events.buffer.on_device and planned.has_become_ready()): return None

@@ -134,9 +134,10 @@ class PassRemover:
             for part in (self.sources.gradients, self.sources.parameters, buffer) if empty else (): part.handle_step_end()
 
     def remove_at_end(self):
-        """Remove passes with unused gradients at the end of the current step.
+        """Remove passes without a backward from the current step. Called at the end of the step, because earlier a backward may still follow.
 
-        If the training loop copies gradients, passes only seem unused: correct the count.
+        If the training loop itself copies gradients into the parameters, the gradients of useful passes look unused, too.
+        Then subtract the passes that were removed in this step from the count of removed passes.
         """
         self.tally.refused -= self.refused.stop_if_copied()
         self.remove_refused(unreached=True)

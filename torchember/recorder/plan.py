@@ -372,7 +372,7 @@ def plan_of(model, recorder, args:tuple=(), kwargs:dict=None, name:str='') -> Pl
     flow,ended,more = [],[],[]
     if args or kwargs:
         if any(is_lazy(p) for p in model.parameters()):
-            raise ValueError("the model has lazy parameters, which an example input would initialize. Run the model once, then call plan.")
+            raise ValueError("the model has lazy parameters, which have no shapes yet. plan does not initialize them. Run the model once, then call plan.")
         frames = recorder.events.pass_events.extra_frames
         raise_recursion_limit(frames)
         try: flow,ended = run_example_pass(model, recorder, args, kwargs or {})

@@ -449,7 +449,7 @@ class StepBuffer:
         except Exception as e: self.notices.failed(state.track.name, tname, e, self.stats.get(ttype))
 
     def measure_together(self, some, scale=None, replace:bool=False):
-        """Measure several tensors that have only one row in a step. These tensors must not change before `read_pending`.
+        """Measure several tensors. Each tensor gets a row of its own, its only row in this step. No tensor may change before `read_pending`.
 
         `some`: (state, tensor type, name, name of the parameter, tensor) for each. Other arguments: as in `measure`.
         """

@@ -265,7 +265,7 @@ class ProvisionalSteps:
     def __init__(self): self.clear()
 
     def clear(self, weights=None):
-        "Clear all stored steps. `weights`: weight versions of the steps to store next, until `add` gets others; None if unknown."
+        "Clear the list of stored steps. `weights`: version counters of the weights that all steps stored from now on must have; None if unknown."
         self.weights,self.kept,self.too_many = weights,[],False
 
     def with_weights(self, weights) -> list:

@@ -260,7 +260,7 @@ class LayerPicker:
             self.widget.value = (now[0] if now else self.without) if self.one else now
         finally: self.muted = False
         more = len(fits)-most_names
-        self.note.value = f'and {more:,} more: type a part of the name' if more>0 else '' if fits else 'no name fits'
+        self.note.value = f'and {more:,} more: type a part of the name' if more>0 else '' if fits else 'no match'
         self.note.layout.display = None if self.note.value else 'none'
 
 # %% ../../nbs/60_show/82_controls.ipynb #e1dc95a2
@@ -343,9 +343,9 @@ def choose_up_to(n, a):
     "Return a control to choose a number from 1 up to `n`."
     return a.choose(a.automatic_choice|{str(i): i for i in range(1, n+1)})
 
-shared = {'automatic': None, 'the same': {'sharex': True, 'sharey': True},
-    'the same across': {'sharex': True, 'sharey': False},
-    'the same upwards': {'sharex': False, 'sharey': True}, 'each its own': {'sharex': False, 'sharey': False}}
+shared = {'automatic': None, 'the same axes': {'sharex': True, 'sharey': True},
+    'the same x axis': {'sharex': True, 'sharey': False},
+    'the same y axis': {'sharex': False, 'sharey': True}, 'separate axes': {'sharex': False, 'sharey': False}}
 places_of_legends = ('outside upper right', 'outside lower center', 'outside right upper', 'upper right',
     'upper left', 'lower left', 'lower right')
 maps = ('viridis', 'magma', 'cividis', 'Greys', 'RdBu_r', 'coolwarm')
@@ -364,7 +364,7 @@ control_makers = {
     'xtick_rotation': lambda a: a.choose({f'{d}°': d for d in (0, 30, 45, 60, 90)}),
     'facet_kws': lambda a: a.choose(dict(shared)), 'loc': lambda a: a.choose(a.automatic_choice|{p: p for p in places_of_legends}),
     'cmap': lambda a: a.choose(a.automatic_choice|{m: m for m in maps}),
-    'zeros': lambda a: a.choose({'automatic': None, 'gray': True, 'as colours': False}),
+    'zeros': lambda a: a.choose({'automatic': None, 'gray': True, 'in color': False}),
     'fig_title': lambda a: Control(a.W.Text(value=a.value or '', description=a.name, continuous_update=False),
         lambda v: v or None, lambda v: v or '')}
 main = ('kind', 'ttype', 'stat', 'loss', 'inc', 'x', 'col_wrap', 'deepest', 'step', 'steps', 'path',

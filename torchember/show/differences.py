@@ -52,10 +52,10 @@ def differences(
     least = found.table[found.table['ttype']!='scalar'].groupby('step')['tolerance'].min()
     # draw the limit only before the first difference, because afterwards all distances are expected to grow
     if found: least = least[least.index<found.step]
-    ax.plot(least.index, least, color=color[2], ls='--', lw=1, label='least that is explained')
+    ax.plot(least.index, least, color=color[2], ls='--', lw=1, label='smallest tolerance of all tensors')
     ax.set_yscale('log')
-    ax.set(xlabel='step', ylabel='distance / size of the tensor')
-    what = ('rounding alone parts them' if len(found.table) and found.table['distance'].max()>0
+    ax.set(xlabel='step', ylabel='relative difference')
+    what = ('the runs differ only by rounding' if len(found.table) and found.table['distance'].max()>0
         else 'the same numbers, to the last digit')
     if found:
         row,red = found.table.loc[found.first],alarm[is_dark()]
@@ -63,7 +63,7 @@ def differences(
         mark_difference(ax, found.step)
         if np.isfinite(row['distance']):
             ax.plot([found.step], [row['distance']], 'o', color=red, ms=5, label='first difference', zorder=3)
-        ax.plot([found.step], [row['tolerance']], '_', color=red, ms=12, mew=1.5, label='what explains it', zorder=3)
+        ax.plot([found.step], [row['tolerance']], '_', color=red, ms=12, mew=1.5, label='tolerance of this tensor', zorder=3)
     ax.set_title(make_title(' and '.join(found.names), what))
     ax.legend(loc='best')
     return ax

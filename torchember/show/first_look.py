@@ -7,7 +7,7 @@ __all__ = ['overview']
 
 # %% ../../nbs/60_show/90_first_look.ipynb #1adde7ec
 import numpy as np
-from matplotlib.ticker import LogLocator, NullLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from ..frames.choice import no_rows_message
 from ..ground.record import clipped_norm, of_passes
@@ -56,9 +56,11 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
         fig,axes = ax.figure,[ax]
         top = ax.inset_axes([0, 1.04, 1, .3], sharex=ax) if curves else None
     for a,(kind,col,_,g) in zip(axes, parts, strict=True):
-        heat(a, g, meanings.get(col, col), zeros=col in sizes)
+        # in a low panel, the long name of the statistic would overlap the name beside the next panel
+        heat(a, g, meanings.get(col, col) if len(g.labels)>5 else col, zeros=col in sizes)
         a.set_ylabel(name_of_type(kind))
     axes[-1].set_xlabel('step')
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
     steps = np.concatenate([g.steps for *_,g in parts])
     if top is not None: draw_loss_and_norm(top, numbers, norms)
     # limits of the x axis that show all columns of the heat maps and all points of the curves

@@ -40,9 +40,12 @@ def draw_ranges(ax, dtypes, info, lo, hi):
             for a,b,alpha in ((ends[0], ends[1], .35), (ends[1], ends[2], .9)):
                 ax.add_patch(mpl.patches.Rectangle((a, y), b-a, h, transform=ax.get_xaxis_transform(),
                     color=c, alpha=alpha, lw=0, clip_on=True))
-        ax.text(min(max((ends[1]+ends[2])/2, lo), hi), y+h/2, dtype, transform=ax.get_xaxis_transform(),
-            ha='center', va='center',
-            color='black' if is_dark() else 'white', fontsize=mpl.rcParams['legend.fontsize']-1, clip_on=True)
+        size = mpl.rcParams['legend.fontsize']-1
+        width = .6*size*len(dtype)*(hi-lo+5.4)/axes_size(ax)[0] # of the text, in units of the x axis
+        inside = min(ends[2], hi+3)-max(ends[1], lo-2)>width
+        at = min(max((max(ends[1], lo-2)+min(ends[2], hi+3))/2, lo-2+width/2), hi+3-width/2)
+        ax.text(at, y+h/2, dtype, transform=ax.get_xaxis_transform(), ha='center', va='center', fontsize=size, clip_on=True,
+            color=('black' if is_dark() else 'white') if inside else mpl.rcParams['text.color'])
         for yes,at,style in zip(info, (f['max']+1, f['normal'], f['subnormal']), ('-', '--', ':'), strict=True):
             if yes and lo-2<=at<=hi+3: ax.axvline(at, ymax=y, color=c, ls=style, lw=1, zorder=.5)
 
@@ -141,7 +144,7 @@ def exp_hist(
         ax.set(**limits_)
     what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '', f'step {step}']
     title = fig_title or make_title(name_of_run(rows), *what)
-    label_figure(axes, title, 'size, from a power of two to the next', 'share of the numbers')
+    label_figure(axes, title, 'absolute value (each bin: up to the next power of two)', 'share of the values')
     return axes
 
 # %% ../../nbs/60_show/30_histograms.ipynb #3b51c3a2

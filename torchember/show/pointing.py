@@ -35,7 +35,7 @@ class PageFigure:
         self.width,self.live,self.artists,self.back = width,live,[],None
         self.figure = mpl.figure.Figure((width/dpi, height), dpi=dpi, layout='constrained')
         if live:
-            ipympl = needs('ipympl.backend_nbagg', for_='A picture to point at')
+            ipympl = needs('ipympl.backend_nbagg', for_='A picture that reacts to the mouse')
             self.canvas = self.widget = ipympl.Canvas(self.figure)
             # set the size now, so that it is right even if the notebook page loads later
             ipympl.FigureManager(self.canvas, 0).resize(width, height*dpi)
@@ -373,7 +373,7 @@ class TensorChooser:
     def __init__(self, W, patches, enter):
         self.patches,self.names = patches,[]
         self.which,self.when = LayerPicker(W, 'tensor', [], None, one=True),StepSlider(W, 'step', np.array([0]), None)
-        self.button = W.Button(description='How large its numbers were',
+        self.button = W.Button(description='Show its histogram',
             layout={'width': 'auto', 'margin': '22px 2px 0 2px'})
         self.button.on_click(lambda _: enter(patches.row_of(self.which.value, self.when.value)))
         for c in (self.which, self.when): set_layout(c)
@@ -485,11 +485,11 @@ class Interactive:
         "Return a hint for the user: where to click in the picture."
         out = []
         if self.live and self.patches:
-            out.append('Right click, Escape or Back: to the heat map.' if inside else 'Click on a patch to see how large its numbers were.')
-        click = 'go to that step' if 'step' in self.controls else 'keep the line there'
-        if self.live and self.cursor: out.append(f'Point at the loss to see where it is; click to {click}.')
+            out.append('Back to the heat map: right click, Escape or Back.' if inside else 'Click a cell to see the histogram of its values.')
+        click = 'go to this step' if 'step' in self.controls else 'keep the line at this step'
+        if self.live and self.cursor: out.append(f'Move the mouse over the loss to see the step. Click to {click}.')
         if not self.live and 'widget' not in mpl.get_backend():
-            out.append('For pictures that can be pointed at, run %matplotlib widget first (ipympl).')
+            out.append('For pictures that react to the mouse, run %matplotlib widget first (ipympl).')
         return ' '.join(out)
 
     def draw(self, arguments, values):
@@ -522,7 +522,7 @@ class Interactive:
 
     def enter(self, row):
         "Enter the histogram of the tensor and step in the log row `row`, in place of the heat map."
-        if row is None: return self.layout.show_message('Nothing was recorded there.')
+        if row is None: return self.layout.show_message('Nothing was recorded in this cell.')
         self.stack.append(self.patches.histogram(row))
         try: self.draw(self.now, self.now.values())
         except Exception as e:

@@ -95,8 +95,8 @@ def unchanged_text(never, still:dict, why:dict, most:int=4) -> str: # still: the
     names = lambda listed: ', '.join(listed[:most])+(f' and {len(listed)-most} more' if len(listed)>most else '')
     short = dict(zip(never, short_names(list(never)), strict=True))
     now_and_then = [f'{l} ({z:,} of {n:,} steps)' for l,(z,n) in still.items() if 0<z<n]
-    lines = [('now and then still: ', now_and_then),
-        ('never moved: ', [short[l]+(f' ({why[l]})' if why.get(l) else '') for l in never])]
+    lines = [('not changed at some steps: ', now_and_then),
+        ('never changed: ', [short[l]+(f' ({why[l]})' if why.get(l) else '') for l in never])]
     return '\n'.join(title+names(listed) for title,listed in lines if listed)
 
 # %% ../../nbs/60_show/70_update_ratios.ipynb #9c1348d1
@@ -136,7 +136,7 @@ def updates(
     ax.set_ylim(min(low, healthy[0]/2), max(high, healthy[1]*2))
     name_lines(ax, lines, colors)
     ax.set(xlabel='step', ylabel=meanings['ratio']+('' if known else ', at least'),
-        title=make_title(name_of_run(rows), 'updates' if known else 'updates, from weights'))
+        title=make_title(name_of_run(rows), 'updates' if known else 'updates (lower bounds, from weights)'))
     word = {'fontsize': mpl.rcParams['legend.fontsize'],
         'path_effects': [effects.withStroke(linewidth=2.5, foreground=ax.get_facecolor())]}
     ax.text(.995, healthy[1], 'usual', transform=ax.get_yaxis_transform(), va='top', ha='right',

@@ -39,7 +39,7 @@ class Function(Sink):
 
     # a name with '<lambda>' or '<locals>' does not identify a function in a later process, so `target` returns None
     def target(self):
-        "Return the name of the target, to recognize the function later. Return None for a lambda or a local function."
+        "Return the name of the user's function with its module, to recognize the function in a later process. Return None for a lambda or a local function."
         return None if '<' in self.name else f'{self.f.__module__}.{self.name}'
 
 def hidden_plugin_message(plugin):

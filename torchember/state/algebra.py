@@ -417,7 +417,7 @@ def apply_torch_function(func, args, kwargs):
         out[k] = y = func(*map_state_dicts(args, lambda o, k=k: o[k]), **map_state_dicts(kwargs, lambda o, k=k: o[k]))
         if not isinstance(y, torch.Tensor) or y.shape!=getattr(x, 'shape', ()):
             raise TypeError(f"torch's {name} is not elementwise, so it does not accept a StateDict. "
-                "Use a method such as sum(lw=True), or apply(f) for each layer.")
+                "Use a method such as sum(lw=True), which returns one sum for each layer, or apply(f), which calls f on each layer.")
     return d.like({k: y.item() for k,y in out.items()} if d.is_result else out)
 
 # %% ../../nbs/70_state/06_algebra.ipynb #fc3ce81a

@@ -309,7 +309,7 @@ def check_widths(widths) -> list:
 def check_seeds(seeds) -> list:
     "Check the seeds, and return them as a list. A number `n` stands for the seeds 0 to n-1."
     found = list(range(seeds)) if isinstance(seeds, int) and not isinstance(seeds, bool) else list(seeds) if hasattr(seeds, '__iter__') else []
-    if not found: raise ValueError(f"seeds must be a number of at least 1, or a list of seeds, got {seeds!r:.60}.")
+    if not found: raise ValueError(f"seeds must be the number of seeds (at least 1), or a list of seeds, got {seeds!r:.60}.")
     return found
 
 class ModelMaker:
@@ -373,13 +373,13 @@ def train_one_model(maker, width, seed, batches, loss_fn, steps, include, exclud
 
 # %% ../../nbs/70_state/32_coordinates.ipynb #2324ce7b
 def coord_check(
-    make_model, # Function of the width that returns a new model on the device of the data
+    make_model, # Function that gets a width and returns a new model on the device of the data
     widths, # Increasing widths, at least two. Four widths with a ratio of 2 give good slopes
     data, # A batch `(x, y)`, a dict of arguments for the model, or a list of such batches. Output sizes are measured on the first batch
     steps:int=4, # Number of training steps
     *,
     loss_fn=None, # Function that returns the loss from the model's output and the target `y`. None if the model returns its loss
-    make_optimizer=None, # Function of the model that returns an optimizer; default: Adam with a learning rate of 0.001
+    make_optimizer=None, # Function that gets a model and returns an optimizer for this model; default: Adam with a learning rate of 0.001
     seeds=3, # Number of models to train at each width, or a list of seeds
     include=None, exclude=None, # Modules to measure, and modules to leave out, as in `select`: 'blocks.*', nn.Linear, ...
     tolerance:float=.25 # Largest absolute slope of log(size) over log(width) that is not a fault
@@ -387,12 +387,12 @@ def coord_check(
     """Train models of several widths for a few steps. Name the layers whose outputs, or output changes, grow or shrink with the width.
 
     Args:
-        make_model: Function of the width that returns a new model on the device of the data
+        make_model: Function that gets a width and returns a new model on the device of the data
         widths: Increasing widths, at least two. Four widths with a ratio of 2 give good slopes
         data: A batch `(x, y)`, a dict of arguments for the model, or a list of such batches. Output sizes are measured on the first batch
         steps: Number of training steps
         loss_fn: Function that returns the loss from the model's output and the target `y`. None if the model returns its loss
-        make_optimizer: Function of the model that returns an optimizer; default: Adam with a learning rate of 0.001
+        make_optimizer: Function that gets a model and returns an optimizer for this model; default: Adam with a learning rate of 0.001
         seeds: Number of models to train at each width, or a list of seeds
         include, exclude: Modules to measure, and modules to leave out, as in `select`: 'blocks.*', nn.Linear, ...
         tolerance: Largest absolute slope of log(size) over log(width) that is not a fault

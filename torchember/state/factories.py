@@ -303,7 +303,7 @@ class OutputListener(Listener):
                 layer=named_layer(track)))
             if not self.grads: self.latest.add(k, x, compiled)
         if self.grads and not compiled:
-            # announce the names of the outputs, because their gradients may come from a compiled backward pass
+            # hooks in a compiled backward pass report only the name of an output, so store the module call of each name here
             state.expect('output_grad', keys, (call, (number, keys)))
             self.leaves += hook_gradients(outputs, lambda n, g: self.add(number, keys[n], g, False), key=state.key)
         return call, (number, keys)

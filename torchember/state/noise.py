@@ -188,7 +188,9 @@ def add_gradient(watch, i, grad): # watch: weak reference to a `GradWatch`; grad
 # %% ../../nbs/70_state/20_noise.ipynb #e93ed92f
 @contextmanager
 def preserve_state(model):
-    "Preserve state in a `with` block: at its end, restore the tensor `p.grad` (without changed elements), buffers, training modes and random generators."
+    """Return a context manager that restores state at the end of its `with` block: gradients, buffers, training modes and random generators.
+
+    As gradient, each parameter gets the earlier tensor back. If the block has changed elements of this tensor in place, the changes remain."""
     params = list(model.parameters())
     grads,modes = [p.grad for p in params],[(m, m.training) for m in model.modules()]
     buffers = [(b, b.clone()) for b in model.buffers()]

@@ -190,7 +190,8 @@ class LogFiles:
     """The two files of a log: one with all rows, one with only the rows of the latest step.
 
     After a failed write, lines stay in memory until a later write succeeds."""
-    # seconds to wait after a failed write before the file is rotated (renamed), because readers may still use byte positions in the file
+    # seconds without a rotation (renaming) of the file after a failed write, because a reader may still read the file up to a byte
+    # position, and then the queued lines from memory
     grace = 10.
 
     def __init__(self, disk, first, note, hold):

@@ -333,9 +333,8 @@ def merged_row(rows, wanted=scalars, axis:int=0): # rows: uint32 array, with the
     "Merge summary rows along an axis, into the summary of all elements. The rows may be traced."
     rows = jnp.asarray(rows)
     if not -rows.ndim<=axis<rows.ndim-1 or axis==-1 or rows.dtype!=np.uint32 or rows.shape[-1]!=row_length(wanted):
-        raise ValueError(f"summary rows of {tuple(wanted)} must be uint32 arrays with {row_length(wanted)} values along the last axis, "
-            "and axis= must be another axis, "
-            f"got {rows.dtype} of shape {rows.shape} and axis={axis}.")
+        raise ValueError(f"summary rows with the statistics {tuple(wanted)} must be uint32 arrays with {row_length(wanted)} values along the last axis, "
+            f"and axis= must not be the last axis, got an array of {rows.dtype} of shape {rows.shape} and axis={axis}.")
     return merge_p.bind(rows, wanted=ordered_groups(wanted), axis=axis%rows.ndim)
 
 # %% ../../../nbs/88_jaxember/20_summaries.ipynb #5d132b98

@@ -150,7 +150,8 @@ class RunReporter:
     def check_attention(self, found, step):
         "Warn if no attention was found in a step that records attention. `found`: measurements of the step; `step`: its number."
         if names := unknown_functions():
-            self.warn(f"this version of JAX has no function {' and '.join(names)}, so jax.nn.dot_product_attention may not be recorded.", 'info', step)
+            self.warn(f"this version of JAX has no function {' and '.join(names)}, "
+                "so calls of jax.nn.dot_product_attention are perhaps not recorded.", 'info', step)
         if any(s.key.ttype=='attention' for f in found for s in f.notes): return
         self.warn("No attention was found, so the run has no rows of the type 'attention'. torchember finds jax.nn.dot_product_attention, "
             "flax.linen.MultiHeadDotProductAttention, flax.nnx.MultiHeadAttention and dot_product_attention of flax.linen and flax.nnx. To record attention "

@@ -34,7 +34,9 @@ class Pages:
     share = 8 # the pause after making a page lasts 8 times as long as making the page
     most,most_later = 15_000,200_000 # maximum number of tensor rows in a page while the run goes on, and after its end
 
-    def __init__(self, listing): self.listing,self.made = listing,{} # made: name of a run -> its page (version, compressed JSON, time, seconds)
+    # made: name of a run -> tuple: version and compressed JSON of its page, time when the page was made, CPU seconds that this took,
+    # True if a page with more steps will follow
+    def __init__(self, listing): self.listing,self.made = listing,{}
 
     def page_of(self, row):
         "Return the page of a run: its data as a web page shows them. For a large run, read few steps during recording, more after its end."
@@ -42,8 +44,8 @@ class Pages:
         run,steps = self.listing.source(row, self.most if first else self.most_later)
         page = page_of(run)
         if steps is None: return page
-        note = f"{len(steps):,} of {row['steps']:,} steps are shown here, and rules of health saw no others. " \
-            f"All of them: report({printable(row['name'], 60)!r})."
+        note = f"{len(steps):,} of {row['steps']:,} steps are shown and checked by rules. " \
+            f"To show all steps: report({printable(row['name'], 60)!r})."
         page['more'] = first and row['state']!='running'
         page['run'] |= {'rows': row['rows'], 'steps': row['steps'],
             'missing': ' '.join(filter(None, (page['run'].get('missing'), note)))}

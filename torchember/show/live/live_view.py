@@ -87,7 +87,7 @@ class Viewer:
         # `overview` raises ValueError until the first step is complete
         except ValueError: return None
         finally: plt.close('all')
-        notes = [] if over else [f"{self.row['steps']:,} until now{self.speed.text()}"]
+        notes = [] if over else [f"{self.row['steps']:,} so far{self.speed.text()}"]
         if steps is not None:
             notes.append(f"{len(steps):,} of {self.row['steps']:,} shown" if over else f"{len(steps):,} shown")
         for ax in fig.axes:
@@ -261,7 +261,7 @@ class Live:
     def begin(self):
         "Begin the live view: start its thread. Warn the user if this fails."
         try: self.thread.start()
-        except RuntimeError as e: self.warn(f"the live picture cannot begin: {e}")
+        except RuntimeError as e: self.warn(f"the live picture cannot start: {e}")
         else: shown.add(self)
         return self
 
@@ -298,7 +298,7 @@ class Live:
 
     def show(self, name, got, over):
         "Show an answer of the drawing process: its picture or its line of text."
-        if 'behind' in got: self.screen.show(f"{name}: reading what there is, {got['behind']:.0%}")
+        if 'behind' in got: self.screen.show(f"{name}: reading the log, {got['behind']:.0%}")
         elif 'line' in got: self.screen.show(got['line'], got.get('png'))
         elif over: self.screen.show(f"{name}: nothing was recorded")
 
@@ -339,7 +339,7 @@ class Live:
         pass
 
     def __repr__(self):
-        return f"<live picture, {'going on' if self.thread.is_alive() else 'ended'}, {self.seconds:.1f} s of CPU time>"
+        return f"<live picture, {'running' if self.thread.is_alive() else 'ended'}, {self.seconds:.1f} s of CPU time>"
 
 shown = weakref.WeakSet() # all live views of this process, which are closed when the process ends
 

@@ -707,7 +707,7 @@ function findingButton(f) {
 }
 const fold = (title, ...inside) => make('details', {}, make('summary', { textContent: title }), ...inside)
 const itemOf = f => make('li', { className: tones.has(f.severity) ? f.severity : 'info' }, findingButton(f),
-  ...(f.advice || f.look ? [make('p', {}, ...(f.advice ? ['Try: ', ...withCode(f.advice)] : []), ...(f.look ? [' ', make('span', { className: 'look' }, 'Plot: ', make('code', { textContent: f.look }))] : []))] : []),
+  ...(f.advice || f.look ? [make('p', {}, ...(f.advice ? ['Try: ', ...withCode(f.advice)] : []), ...(f.look ? [' ', make('span', { className: 'look' }, 'Look at: ', make('code', { textContent: f.look }))] : []))] : []),
   ...(f.below?.length ? [fold(`${count(f.below.length + (f.more ?? 0), 'more finding')} follow${f.below.length + (f.more ?? 0) === 1 ? 's' : ''} from it`, listOf(f.below),
     ...(f.more ? [make('p', { textContent: `and ${whole(f.more)} more: diagnose(run) has all.` })] : []))] : []))
 const listOf = some => make('ul', {}, ...some.map(itemOf))
