@@ -48,7 +48,7 @@ def differences(
     ax,color = canvas(ax),palettes[is_dark()]
     for x,y in distance_lines(found.table): ax.plot(x, y, color=mpl.rcParams['axes.edgecolor'], lw=.6, alpha=.35)
     x,y = largest_distances(found.curve)
-    ax.plot(x, y, color=color[0], label='largest')
+    ax.plot(x, y, color=color[0], label='largest difference')
     least = found.table[found.table['ttype']!='scalar'].groupby('step')['tolerance'].min()
     # draw the limit only before the first difference, because afterwards all distances are expected to grow
     if found: least = least[least.index<found.step]
