@@ -214,7 +214,7 @@ def hand_over(h, share=.7, rare=.1):
         if (found := find_changed(h, s, maker, tensors, share)) is None: continue
         steps,kind = found
         sure = kind!='other' or len(steps)<=rare*len(s)
-        yield s.finding(s.at_step(steps[0]), f"In {len(steps)} of {len(s)} steps, the input of {s.title} ({list_batch_steps(steps)}) is not the "
+        yield s.finding(s.at_step(steps[0]), f"In {len(steps)} of {len(s)} steps ({list_batch_steps(steps)}), the input of {s.title} is not the "
             f"output of {maker.title}: {instead[kind]}.", last=s.at_step(steps[-1]), severity=None if sure else 'info', stands=True,
             steps=len(steps), of=len(s),
             advice="Search the code between the two modules for asynchronous copies between devices (then call torch.cuda.synchronize()), "

@@ -81,7 +81,7 @@ def find_vanished_later(h, gs, over_time, many=.7):
         f"from {fmt(start[k])} to {fmt(plain_median(s.rms[i:]))}. The gradients vanish in {len(gone)} of {len(gs)} layers.",
         s.steps[i], s.steps[-1], start=start[k], layers=len(gone), severity=None if is_harmed(h) else 'warning',
         confidence=confidence_from(plain_median(s.rms[i:])/start[k], over_time, len(gone)/len(gs)),
-        advice="Plot the activations around this step: overview(run, ttype='output'). "
+        advice="Plot the activations around this step with torchember: overview(run, ttype='output'). "
         "If an activation returns only zeros (dead) or only its extreme values (saturated) there, lower the learning rate.")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #ca03e71d
@@ -163,8 +163,8 @@ def find_lasting_jump(h, gs, steps, norm, jump):
     for i,usual in find_jumps(norm, jump):
         if not is_worse_after(h.progress, steps[i]) or recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        return report_gradients(h, '', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])} ({format_ratio(norm[i]/usual)} its usual value). "
-            f"The gradient of {s.title} grows most.",
+        return report_gradients(h, '', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])} ({format_ratio(norm[i]/usual)} its usual value), "
+            f"and does not soon return to this value. The gradient of {s.title} grows most.",
             steps[i], steps[-1], norm=float(norm[i]), usual=float(usual), confidence=confidence_from(norm[i]/usual, jump),
             advice="Clip the gradients between backward() and step(), at 10 times the usual norm: "
             f"torch.nn.utils.clip_grad_norm_(model.parameters(), {fmt(10*usual)}).")

@@ -404,9 +404,9 @@ def same_data(h, least=8):
     if not own or not all(map(is_unchanging, own)): return
     s,n = own[0],count_different(own)
     rising = [x.name for x in held_out_losses(h) if x.values[-1]>=x.values[0]] if h.progress.is_good else []
-    more = f' The held-out loss `{rising[0]}` does not fall.' if rising else ''
+    more = f' The held-out loss `{rising[0]}` does not fall, although the training loss falls: the model memorizes these data.' if rising else ''
     data = f"{n} batches" if n>1 else "data"
     yield s.finding(0, f"All {len(s)} steps use the same {data}: the input `{s.tname}` of {s.title} has the same mean, standard deviation, "
         f"maximum and minimum in each step.{more}", stat='mean', severity='warning' if rising else None,
-        advice="If all data fit in one batch, change nothing. Otherwise check that the loop takes a new batch in each step, "
-        "and that the DataLoader has shuffle=True.")
+        advice=f"If all data fit in one batch, {'use more data or a smaller model' if rising else 'change nothing'}. Otherwise check that the loop takes "
+        "a new batch in each step, and that the DataLoader has shuffle=True.")

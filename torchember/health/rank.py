@@ -68,9 +68,10 @@ def rank_collapse(h, parallel=.9995, apart=.95, start=8., left=1.5):
         step = int(o.steps[at])
         text = f"become parallel for all samples: their mean cosine similarity is {o.cosine[0]:.2g} at step {o.steps[0]}, " \
             f"and above {parallel:g} from step {step} on" if alike is not None else f"differ between samples in one direction only, from step {step} on"
-        yield finding(o.path, f"The outputs of {name_module(o.path, o.kind)} {text}. With such outputs, samples can hardly be distinguished. "
-            f"The effective rank (number of directions in which the outputs vary) is {fmt(o.rank[0])} at step {o.steps[0]}, "
-            f"and {fmt(o.rank[-1])} at step {o.steps[-1]}.", step, int(o.steps[-1]),
+        fall = (f" The effective rank (number of directions in which the outputs vary) falls from {fmt(o.rank[0])} at step {o.steps[0]} "
+            f"to {fmt(o.rank[-1])} at step {o.steps[-1]}.") if o.rank[-1]<.8*o.rank[0] else ''
+        yield finding(o.path, f"The outputs of {name_module(o.path, o.kind)} {text}. With such outputs, samples can hardly be "
+            f"distinguished.{fall}", step, int(o.steps[-1]),
             severity='error' if h.progress.is_bad else None, ttype='output', cosine=float(o.cosine[-1]), rank=float(o.rank[-1]), start=float(o.rank[0]),
             look=f"scalar_line(run, {o.path!r}, 'output', 'std')",
             advice="Divide the learning rate by 10, or add residual connections. If the loss compares two outputs of the model, "

@@ -340,7 +340,8 @@ def init_code(w):
     "Return code that initializes a weight randomly, for the class of its layer. `w`: series of the weight, or of its gradient."
     kind,name = w.kind or '',w.pname or 'weight'
     if 'kernel' in name: return "kernel_initializer='he_normal' (Keras) or kernel_init=jax.nn.initializers.he_normal() (flax)"
-    if 'Embedding' in kind or kind=='Conv1D': return f"torch.nn.init.normal_(layer.{name}, std=0.02)"
+    if 'Embedding' in kind: return f"torch.nn.init.normal_(layer.{name}), or in a transformer with std=0.02"
+    if kind=='Conv1D': return f"torch.nn.init.normal_(layer.{name}, std=0.02)"
     how = 'xavier_uniform_' if 'Attention' in kind else 'orthogonal_' if kind in recurrent and 'hh' in name else 'kaiming_normal_'
     return f"torch.nn.init.{how}(layer.{name})"
 
@@ -358,7 +359,7 @@ def report_large_start(h, large, away):
     """
     w,scaled,by = min(large, key=lambda f: h.graph.position(f[0].path))
     n,most = len({w.path for w,*_ in large}),finite_max([o.abs_max[0] for o in h.outputs.values()])
-    if 'Embedding' in w.kind: effect = "In PyTorch, an embedding starts with an rms of 1, and the next layers expect inputs of about this size."
+    if 'Embedding' in w.kind: effect = "PyTorch initializes an embedding with an rms of 1, and the next layers expect inputs of about this size."
     elif 'Attention' in w.kind: effect = "Such weights can saturate the softmax of the attention."
     elif not np.isfinite(h.outputs[w.path].rms[0]): effect = f"At step {h.steps[0]}, the output of this layer is not finite."
     else: effect = (f"At step {h.steps[0]}, the rms of the layer's output is {format_ratio(by)} that of the layer's input. "

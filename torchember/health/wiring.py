@@ -128,7 +128,8 @@ def explain_forgotten(h, known, part, own, held):
     named = all(any(w in p['path'].lower() for w in untrained_names) for p in own)
     if named or is_intended(h, known, held): return (
         f"{what} is not in the optimizer, so it {effect}. This part has {known.share(own):.0%} of all parameter values.", 'info',
-        "If this part of the model should stay fixed, call requires_grad_(False), which also saves the time to compute the gradients of this part.")
+        "If this part should be trained, pass its parameters to the optimizer. If it should stay fixed, call requires_grad_(False), which also "
+        "saves the time to compute its gradients.")
     return (f"{what} is not in the optimizer, so it {effect}{', although it gets gradients' if has_gradient else ''}.", severity,
         "Pass the parameters of this module to the optimizer: torch.optim.Adam(model.parameters()), or optimizer.add_param_group({'params': ...}) "
         "for new parameters. If the module should stay fixed, call requires_grad_(False).")
@@ -139,10 +140,11 @@ def explain_cut_off(h, known, part, own):
     if not known.learn or not len(h.steps): return None
     what = describe_part(part, own)
     if later := find_trained_users(h, own, known.learn): return (
-        f"{what} is called, but never gets a gradient. Later modules ({list_names(later)}) are trained, so the autograd graph is cut before these modules.",
+        f"{what} is called, but never gets a gradient. Later modules ({list_names(later)}) get gradients, "
+        "so the autograd graph is cut between this part and these modules.",
         # only a warning if the optimizer lacks parameters: torch.no_grad() may then freeze them on purpose
         'error' if all(p.get('optimizer') for p in own) else 'warning',
-        "Search the code between this part and the loss for .detach(), .data, .item(), .numpy(), torch.no_grad() and torch.tensor(...). "
+        "Search the code between this part and these modules for .detach(), .data, .item(), .numpy(), torch.no_grad() and torch.tensor(...). "
         "Also search for operations without a gradient: argmax, round and comparisons (>).")
     return (f"{what} requires gradients, but never gets any, because the loss does not depend on this part of the model.",
         # severity 'info' for a called module, because its output may have another purpose than the loss
