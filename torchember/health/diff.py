@@ -227,6 +227,9 @@ def describe_difference(d):
     "Describe the first difference between two runs in a sentence, or say that the runs are equal. `d`: a `Difference`."
     a,b = (f'`{n}`' for n in d.names)
     t,tensors = d.table,d.table[['path', 'ttype', 'tname', 'call']].drop_duplicates()
+    # of a maximum or minimum, `distance` is only a part of the relative difference
+    part = np.where(t['stat'].isin(extremes), extreme_weight, 1)
+    t = t.assign(distance=t['distance']/part, tolerance=t['tolerance']/part)
     far = t['distance'] if d.first is None else t['distance'].loc[:d.first].iloc[:-1]
     most = t.loc[far.idxmax()] if len(far) and far.max()>0 else None
     if d.first is None:
@@ -236,9 +239,8 @@ def describe_difference(d):
             f"at step {int(most['step']):,}.")
     row = t.loc[d.first]
     how = f"the values of `{row['stat']}` are {format_pair(row['a'], row['b'])}"
-    scale = extreme_weight if row['stat'] in extremes else 1
-    if np.isfinite(row['distance']): how += (f". The relative difference is {row['distance']/scale:.2g}, "
-        f"but rounding and earlier differences explain at most {row['tolerance']/scale:.1g}")
+    if np.isfinite(row['distance']): how += (f". The relative difference is {row['distance']:.2g}, "
+        f"but rounding and earlier differences explain at most {row['tolerance']:.1g}")
     before = f"The {len(far):,} compared row{'s'*(len(far)!=1)} before"
     same = '' if not len(far) else f" {before} {'is' if len(far)==1 else 'are'} equal." if most is None else \
         f" {before} {'has' if len(far)==1 else 'have'} relative differences of at most {most['distance']:.1g}."
