@@ -127,41 +127,42 @@ class QuantityValues:
     "Stores values by module, quantity and step. If memory is short, older values are deleted, and read again from the log if needed."
     # maximum of `numbers`: count of the numbers in memory, plus 10 for the Python objects of each value
     most_numbers = 4_000_000
-    def __init__(self):
-        self.values,self.numbers = {},0 # values: nested dicts {path of a module: {quantity: {step: value}}}; numbers: total `size_in_memory`
-        self.in_log = {} # (path of a module, quantity) -> steps with values that are only in the log
+    # names: pairs (path of a module, name of a value) of all values that may be added
+    def __init__(self, names=()):
+        # values: (path, name) -> {step: value}; in_log: (path, name) -> steps with values that are only in the log
+        self.values,self.in_log = {at: {} for at in names},{}
+        self.numbers = 0 # total `size_in_memory` of the values
 
     def add(self, path, name, step, value):
         "Add the value of a quantity at a step to the values in memory."
-        self.values.setdefault(path, {}).setdefault(name, {})[step] = value
+        self.values.setdefault((path, name), {})[step] = value
         self.numbers += size_in_memory(value)
         if self.numbers>self.most_numbers: self.drop_older_half()
 
     def drop_older_half(self):
         "Drop the older half of the values from memory. The log still contains the removed values."
-        for path,names in self.values.items():
-            for name,steps in names.items():
-                old = list(steps)[:(len(steps)+1)//2]
-                self.in_log.setdefault((path, name), array('q')).extend(old)
-                for s in old: del steps[s]
-        self.numbers = sum(size_in_memory(v) for names in self.values.values() for steps in names.values()
-            for v in steps.values())
+        for at,steps in self.values.items():
+            old = list(steps)[:(len(steps)+1)//2]
+            self.in_log.setdefault(at, array('q')).extend(old)
+            for s in old: del steps[s]
+        self.numbers = sum(size_in_memory(v) for steps in self.values.values() for v in steps.values())
 
-    def all_values(self, rows): # rows: function that returns the rows of the log
-        "Return all values, from memory and from the log, as nested dicts {path of a module: {quantity: {step: value}}}."
-        out = {p: {n: dict(steps) for n,steps in names.items()} for p,names in self.values.items()}
+    def all_values(self, rows) -> dict: # rows: function that returns the rows of the log
+        "Return all values, from memory and from the log: (path of a module, name) -> {step: value}."
+        out = {at: dict(steps) for at,steps in self.values.items()}
         if not self.in_log: return out
         wanted = {at: set(steps) for at,steps in self.in_log.items()}
         for r in rows():
             path,step = path_of(r['module']) if 'module' in r else None,r.get('step')
             for name in r:
-                if step not in wanted.get((path, name), ()) or step in out[path][name]: continue
-                out[path][name][step] = np.asarray(r[name], dtype=float) if isinstance(r[name], list) else r[name]
-        return {p: {n: dict(sorted(steps.items())) for n,steps in names.items()} for p,names in out.items()}
+                if step not in wanted.get((path, name), ()) or step in out[path, name]: continue
+                out[path, name][step] = np.asarray(r[name], dtype=float) if isinstance(r[name], list) else r[name]
+        return {at: dict(sorted(steps.items())) for at,steps in out.items()}
 
     def clear(self):
         "Clear the memory: delete all values from it. After this call, `all_values` returns no earlier values, not even values in the log."
-        self.values,self.numbers,self.in_log = {},0,{}
+        for steps in self.values.values(): steps.clear()
+        self.numbers,self.in_log = 0,{}
 
 def size_in_memory(value):
     "Return the size of a value in memory, for the memory limit: its count of numbers, plus 10 for its Python objects."
@@ -281,7 +282,8 @@ class Monitor:
         optimizers = getattr(recorder, 'watch', None)
         self.passes = ModelPasses(tracked[0], optimizers.scaler if scaler is None and optimizers is not None else scaler)
         for t,chosen in asked.values(): self.passes.add(Watch(t, chosen.values(), self.passes))
-        self.watches,self.outputs = self.passes.watches,QuantityValues()
+        self.watches = self.passes.watches
+        self.outputs = QuantityValues([(w.track.path, n) for w in self.watches for q in w.quantities for n in (type(q).__name__, *q.derived)])
         self.run = begin_own_run(tracked[0], name, resume, home, store) if recorder is None else recorder
         self.t,self.rows = self.run.t,QuantityRows(self.outputs, on_error)
         self.parse_module = {w.track.path: w.track.module for w in self.watches}
@@ -319,9 +321,10 @@ class Monitor:
         Returns:
             Dict {path of a module: {name of a quantity: value}}
         """
-        got = {w.track.path: self.outputs.values.get(w.track.path, {}) for w in self.watches}
-        return {p: of for p,names in got.items()
-            if (of := {n: steps[step] for n,steps in names.items() if step in steps})}
+        out = {}
+        for (path,name),steps in self.outputs.values.items():
+            if step in steps: out.setdefault(path, {})[name] = steps[step]
+        return out
 
     def get_output(self) -> dict: # Dict {path of a module: {name of a quantity: {step: value}}}. Values are numpy scalars or arrays
         """Get the output of the monitor: return the values of all quantities, for all steps so far.
@@ -329,12 +332,8 @@ class Monitor:
         Returns:
             Dict {path of a module: {name of a quantity: {step: value}}}. Values are numpy scalars or arrays
         """
-        got = self.outputs.all_values(self.t.lines)
-        out = {}
-        for w in self.watches:
-            names = [n for q in w.quantities for n in (type(q).__name__, *q.derived)]
-            out[w.track.path] = {n: {s: numpy_value(v) for s,v in got.get(w.track.path, {}).get(n, {}).items()}
-                for n in names}
+        out = {w.track.path: {} for w in self.watches}
+        for (path,name),steps in self.outputs.all_values(self.t.lines).items(): out[path][name] = {s: numpy_value(v) for s,v in steps.items()}
         return out
 
     def clean_mem(self):
