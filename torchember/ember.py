@@ -29,7 +29,7 @@ from .ground.messages import an, printable, with_argument_names, warn
 from .ground.record import SCHEMA, check_ttypes, of_passes
 from .processes.module_names import paths_in
 from .processes.whole_steps import WholeSteps
-from .recorder.process import release_run, open_recorders, rank_and_size, shared_name, store_for, weak_source
+from .recorder.process import name_of_rank, open_recorders, release_run, store_for, weak_source
 from .recorder.parameters import every_parameter
 from .recorder.recorder import Recorder, Settings, numbers_of_passes, recorded
 from .recorder.recovery import recover_all
@@ -396,13 +396,12 @@ class ArmedModel(RecordedRun):
 # %% ../nbs/57_ember.ipynb #b57e800d
 def create_or_resume_run(kind, name, resume, home, store='jsonl'):
     "Create or resume a run. Return the run, the rank of this process (None if it is the only one), and the number of processes."
-    rank,world = rank_and_size()
-    if world>1: name = f'{name or shared_name(kind)}.rank{rank}'
+    name,rank,world = name_of_rank(kind, name)
     if resume:
         release_run(name)
         # Rows that a dead process has left in its black box (file of recent steps) are added to the log
         recover_all(folder('torchember', home))
-    return new_run(kind, name, resume, home, store, world), rank if world>1 else None, world
+    return new_run(kind, name, resume, home, store, world), rank, world
 
 def first_step_number(t, resume, first_step):
     "Return the number of the first step to record. Raise a ValueError if a resumed run contains this step already."

@@ -193,10 +193,10 @@ def test_modules_without_a_private_method(monkeypatch):
 
 
 def test_names_of_runs_without_a_store(monkeypatch):
-    from torchember import ember
+    from torchember.recorder.process import shared_name
     monkeypatch.setattr(private_torch, 'private', lambda path, without, then: without)
     monkeypatch.setattr(torch.distributed, 'is_initialized', lambda: True)
-    assert ember.shared_name('Net').startswith('Net_')
+    assert shared_name('Net').startswith('Net_')
 
 
 def compiled_on_a_torch_without_hooks(monkeypatch):

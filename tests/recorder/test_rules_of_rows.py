@@ -23,7 +23,7 @@ from torchember.recorder.row_writer import RowWriter
 from torchember.recorder.notices import ChangingMarks, Notices
 from torchember.recorder.step_buffer import StepBuffer
 from torchember.recorder.parameters import ZeroGradHint
-from torchember.recorder.row import FirstNonfinite, describe_nonfinite
+from torchember.recorder.row import ComputedRow, FirstNonfinite, RowKey, describe_nonfinite
 from torchember.recorder.steps import Decision, Phases, Steps
 
 
@@ -183,7 +183,7 @@ def test_where_the_journal_puts_rows_that_come_late():
         steps.close()
         j.handle_step_end(3, was_on)
         j.extra.note({'loss': 2.}, buffer, steps, on)
-        j.extra.add(3, [(('m', 'quantity', 'q', None, None, 0), 0, None, {'q': 1.})], buffer, steps, on)
+        j.extra.add(3, [ComputedRow(RowKey('m', 'quantity', 'q'), 0, None, {'q': 1.})], buffer, steps, on)
         assert buffer.rows.size==0 and [kwargs['joins'] for _,kwargs in t.got]==[joins, joins]
         rows = [r for args,_ in t.got for r in args[0]()]
         assert [(r['step'], r['ttype'], r['call']) for r in rows]==[(3, 'scalar', 1), (3, 'quantity', 0)]
@@ -675,7 +675,7 @@ def test_the_first_value_that_is_not_finite_is_said_of_whatever_leaves(tmp_path)
             one(math.inf if early else 1.)
             te.log(loss=math.nan)
             one(1.)
-            te.recorder.add_rows(0, [(('model(Linear)', 'weight', 'weight_0', 'weight', None, 0), 0, 'float32', {'mean': math.nan, 'nan': 1})])
+            te.recorder.add_rows(0, [ComputedRow(RowKey('model(Linear)', 'weight', 'weight_0', 'weight'), 0, 'float32', {'mean': math.nan, 'nan': 1})])
             remarks = te.close()['remarks']
         first = f"step 0, {'output_0 of the model (Linear) has 1 inf' if early else 'loss is nan'}"
         assert [str(w.message) for w in said if 'finite' in str(w.message)]==[

@@ -21,7 +21,7 @@ from torchember.recorder.optimizer import Updates
 from torchember.recorder.step_buffer import Generators, StepBuffer
 from torchember.recorder.parameters import ParameterFacts, Parameters, ZeroGradHint, below, is_new, with_changed_children
 from torchember.recorder.process import release_run, open_recorders
-from torchember.recorder.row import one_row
+from torchember.recorder.row import ComputedRow, RowKey, one_row
 from torchember.recorder.steps import Decision, SteppedOptimizers, StepState, Steps, stall_reason
 
 BOTH = ('weight', 'weight_grad')
@@ -670,7 +670,7 @@ def test_rows_of_somebody_else_go_into_the_open_step_or_beside_it(open_, on, was
     steps.begin(''); steps.close(); j.handle_step_end(0, was_on)
     if open_: steps.begin('')
     t.marked = {'epoch': 4}
-    rows = [(('m', 'quantity', n, None, None, 0), c, 'float64', {'v': c}) for c,n in enumerate('qr')]
+    rows = [ComputedRow(RowKey('m', 'quantity', n), c, 'float64', {'v': c}) for c,n in enumerate('qr')]
     for step in (0, 1): j.extra.add(step, rows, buffer, steps, on)
     t.marked = {}
     inside = open_ and on

@@ -16,17 +16,17 @@ from torch import nn
 from ..capture.forward import arm, find_exclusive_listener
 from ..capture.tree import tracks, tree_dict, unwrap
 from ..ground.choose import schedule, select
-from ..measure.kernels import no_autocast
 from . import multi_step, single_step # noqa: F401
 from .quantities import MultiStepQuantity, Quantity, classes, numpy_value, parameter_ttypes, quantity_of_function, refuse_changes
-from .views import MissingTensor, View
-from .watching import ModelPasses, Watch, captured_needs, fill_view, is_due_or_fails, run_extensions
+from .views import MissingTensor
+from .watching import ModelPasses, Watch, captured_needs, is_due_or_fails, run_extensions
 from ..ground.messages import an, printable, unknown
 from ..ground.record import SCHEMA
 from ..recorder.arguments import disabled
 from ..recorder.notices import Notices
-from ..recorder.process import rank_and_size, shared_name
-from ..recorder.row import one_row
+from ..recorder.process import name_of_rank
+from ..recorder.row import ComputedRow, RowKey
+from ..recorder.row_writer import StepLog
 from ..store.base import now, user
 from ..store.reading import path_of
 from ..store.jsonl import new_run
@@ -114,57 +114,55 @@ def row_ttype(q) -> str:
     "Return the ttype (tensor type) of a quantity's rows in the log."
     return next((t for t,*_ in (*q.needs, *captured_needs(q))), 'weight')
 
-def describe_tensor(ttype, module, described): # described: (tname, call, dtype) of captured tensors, from `CapturedTensors.described`
-    "Describe a module's tensor for its row in the log: return (tname, pname, call, dtype)."
-    if ttype in described:
-        tname,call,dtype = described[ttype]
-        return tname, None, call, dtype
+def describe_parameter(ttype, module):
+    "Describe a parameter of a module, or its gradient, for its row in the log: return (tname, pname, dtype)."
     p = 'bias' if ttype.startswith('bias') else 'weight'
     ps = {n: x for n,x in module._parameters.items() if x is not None}
     i = list(ps).index(p) if p in ps else 0
     dtype = ps[p].dtype if p in ps else torch.get_default_dtype()
-    return f"{'grad' if ttype.endswith('grad') else 'weight'}_{i}", p if p in ps else None, 0, str(dtype).removeprefix('torch.')
+    return f"{'grad' if ttype.endswith('grad') else 'weight'}_{i}", p if p in ps else None, str(dtype).removeprefix('torch.')
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #1ca83a55
 class QuantityValues:
     "Stores values by module, quantity and step. If memory is short, older values are deleted, and read again from the log if needed."
     # maximum of `numbers`: count of the numbers in memory, plus 10 for the Python objects of each value
     most_numbers = 4_000_000
-    def __init__(self):
-        self.values,self.numbers = {},0 # values: nested dicts {path of a module: {quantity: {step: value}}}; numbers: total `size_in_memory`
-        self.in_log = {} # (path of a module, quantity) -> steps with values that are only in the log
+    # names: pairs (path of a module, name of a value) of all values that may be added
+    def __init__(self, names=()):
+        # values: (path, name) -> {step: value}; in_log: (path, name) -> steps with values that are only in the log
+        self.values,self.in_log = {at: {} for at in names},{}
+        self.numbers = 0 # total `size_in_memory` of the values
 
     def add(self, path, name, step, value):
         "Add the value of a quantity at a step to the values in memory."
-        self.values.setdefault(path, {}).setdefault(name, {})[step] = value
+        self.values.setdefault((path, name), {})[step] = value
         self.numbers += size_in_memory(value)
         if self.numbers>self.most_numbers: self.drop_older_half()
 
     def drop_older_half(self):
         "Drop the older half of the values from memory. The log still contains the removed values."
-        for path,names in self.values.items():
-            for name,steps in names.items():
-                old = list(steps)[:(len(steps)+1)//2]
-                self.in_log.setdefault((path, name), array('q')).extend(old)
-                for s in old: del steps[s]
-        self.numbers = sum(size_in_memory(v) for names in self.values.values() for steps in names.values()
-            for v in steps.values())
+        for at,steps in self.values.items():
+            old = list(steps)[:(len(steps)+1)//2]
+            self.in_log.setdefault(at, array('q')).extend(old)
+            for s in old: del steps[s]
+        self.numbers = sum(size_in_memory(v) for steps in self.values.values() for v in steps.values())
 
-    def all_values(self, rows): # rows: function that returns the rows of the log
-        "Return all values, from memory and from the log, as nested dicts {path of a module: {quantity: {step: value}}}."
-        out = {p: {n: dict(steps) for n,steps in names.items()} for p,names in self.values.items()}
+    def all_values(self, rows) -> dict: # rows: function that returns the rows of the log
+        "Return all values, from memory and from the log: (path of a module, name) -> {step: value}."
+        out = {at: dict(steps) for at,steps in self.values.items()}
         if not self.in_log: return out
         wanted = {at: set(steps) for at,steps in self.in_log.items()}
         for r in rows():
             path,step = path_of(r['module']) if 'module' in r else None,r.get('step')
             for name in r:
-                if step not in wanted.get((path, name), ()) or step in out[path][name]: continue
-                out[path][name][step] = np.asarray(r[name], dtype=float) if isinstance(r[name], list) else r[name]
-        return {p: {n: dict(sorted(steps.items())) for n,steps in names.items()} for p,names in out.items()}
+                if step not in wanted.get((path, name), ()) or step in out[path, name]: continue
+                out[path, name][step] = np.asarray(r[name], dtype=float) if isinstance(r[name], list) else r[name]
+        return {at: dict(sorted(steps.items())) for at,steps in out.items()}
 
     def clear(self):
         "Clear the memory: delete all values from it. After this call, `all_values` returns no earlier values, not even values in the log."
-        self.values,self.numbers,self.in_log = {},0,{}
+        for steps in self.values.values(): steps.clear()
+        self.numbers,self.in_log = 0,{}
 
 def size_in_memory(value):
     "Return the size of a value in memory, for the memory limit: its count of numbers, plus 10 for its Python objects."
@@ -175,9 +173,13 @@ class QuantityRows:
     "Computes the due quantities of a module, and makes log rows of their values. After an error, warns once and writes the error into the row."
     def __init__(self, values, on_error='warn'): self.values,self.notices = values,Notices(on_error) # values: `QuantityValues`
 
-    def __call__(self, w, qs, step) -> list: # Rows as tuples for `Recorder.add_rows`
-        "Return the log rows of a module at a step, one row for each tensor type. `w`: the module's `Watch`; `qs`: its due quantities."
-        fill_view(w)
+    def __call__(self, due, step) -> list: # due: result of `ModelPasses.due_watches`
+        "Return the rows (`ComputedRow`s) of all due quantities at a step."
+        return [row for w,qs in due for row in self.rows_of_module(w, qs, step)]
+
+    def rows_of_module(self, w, qs, step) -> list:
+        "Return the rows of a module at a step, one row for each tensor type. `w`: the module's `Watch`; `qs`: its due quantities."
+        w.captured.drop_changed()
         stats = {} # tensor type -> columns of the log row for this type
         for q in qs:
             columns = self.compute(w, q, step)
@@ -200,7 +202,7 @@ class QuantityRows:
             if step not in q._output: return None
             value = q._output.pop(step)
             if isinstance(value, np.ndarray) and value.ndim==0: value = value.item()
-            return {name: value, **{n: float(f(value)) for n,f in getattr(q, 'derived', {}).items()}}
+            return {name: value, **{n: float(f(value)) for n,f in q.derived.items()}}
         except Exception as e:
             missing = isinstance(e, MissingTensor)
             if missing and q.multi and not is_due_or_fails(q.should_show, step): return None
@@ -210,11 +212,12 @@ class QuantityRows:
             return {name: math.nan, 'error': f'{name}: {type(e).__name__}: {e}'}
 
     def make_row(self, w, ttype, stats):
-        "Make the row for a tensor type of a module: return (key of the row, call, dtype, statistics)."
-        tname,pname,call,dtype = describe_tensor(ttype, w.track.module, w.captured.described)
+        "Make the row (a `ComputedRow`) for a tensor type of a module."
+        if ttype in w.captured.described: pname,(tname,call,dtype) = None,w.captured.described[ttype]
+        else: call,(tname,pname,dtype) = 0,describe_parameter(ttype, w.track.module)
         stats = {k: v.tolist() if isinstance(v, np.ndarray) else v for k,v in stats.items()}
         if ttype in parameter_ttypes: ttype = ttype.replace('bias', 'weight')
-        return (w.track.name, ttype, tname, pname, None, 0), call, dtype, stats
+        return ComputedRow(RowKey(w.track.name, ttype, tname, pname), call, dtype, stats)
 
     def report(self, w, q, e):
         "Report an exception in a quantity: warn once for each kind of exception. If `on_error` is 'raise', raise the exception."
@@ -225,20 +228,13 @@ class QuantityRows:
         self.notices.once(kind, f"{type(q).__name__} of {w.track.name}: {what} Training continues. This warning appears once.")
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #d3fa402b
-class OwnRun:
-    "Run that a `Monitor` creates for its rows, if no `torchEmber` records the model, or if `name`, `home` or `resume` is given."
-    def __init__(self, root, name=None, resume=False, home=None, store='jsonl'): # root: `moduleTrack` of the model
-        kind,(rank,ranks) = type(root.module).__name__,rank_and_size()
-        self.rank = {'rank': rank} if ranks>1 else {}
-        if ranks>1: name = f'{name or shared_name(kind)}.rank{rank}'
-        self.t = new_run(kind, name, resume, home, store, ranks)
-        base = {'start': now(), 'user': user(), 'schema': SCHEMA, 'model': kind}
-        self.t.begin(base, {} if resume else {'structure': tree_dict(root)})
-
-    def add_rows(self, step, rows): # rows: results of `QuantityRows.make_row`
-        "Add rows of a step to the log."
-        ts,marks = now(),{**self.rank, **self.t.marked}
-        self.t.put(lambda: [one_row(key, call, None, dtype, stats, step, ts, marks, {}) for key,call,dtype,stats in rows], True)
+def begin_own_run(root, name=None, resume=False, home=None, store='jsonl') -> StepLog: # root: `moduleTrack` of the model
+    "Begin a run for the rows of a `Monitor`, if no `torchEmber` records the model, or if `name`, `home` or `resume` is given."
+    kind = type(root.module).__name__
+    name,rank,ranks = name_of_rank(kind, name)
+    t = new_run(kind, name, resume, home, store, ranks)
+    t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': kind}, {} if resume else {'structure': tree_dict(root)})
+    return StepLog(t, rank)
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #af31027b
 def step_number(step):
@@ -278,24 +274,20 @@ class Monitor:
         self.model,self.config = unwrap(model),{} if config is None else config
         tracked = tracks(self.model)
         # read the configuration first, so that a wrong configuration raises an error before a run and hooks exist
-        modules = []
-        for t,asked in parse_config(self.config, tracked).values():
-            view = View(t.module, repr(t.path) if t.path else t.name)
-            quantities = [what if isinstance(what, Quantity) else what(view, when) for what,when in asked.values()]
-            for q in quantities: q._module = view
-            modules.append((t, quantities, view))
+        asked = parse_config(self.config, tracked)
         if scaler is not None and not hasattr(scaler, 'unscale_'):
             raise TypeError(f"scaler= must be a torch.amp.GradScaler, got {an(scaler)}.")
         check_store(store)
         recorder = None if name or home or resume else getattr(find_exclusive_listener(self.model), 'recorder', None)
-        self.run = OwnRun(tracked[0], name, resume, home, store) if recorder is None else recorder
-        self.t,optimizers = self.run.t,getattr(recorder, 'watch', None)
+        optimizers = getattr(recorder, 'watch', None)
         self.passes = ModelPasses(tracked[0], optimizers.scaler if scaler is None and optimizers is not None else scaler)
-        for m in modules: self.passes.add(Watch(*m, self.passes))
-        self.watches,self.outputs = self.passes.watches,QuantityValues()
-        self.rows = QuantityRows(self.outputs, on_error)
-        self.parse_module = {t.path: t.module for t,_,_ in modules}
-        self.parse_quantity = {t.path: quantities for t,quantities,_ in modules}
+        for t,chosen in asked.values(): self.passes.add(Watch(t, chosen.values(), self.passes))
+        self.watches = self.passes.watches
+        self.outputs = QuantityValues([(w.track.path, n) for w in self.watches for q in w.quantities for n in (type(q).__name__, *q.derived)])
+        self.run = begin_own_run(tracked[0], name, resume, home, store) if recorder is None else recorder
+        self.t,self.rows = self.run.t,QuantityRows(self.outputs, on_error)
+        self.parse_module = {w.track.path: w.track.module for w in self.watches}
+        self.parse_quantity = {w.track.path: w.quantities for w in self.watches}
         listening = [w for w in self.watches if w.listens]
         self.states = arm(tracked[:1], self.passes, set()) if listening else []
         for w in listening: self.states += arm([w.track], w)
@@ -316,16 +308,9 @@ class Monitor:
         """
         step = step_number(global_step)
         if disabled(): return
-        rows,due = [],self.passes.due_watches(step)
-        self.passes.measuring = True
-        try:
-            if due:
-                with torch.no_grad(), no_autocast('cpu'):
-                    for w,qs in due: rows += self.rows(w, qs, step)
-        finally:
-            self.passes.measuring = False
-            for w in self.watches: w.end_step()
-            self.passes.end_step(step)
+        due = self.passes.due_watches(step)
+        try: rows = self.passes.measure('cpu', self.rows, due, step) if due else ()
+        finally: self.passes.end_step(step)
         if rows: self.run.add_rows(step, rows)
 
     def of_step(self,
@@ -336,9 +321,10 @@ class Monitor:
         Returns:
             Dict {path of a module: {name of a quantity: value}}
         """
-        got = {w.track.path: self.outputs.values.get(w.track.path, {}) for w in self.watches}
-        return {p: of for p,names in got.items()
-            if (of := {n: steps[step] for n,steps in names.items() if step in steps})}
+        out = {}
+        for (path,name),steps in self.outputs.values.items():
+            if step in steps: out.setdefault(path, {})[name] = steps[step]
+        return out
 
     def get_output(self) -> dict: # Dict {path of a module: {name of a quantity: {step: value}}}. Values are numpy scalars or arrays
         """Get the output of the monitor: return the values of all quantities, for all steps so far.
@@ -346,12 +332,8 @@ class Monitor:
         Returns:
             Dict {path of a module: {name of a quantity: {step: value}}}. Values are numpy scalars or arrays
         """
-        got = self.outputs.all_values(self.t.lines)
-        out = {}
-        for w in self.watches:
-            names = [n for q in w.quantities for n in (type(q).__name__, *getattr(q, 'derived', {}))]
-            out[w.track.path] = {n: {s: numpy_value(v) for s,v in got.get(w.track.path, {}).get(n, {}).items()}
-                for n in names}
+        out = {w.track.path: {} for w in self.watches}
+        for (path,name),steps in self.outputs.all_values(self.t.lines).items(): out[path][name] = {s: numpy_value(v) for s,v in steps.items()}
         return out
 
     def clean_mem(self):
@@ -364,7 +346,7 @@ class Monitor:
         "Close this monitor: remove all hooks from the model, and write all pending rows to the log."
         self._leave()
         for w in self.watches: w.forget()
-        (self.t.end if isinstance(self.run, OwnRun) else self.t.barrier)()
+        (self.t.end if isinstance(self.run, StepLog) else self.t.barrier)()
 
     def __enter__(self): return self
 

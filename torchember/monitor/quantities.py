@@ -91,7 +91,7 @@ def read_parameter_tensor(view, ttype):
         if p.grad is None and p.requires_grad:
             raise MissingTensor(f"{where} has no gradient. Call track after backward, and before zero_grad.")
         if p.grad is None: raise MissingTensor(f"{where} is frozen, so it has no gradient. Remove this quantity, or call requires_grad_() on the parameter.")
-        p,scale = p.grad,getattr(view, '_scale', None)
+        p,scale = p.grad,view._loss_scale()
     p = unscale(p.detach(), scale)
     # `full_tensor` of a DTensor collects the shards of all ranks
     return p.full_tensor() if hasattr(p, 'full_tensor') else p
@@ -161,6 +161,7 @@ class Quantity:
     needs = () # a `Need` for each tensor of the module from which the value is computed
     # True if the value is computed from all tracked steps since the last value. False if it is computed from a single step
     multi = False
+    derived = {} # name of a further column in the log -> function that computes its number from the value
 
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
@@ -175,6 +176,10 @@ class Quantity:
     @classmethod
     def unfit(cls, module) -> str|None:
         "Return the reason why the quantity cannot be computed for a module, or None if it can be computed."
+
+    def use_view(self, view):
+        "Use a `View` of the module from now on, which gives access to the captured tensors."
+        self._module = view
 
     # ---- The following methods handle the tensors from which the quantity is computed
 

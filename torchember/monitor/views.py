@@ -52,19 +52,18 @@ tensor_attributes = {**{t: t for t in tensor_descriptions}, 'input_eig_data': 'i
 # %% ../../nbs/47_monitor/00_views.ipynb #5059560f
 class View:
     "View of a module for a quantity: gives access to its attributes, and to its tensors captured in the current step."
-    def __init__(self, module, name=''): # module: stored as a weak reference; name: name of the module in messages
-        self._real,self._name = weakref.ref(module),name or type(module).__name__
-        # _reduced: (ttype, reduction) -> result; _missing: ttype -> reason why the tensor is missing
-        self._reduced,self._missing = {},{}
-        # _extended: attribute -> the `Extension` that sets the attribute; _scale: loss scale by which gradients are divided
-        self._extended,self._scale = {},None
+    # module: stored as a weak reference; name: name of the module in messages; watch: `Watch` of the module in a `Monitor`, or None
+    def __init__(self, module, name='', watch=None):
+        self._real,self._name,self._watch = weakref.ref(module),name or type(module).__name__,watch
+        # _reduced: (ttype, reduction) -> result; _extended: attribute -> the `Extension` that sets the attribute
+        self._reduced,self._extended = {},{}
 
     __class__ = property(lambda self: type(self._real()))
 
     def __getattr__(self, name): # Python calls this method only for attributes that the view itself does not have
         if name in tensor_attributes:
             t = tensor_attributes[name]
-            raise MissingTensor(self._missing.get(t) or f"{self._name} has no {name}: {tensor_descriptions[t]} was not captured. "
+            raise MissingTensor(self._watch and self._watch.explain_missing(t) or f"{self._name} has no {name}: {tensor_descriptions[t]} was not captured. "
                 "Return an extension for this tensor from the quantity's method forward_extensions() or backward_extensions().")
         return getattr(self._real(), name)
 
@@ -74,15 +73,23 @@ class View:
     def __getitem__(self, i): return self._real()[i]
     def __repr__(self): return printable(f'<view of {self._name}>')
 
-    @property
-    def _is_empty(self):
-        "True if the view stores nothing for the current step: no tensor, and no reason for a missing tensor."
-        return not (self._extended or self._reduced or self._missing)
+    _is_empty = property(lambda self: not (self._extended or self._reduced), doc="True if the view stores no tensor of the current step.")
+
+    # the names of these methods have an underscore, because a module may have attributes with the same names
+
+    def _loss_scale(self):
+        "Return the loss scale that the gradients of parameters contain. Return None if they are not scaled."
+        return None if self._watch is None else self._watch.passes.scale_of_parameters()
+
+    def _extend(self, extension, value):
+        "Store a value as the attribute of an `Extension`."
+        setattr(self, extension._name, value)
+        self._extended[extension._name] = extension
 
     def forget_tensors(self):
         "Forget all tensors of the current step: delete them from the view."
         for a in (*tensor_attributes, *self._extended): self.__dict__.pop(a, None)
-        self._extended.clear(); self._reduced.clear(); self._missing.clear()
+        self._extended.clear(); self._reduced.clear()
 
 # %% ../../nbs/47_monitor/00_views.ipynb #e16ec0b7
 views = weakref.WeakKeyDictionary()
@@ -106,9 +113,7 @@ class Extension:
     ):
         "Compute a value from the tensors of a call, and store the value in the view of the module."
         with torch.no_grad(): value = self.extract(module, input, output)
-        v = view_of(module)
-        setattr(v, self._name, value)
-        v._extended[self._name] = self
+        view_of(module)._extend(self, value)
 
     def extract(self, module, input, output):
         "Extract the value to store from a call, by a method named after the module's class, or by `_default`. Return the value."

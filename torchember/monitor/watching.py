@@ -14,6 +14,7 @@ from ..measure.kernels import no_autocast
 from .quantities import Quantity, captured_ttypes, contained, reduce_into, unscale
 from ..capture.private_torch import has_unscaled, is_wrapped, loss_scale
 from ..recorder.gradients import Gradients
+from .views import View
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #b9d07334
 def pass_rank(training, grad):
@@ -91,13 +92,15 @@ class StepPredictor:
             self.stride = stride
             self.varies |= 0<self.passes<self.usual_passes
         if self.passes: self.usual_passes = self.passes
-        self.last_step,self.passes,self.skipped = step,0,False
+        self.last_step,self.passes = step,0
         self.ranks.end_step()
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #6ddf5916
 class QuantityGroups:
     "Groups of quantities with the same schedule, so that each schedule is evaluated only once in a step."
-    def __init__(self): self.groups = {} # key of a schedule -> (schedule, or None for all steps; set of the quantities with this schedule)
+    def __init__(self):
+        # schedules: key of a group -> its schedule, or None for all steps; keys: quantity -> key of its group
+        self.schedules,self.keys = {},{}
 
     def add(self, q):
         "Add a quantity to the group of its schedule."
@@ -105,18 +108,15 @@ class QuantityGroups:
         if q.multi or c.track is not Quantity.track: key,is_due = None,None
         elif c._should_compute is not Quantity._should_compute: key,is_due = id(q),q._should_compute
         else: key,is_due = id(q._track_schedule),q._track_schedule
-        self.groups.setdefault(key, (is_due, set()))[1].add(q)
+        self.keys[q],self.schedules[key] = key,is_due
 
     def due(self, step) -> frozenset:
         "Return the due groups at a step, as keys. If the step is unknown (None), return the keys of all groups."
-        def may_be_due(schedule):
-            "Return True if quantities with this schedule may be due: it selects the step, or the step is unknown."
-            return step is None or schedule is None or is_due_or_fails(schedule, step)
-        return frozenset(k for k,(schedule,_) in self.groups.items() if may_be_due(schedule))
+        return frozenset(k for k,schedule in self.schedules.items() if step is None or schedule is None or is_due_or_fails(schedule, step))
 
-    def quantities(self, keys):
-        "Return the set of all quantities in the groups with these keys."
-        return set().union(*(self.groups[k][1] for k in keys))
+    def among(self, quantities, keys) -> list:
+        "Return the quantities that are in the groups with these keys."
+        return [q for q in quantities if self.keys[q] in keys]
 
 def is_due_or_fails(schedule, step):
     "Return True if a step is due by a schedule, or if the schedule fails. Its exception is raised again and reported later."
@@ -142,16 +142,26 @@ class ModelPasses(Listener):
         self.watches.append(watch)
         for q in watch.quantities: self.groups.add(q)
 
+    def measure(self, device, f, *args): # device: type of the device of the tensors, such as 'cpu'
+        "Call `f(*args)` to compute quantities, and return its result. Calls of the model by `f` are ignored."
+        before,self.measuring = self.measuring,True
+        try:
+            with torch.no_grad(), no_autocast(device): return f(*args)
+        finally: self.measuring = before
+
     def scale(self):
         "Return the loss scale of the `GradScaler`. Return None if there is no scaler, or if the scaler is disabled."
         return loss_scale(self.scaler) if self.scaler is not None and self.scaler.is_enabled() else None
+
+    def scale_of_parameters(self):
+        "Return the loss scale that the gradients of parameters contain. Return None if the scaler has already unscaled them."
+        return None if has_unscaled(self.scaler) else self.scale()
 
     def due_watches(self, step) -> list: # list of pairs (`Watch`, due quantities)
         "Return the watches with quantities that are due at a step, as pairs (`Watch`, due quantities)."
         due = self.groups.due(step)
         if due not in self.plans:
-            wanted = self.groups.quantities(due)
-            self.plans[due] = [(w, qs) for w in self.watches if (qs := [q for q in w.quantities if q in wanted])]
+            self.plans[due] = [(w, qs) for w in self.watches if (qs := self.groups.among(w.quantities, due))]
         return self.plans[due]
 
     def pass_begins(self, state, grad=None):
@@ -164,7 +174,7 @@ class ModelPasses(Listener):
 
     def pass_ends(self, state, compiled):
         "End the running pass."
-        self.running = self.predictor.skipped = False
+        self.running = False
 
     def pass_fails(self, state):
         "Handle the failure of a pass by an exception: remove the tensors that were captured in it."
@@ -190,15 +200,14 @@ class ModelPasses(Listener):
         due = frozenset() if p.is_early else self.groups.due(p.step)
         if due!=self.last_due:
             self.last_due = due
-            wanted = self.groups.quantities(due)
-            for w in self.watches: w.request_tensors(wanted.__contains__)
-        for w in self.watches: w.on = w.wants_any
+            for w in self.watches: w.request_tensors(self.groups.among(w.quantities, due))
+        for w in self.watches: w.begin_pass()
 
     def end_step(self, step):
         "End the step with the number `step`."
         self.predictor.end_step(step)
         self.running = False
-        for w in self.watches: w.on = True # capture module calls outside of a pass until the next pass begins
+        for w in self.watches: w.end_step()
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #20b7c6d1
 def user_extensions(q):
@@ -224,7 +233,7 @@ def captured_needs(q):
 # %% ../../nbs/47_monitor/40_watching.ipynb #3a99ab1e
 class CapturedTensors:
     "Captures the requested tensors of a module in the next pass, and stores the tensors or reduced values in the module's view."
-    def __init__(self, view, quantities, passes): # passes: `ModelPasses`, or an object with `scale` and `measuring`
+    def __init__(self, view, quantities, passes): # passes: `ModelPasses` of the model
         self.view,self.passes = view,passes
         pairs = [(ttype, f, q) for q in quantities for ttype,f in captured_needs(q)]
         self.needed = {t: [(f, q) for ttype,f,q in pairs if ttype==t] for t in captured_ttypes}
@@ -233,13 +242,14 @@ class CapturedTensors:
         self.described = {} # tensor type -> (tname, call, dtype) of the captured tensor
         # tensor type -> version counter of a tensor that is stored without a copy, to detect in-place changes
         self.versions = {}
-        self.copied = set() # types of tensors to copy, because an earlier step changed such a tensor in place
+        # changed: types of tensors that were changed in place in this step; copied: types of tensors to copy, because this has happened
+        self.changed,self.copied = set(),set()
 
-    def request(self, is_due) -> bool: # is_due: function that returns True for a quantity that is due
-        "Request the tensors of all quantities that are due in the next pass. Return True if any tensor is requested."
+    def request(self, quantities) -> bool:
+        "Request the tensors of these quantities in the next pass. Return True if any tensor is requested."
         for ttype,pairs in self.needed.items():
             # larger reductions first, because their results include the values of smaller reductions
-            self.requests[ttype] = sorted({f for f,q in pairs if is_due(q)}, key=lambda f: f in contained)
+            self.requests[ttype] = sorted({f for f,q in pairs if q in quantities}, key=lambda f: f in contained)
         return any(self.requests.values())
 
     def add(self, ttype, tname, x, call, copy):
@@ -251,16 +261,23 @@ class CapturedTensors:
         if None in self.requests[ttype] and scale is None:
             if copy or ttype in self.copied: x = x.clone()
             elif not x.is_inference(): self.versions[ttype] = x._version
-        self.passes.measuring = True
-        try:
-            with torch.no_grad(), no_autocast(x.device.type):
-                for f in self.requests[ttype]: reduce_into(self.view, ttype, f, x)
-        finally: self.passes.measuring = False
+        self.passes.measure(x.device.type, self.reduce, ttype, x)
+
+    def reduce(self, ttype, x):
+        "Compute the requested reductions of a tensor, and store them in the view."
+        for f in self.requests[ttype]: reduce_into(self.view, ttype, f, x)
+
+    def drop_changed(self):
+        "Drop the tensors that were changed in place after they were captured. From the next step on, these tensors are copied."
+        self.changed = {t for t,version in self.versions.items() if self.view._reduced[t, None]._version!=version}
+        self.copied |= self.changed
+        for t in self.changed: del self.view._reduced[t, None]
 
     def clear(self):
         "Clear the view of all captured tensors."
         self.described.clear()
         self.versions.clear()
+        self.changed.clear()
         self.view.forget_tensors()
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #772fd378
@@ -274,10 +291,13 @@ class Watch(Listener):
     running = 1 # always 1 (a pass is running), so that a call of this module never begins a pass
     on = wants_any = True
     rank = -1 # `pass_rank` of the running call
-    # quantities: quantities that were created for `view`; passes: `ModelPasses` of the model
-    def __init__(self, track, quantities, view, passes):
-        self.track,self.quantities,self.view,self.passes = track,quantities,view,passes
-        self.captured,self.ranks = CapturedTensors(view, quantities, passes),BestPassSelector()
+    # asked: pairs (class of a quantity, schedule), or (quantity, its schedule); passes: `ModelPasses` of the model
+    def __init__(self, track, asked, passes):
+        self.track,self.passes = track,passes
+        self.view = View(track.module, repr(track.path) if track.path else track.name, self)
+        self.quantities = [what if isinstance(what, Quantity) else what(self.view, when) for what,when in asked]
+        for q in self.quantities: q.use_view(self.view)
+        self.captured,self.ranks = CapturedTensors(self.view, self.quantities, passes),BestPassSelector()
         self.wants = always(*(bool(self.captured.needed[t]) for t in captured_ttypes))
         self.gradients = Gradients(captured_ttypes, passes.predictor, self.gradient)
         # pass_: (number, rank) of the pass with the captured tensors; failed: True if this pass raised an exception
@@ -285,9 +305,13 @@ class Watch(Listener):
 
     listens = property(lambda self: self.wants.inputs or self.wants.outputs)
 
-    def request_tensors(self, is_due):
-        "Request the tensors of the quantities due in the next pass."
-        self.wants_any = self.captured.request(is_due)
+    def request_tensors(self, quantities):
+        "Request the tensors of these quantities in the next pass."
+        self.wants_any = self.captured.request(quantities)
+
+    def begin_pass(self):
+        "Begin a pass of the model: ignore module calls in it if no tensor is requested."
+        self.on = self.wants_any
 
     def pass_begins(self, state, grad=None):
         "Return False to ignore a pass that begins, because this listener handles only module calls."
@@ -346,38 +370,28 @@ class Watch(Listener):
         self.pass_ = None
 
     def end_step(self):
-        "End a step: delete the captured tensors."
+        "End a step: delete the captured tensors. Until the next pass begins, capture module calls outside of a pass."
         # this test saves 0.9 us per module in steps without captured tensors
         if self.pass_ is not None or not self.view._is_empty: self.forget()
         self.ranks.end_step()
-        self.failed = False
+        self.failed,self.on = False,True
 
-# %% ../../nbs/47_monitor/40_watching.ipynb #d7f48c02
-def fill_view(watch):
-    "Fill the view of a module with the loss scale, and with the reason for each tensor that was not captured."
-    v,captured,passes = watch.view,watch.captured,watch.passes
-    v._scale = None if has_unscaled(passes.scaler) else passes.scale()
-    for ttype,version in captured.versions.items():
-        if v._reduced[ttype, None]._version==version: continue
-        captured.copied.add(ttype)
-        del v._reduced[ttype, None]
-        v._missing[ttype] = (f"the {ttype.replace('_', ' ')} of {v._name} was changed in place after it was captured. "
-            "From the next step on, the tensor is copied.")
-    for ttype in captured_ttypes:
-        if captured.needed[ttype] and ttype not in captured.described: v._missing[ttype] = explain_missing(watch, ttype)
-
-def explain_missing(watch, ttype):
-    "Explain a missing tensor: return the reason why it was not captured in this step."
-    name,p,request = watch.view._name,watch.passes.predictor,watch.captured.requests[ttype]
-    if watch.failed: return f"the last pass that called {name} raised an error."
-    if not p.passes and p.ranks.ignored>=0 or watch.ranks.best<0<=watch.ranks.ignored:
-        return f"{name} was only called in eval() mode, or without gradients, unlike in the step before."
-    if not p.passes or request and watch.pass_ is None:
-        return f"no call of {name} was seen since the last tracked step."
-    if ttype.endswith('_grad') and request:
-        return (f"no gradient of the {ttype.removesuffix('_grad')} of {name} arrived. Call track after backward. If you do, the loss does not "
-            "depend on this tensor, or the tensor does not require a gradient.")
-    return f"the {ttype} of {name} was not captured, because the Monitor expected another number for this step. The {ttype} will be captured in the next steps."
+    def explain_missing(self, ttype):
+        "Explain a missing tensor: return the reason why it was not captured in this step. Return None if no quantity needs it."
+        name,p,c,request = self.view._name,self.passes.predictor,self.captured,self.captured.requests[ttype]
+        if ttype in c.changed:
+            return f"the {ttype.replace('_', ' ')} of {name} was changed in place after it was captured. From the next step on, the tensor is copied."
+        if ttype in c.described or not c.needed[ttype]: return None
+        if self.failed: return f"the last pass that called {name} raised an error."
+        if not p.passes and p.ranks.ignored>=0 or self.ranks.best<0<=self.ranks.ignored:
+            return f"{name} was only called in eval() mode, or without gradients, unlike in the step before."
+        if not p.passes or request and self.pass_ is None:
+            return f"no call of {name} was seen since the last tracked step."
+        if ttype.endswith('_grad') and request:
+            return (f"no gradient of the {ttype.removesuffix('_grad')} of {name} arrived. Call track after backward. If you do, the loss does not "
+                "depend on this tensor, or the tensor does not require a gradient.")
+        return (f"the {ttype} of {name} was not captured, because the Monitor expected another number for this step. "
+            f"The {ttype} will be captured in the next steps.")
 
 # %% ../../nbs/47_monitor/40_watching.ipynb #59f85522
 def run_extensions(view, captured, q):

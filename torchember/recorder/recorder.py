@@ -287,7 +287,7 @@ class Recorder:
         with self.lock: self.writer.extra.note(values, self.buffer, self.steps, self.pipe.gate.writes)
 
     def add_rows(self, step:int, rows:list):
-        "Add rows that other code computed, such as a `Monitor`. `rows`: tuples (key, call, dtype, statistics), arguments of `one_row`."
+        "Add rows that other code computed, such as a `Monitor`. `rows`: `ComputedRow`s."
         open_recorders.add(self)
         with self.lock: self.writer.extra.add(step, rows, self.buffer, self.steps, self.pipe.gate.writes)
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from ..ground.record import line_of, report_row
 from ..measure.summary import index
-from .row import is_pending, one_row
+from .row import ComputedRow, RowKey, is_pending, one_row
 from .rows import LineMaker, Measured
 from ..store.base import now
 
@@ -27,6 +27,10 @@ class StepLog:
         "Return the columns that are added to every row: the rank and the user's marks."
         return {**({} if self.rank is None else {'rank': self.rank}), **self.t.marked}
 
+    def add_rows(self, step, rows):
+        "Add a whole step to the log, which consists of `ComputedRow`s."
+        self.t.put(self.rows_at(step, rows), True)
+
     def put_without_step(self, rows):
         "Put rows without a step (they belong to no step) into the log file. `rows`: function without arguments that returns the rows."
         self.t.file.put(rows, joins=None)
@@ -35,6 +39,11 @@ class StepLog:
         "Report a warning in the run, as a finding about a step and a module. `name`: display name of the module."
         line = line_of(report_row(kind, text, severity, name, step, now()) | self.columns())
         self.put_without_step(lambda: [line])
+
+    def rows_at(self, step, rows):
+        "Return a function that makes the log rows of `ComputedRow`s of a step. The log rows get the time and columns of this call."
+        ts,columns = now(),self.columns()
+        return lambda: [one_row(r.key, r.call, None, r.dtype, r.stats, step, ts, columns, {}) for r in rows]
 
     def put_late(self, rows, **by):
         "Put late rows into the log: add them to the last step, although it has ended. If that step was not recorded, the rows belong to no step."
@@ -64,30 +73,23 @@ class ExtraRows:
         """
         step,phase = steps.noted,'eval' if steps.passes and steps.manual and steps.phase=='eval' else None
         if new := self.scalars.claim(values): self.log.put_without_step(lambda: self.scalars.rename(step, new))
-        key,call = (self.root_name, 'scalar', 'log', None, phase, 0),self.noted[step]
+        row,box = ComputedRow(RowKey(self.root_name, 'scalar', 'log', phase=phase), self.noted[step], 'float64', values),buffer.rows.box
         self.noted[step] += 1
-        if step==steps.number and on: return buffer.add(key, call, None, 'float64', values)
-        ts,marks,box = now(),self.log.columns(),buffer.rows.box
-        rows = lambda: [one_row(key, call, None, 'float64', values, step, ts, marks, {})]
+        if step==steps.number and on: return buffer.add(row.key, row.call, None, row.dtype, row.stats)
+        rows = self.log.rows_at(step, [row])
         if box is not None and not any(map(is_pending, values.values())): box.copy_late_row(*rows())
         (self.log.put_late if step!=steps.number else self.log.put_without_step)(rows)
 
     def note_rates(self, rates:dict, buffer):
         "Note the learning rates of the current step as a row. `rates`: result of `LearningRates.take`."
-        key = (self.root_name, 'scalar', 'lr', None, None, 0)
-        buffer.add(key, 0, None, 'float64', {self.scalars.name(n): v for n,v in rates.items()})
+        buffer.add(RowKey(self.root_name, 'scalar', 'lr'), 0, None, 'float64', {self.scalars.name(n): v for n,v in rates.items()})
 
     def add(self, step:int, rows:list, buffer, steps, on:bool):
-        """Add rows that other code computed, such as a `Monitor`. `rows`: tuples (key, call, dtype, statistics), arguments of `one_row`.
-
-        `on`: True if the current step is recorded.
-        """
+        "Add `ComputedRow`s that other code computed, such as a `Monitor`. `on`: True if the current step is recorded."
         if step==steps.number and on and steps.opened:
-            for key,call,dtype,stats in rows: buffer.add(key, call, None, dtype, stats)
+            for r in rows: buffer.add(r.key, r.call, None, r.dtype, r.stats)
             return
-        ts,marks = now(),self.log.columns()
-        made = lambda: [one_row(key, call, None, dtype, stats, step, ts, marks, {}) for key,call,dtype,stats in rows]
-        (self.log.put_late if step==steps.closed else self.log.put_without_step)(made)
+        (self.log.put_late if step==steps.closed else self.log.put_without_step)(self.log.rows_at(step, rows))
 
     def join(self, step, first, earlier):
         """Add up the counts of `te.log` rows of several steps, when earlier steps are merged into the current step.
