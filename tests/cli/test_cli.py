@@ -267,7 +267,7 @@ def test_least_important_columns_are_dropped_first(monkeypatch):
     ('info', {'error': 0, 'warning': 0, 'info': 1, 'never': 0}), ('error', {'error': 1, 'warning': 1, 'info': 1, 'never': 0})])
 def test_fail_on_decides_the_exit_code(runs_there, monkeypatch, capsys, severity, codes):
     def odd(history): yield torchember.finding('', 'It is odd.', 0)
-    monkeypatch.setattr('torchember.diagnose', lambda run, rules, home=None, *, old=torchember.diagnose: old(run, [torchember.rule(severity=severity)(odd)], home))
+    monkeypatch.setattr('torchember.diagnose', lambda run, rules, *, old=torchember.diagnose: old(run, [torchember.rule(severity=severity)(odd)]))
     for fail_on,code in codes.items(): assert main(['diagnose', 'before', '--home', str(runs_there), '--fail-on', fail_on])==code, fail_on
     assert main(['diagnose', 'before', '--home', str(runs_there)])==codes['warning'] and 'It is odd.' in capsys.readouterr().out
     rules.pop('odd')
