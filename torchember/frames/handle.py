@@ -141,147 +141,6 @@ def is_over(state):
     return state in ('ended', 'died')
 
 
-# %% ../../nbs/50_frames/04_handle.ipynb #251838a5
-metadata_kinds = ('base', 'structure', 'parameters', 'losses', 'ranks', 'vis', 'sync', 'sent')
-
-def run_of_metadata(stem, names):
-    "Return the run of a metadata file. `stem`: file name without .json. `names`: known runs. Return None if no run is found."
-    kind,_,name = stem.partition('_')
-    if kind in metadata_kinds: return name
-    return next((stem[i+1:] for i,c in enumerate(stem) if c=='_' and stem[i+1:] in names), None)
-
-def regular_files(*paths):
-    "Return the paths among `paths` that are regular files, not links."
-    return [p for p in paths if p.is_file() and not p.is_symlink()]
-
-
-# %% ../../nbs/50_frames/04_handle.ipynb #b7000006
-class Home:
-    """Home of runs: a folder or URL with their logs in log/ and their metadata in data/. Methods read the folders at each call.
-
-    `logs`, `parts`, `older`, `bases`, `metadata`: index of all files by the name of the log, read once, at the first use."""
-    def __init__(self, home=None):
-        self.place = folder('torchember', home)
-        self.log,self.data = self.place/'log',self.place/'data'
-
-    def log_files(self):
-        "Return the names of the files in the folder of logs, except hidden files and `*_latest`. Names may be invalid as run names."
-        names = [f.name for f in list_folder(self.log) if not f.is_dir(follow_symlinks=False)]
-        return sorted(n for n in names if not n.endswith('_latest') and n[0]!='.')
-
-    def older_runs(self):
-        "Return the names of the folders of logs that are runs of torchember 0.2."
-        return [] if is_url(self.log) else [f.name for f in list_folder(self.log) if f.is_dir(follow_symlinks=False)
-            and is_run_name(f.name) and is_older(f.path)]
-
-    def complete_logs(self):
-        "Complete all logs: write queued rows, and recover rows of dead processes."
-        recover_boxes(self.place)
-        flush_logs(self.log)
-
-    def log_names(self):
-        "Return the sorted names of all logs that can be read, after completing them."
-        self.complete_logs()
-        return sorted([n for n in self.log_files() if (is_url(self.log) or os.path.isfile(self.log/n)) and is_run_name(n)]+self.older_runs())
-
-    def rank_logs(self, run):
-        "Return a dict of the logs of a distributed run: rank -> name of its log. `run`: name of the run."
-        return {r: n for r,n in ranks_among(self.log_files(), run).items() if is_url(self.log) or (self.log/n).is_file()}
-
-    def read_base(self, name):
-        "Return the general metadata of a log, and the reason why they cannot be read, or None. See `read_base_metadata`."
-        return read_base_metadata(name, self.data)
-
-    def state(self, name):
-        "Return the state of a log: 'running', 'silent', 'died' or 'ended'. See `run_state`."
-        return run_state(self.read_base(name)[0], self.log/name)
-
-    @cached_property
-    def logs(self):
-        "Set of the names of all logs that are files. They are completed first."
-        self.complete_logs()
-        return {n for n in self.log_files() if is_run_name(n)}
-
-    @cached_property
-    def older(self):
-        "Set of the names of runs of torchember 0.2, which are folders."
-        return set(self.older_runs())-self.logs
-
-    @cached_property
-    def parts(self):
-        "Set of the names of logs with a folder of Parquet files."
-        return {f.name.removesuffix('.parts') for f in list_folder(self.log) if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False)}
-
-    @cached_property
-    def metadata_files(self):
-        "Names of the JSON files in the folder of metadata."
-        return [f.name for f in list_folder(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
-
-    @cached_property
-    def bases(self):
-        "Set of the names of logs with general metadata. Without a log, the metadata must be of torchember, because users may have further files."
-        files = set(self.log_files())
-        names = [f[5:-5] for f in self.metadata_files if f.startswith('base_')]
-        return {n for n in names if is_run_name(n) and (n in files or 'schema' in self.read_base(n)[0])}
-
-    @property
-    def names(self):
-        "Set of the names of all logs in the home, including names with only metadata or Parquet files."
-        return self.logs | self.parts | self.bases | self.older
-
-    @cached_property
-    def metadata(self):
-        "Paths of metadata files: name of a log -> list of its files."
-        found,names = {},self.names
-        for f in self.metadata_files: found.setdefault(run_of_metadata(f[:-5], names), []).append(self.data/f)
-        return found
-
-    def members(self, run):
-        "Return the names of all logs of a run: [run] for one process, else the name of each rank's log."
-        return [run] if run in self.names else [*ranks_among(self.names, run).values()]
-
-    def chosen(self, run):
-        """Return the names of the runs selected by `run`: a name, pattern, `torchEmber`, tracker, `Run`, or a list of these.
-
-        Raise FileNotFoundError for an unknown run."""
-        if isinstance(run, list|tuple|set): return list(dict.fromkeys(n for r in run for n in self.chosen(r)))
-        t = run if isinstance(run, tracker|Run) else getattr(run, 't', None)
-        if isinstance(t, tracker|Run):
-            run,place = (t.name, t.home) if isinstance(t, Run) else (t.fname, t.dir)
-            if place!=self.place:
-                raise ValueError(f"{printable(run)} is a run in {printable(place)}, not in {printable(self.place)}. Give the folder with the run as home=.")
-        if not isinstance(run, str):
-            raise TypeError(f"a run must be a name, a pattern, a torchEmber, its tracker te.t, or a list of these, got {an(run)}.")
-        if not (some := matching_runs(run, names := sorted(self.names))):
-            raise FileNotFoundError(f"{unknown('run', run, logs_to_run_names(names))} Looked in {printable(self.log)}.")
-        return some
-
-    def files(self, name):
-        """Return a dict of the files of one log: kind of file -> list of paths.
-
-        The file of 'base' metadata is the last: while it exists, `runs()` lists the run, even if a removal is
-        interrupted."""
-        parts = sorted((self.log/f'{name}.parts').iterdir()) if name in self.parts else []
-        data = sorted(self.metadata.get(name, ()), key=lambda p: (p.name==f'base_{name}.json', p.name))
-        return dict(parts=parts, latest=regular_files(self.log/f'{name}_latest'), log=regular_files(self.log/name),
-            metadata=data)
-
-    def open(self, name):
-        "Open the run `name` for reading, with the logs of all ranks for a distributed run. Return a `Run`."
-        recover_boxes(self.place)
-        ranks = {} if path_exists(self.log/name) else self.rank_logs(name)
-        if not ranks:
-            if file_exists(self.log/f'{name}.rank0'):
-                warn(f"{printable(name)}: this is the log of one process. The logs {printable(name)}.rank0, "
-                    "... of a distributed run with the same name were not read. To read them, rename this run.")
-            return open_single_log(open_log(emberTracker(name, self.place)))
-        if odd := [n for n in self.log_files() if n.startswith(f'{name}.rank') and n.removeprefix(f'{name}.rank').isdecimal()
-                and n not in ranks.values()]:
-            warn(f"{printable(name)}: the log of each process must end in .rank0, .rank1, ..., so files with another ending "
-                f"were not read: {printable(', '.join(odd))}.")
-        return Run(name, {r: open_log(emberTracker(n, self.place)) for r,n in ranks.items()})
-
-
 # %% ../../nbs/50_frames/04_handle.ipynb #6ffa4147
 class LogReader:
     "Log of one process, open for reading. `tracker`: the run as a `tracker`; None for a file outside of a home (folder of runs)."
@@ -484,6 +343,152 @@ def values_of_conditions(runs):
     rows = ColumnBlock.from_rows([r for run in runs for r in run.rows()])
     found = {name: RowFilter(None).values(name, rows) for name in column_of_condition}
     return {name: list(dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str))) for name,values in found.items()}
+
+# %% ../../nbs/50_frames/04_handle.ipynb #251838a5
+metadata_kinds = ('base', 'structure', 'parameters', 'losses', 'ranks', 'vis', 'sync', 'sent')
+
+def run_of_metadata(stem, names):
+    "Return the run of a metadata file. `stem`: file name without .json. `names`: known runs. Return None if no run is found."
+    kind,_,name = stem.partition('_')
+    if kind in metadata_kinds: return name
+    return next((stem[i+1:] for i,c in enumerate(stem) if c=='_' and stem[i+1:] in names), None)
+
+def regular_files(*paths):
+    "Return the paths among `paths` that are regular files, not links."
+    return [p for p in paths if p.is_file() and not p.is_symlink()]
+
+def name_in_home(run, place):
+    "Return the name of a `torchEmber`, tracker or `Run` in the home `place`. Return a text unchanged. Raise an error for other objects and homes."
+    t = run if isinstance(run, tracker|Run) else getattr(run, 't', None)
+    if isinstance(t, tracker|Run):
+        run,home = (t.name, t.home) if isinstance(t, Run) else (t.fname, t.dir)
+        if home!=place:
+            raise ValueError(f"{printable(run)} is a run in {printable(home)}, not in {printable(place)}. Give the folder with the run as home=.")
+    if isinstance(run, str): return run
+    raise TypeError(f"a run must be a name, a pattern, a torchEmber, its tracker te.t, or a list of these, got {an(run)}.")
+
+def warn_unread_logs(run, names):
+    "Warn about the names of logs that look like logs of ranks of a run, but are not read. `names`: all other logs."
+    if odd := [n for n in names if n.startswith(f'{run}.rank') and n.removeprefix(f'{run}.rank').isdecimal()]:
+        warn(f"{printable(run)}: the log of each process must end in .rank0, .rank1, ..., so files with another ending "
+            f"were not read: {printable(', '.join(odd))}.")
+
+
+# %% ../../nbs/50_frames/04_handle.ipynb #b7000006
+class Home:
+    """Home of runs: a folder or URL with their logs in log/ and their metadata in data/. Methods read the folders at each call.
+
+    `logs`, `parts`, `older`, `bases`, `metadata`: index of all files by the name of the log, read once, at the first use."""
+    def __init__(self, home=None):
+        self.place = folder('torchember', home)
+        self.log,self.data = self.place/'log',self.place/'data'
+
+    def log_files(self):
+        "Return the names of the files in the folder of logs, except hidden files and `*_latest`. Names may be invalid as run names."
+        names = [f.name for f in list_folder(self.log) if not f.is_dir(follow_symlinks=False)]
+        return sorted(n for n in names if not n.endswith('_latest') and n[0]!='.')
+
+    def older_runs(self):
+        "Return the names of the folders of logs that are runs of torchember 0.2."
+        return [] if is_url(self.log) else [f.name for f in list_folder(self.log) if f.is_dir(follow_symlinks=False)
+            and is_run_name(f.name) and is_older(f.path)]
+
+    def complete_logs(self):
+        "Complete all logs: write queued rows, and recover rows of dead processes."
+        recover_boxes(self.place)
+        flush_logs(self.log)
+
+    def log_names(self):
+        "Return the sorted names of all logs that can be read, after completing them."
+        self.complete_logs()
+        return sorted([n for n in self.log_files() if (is_url(self.log) or os.path.isfile(self.log/n)) and is_run_name(n)]+self.older_runs())
+
+    def rank_logs(self, run):
+        "Return a dict of the logs of a distributed run: rank -> name of its log. `run`: name of the run."
+        return {r: n for r,n in ranks_among(self.log_files(), run).items() if is_url(self.log) or (self.log/n).is_file()}
+
+    def read_base(self, name):
+        "Return the general metadata of a log, and the reason why they cannot be read, or None. See `read_base_metadata`."
+        return read_base_metadata(name, self.data)
+
+    def state(self, name):
+        "Return the state of a log: 'running', 'silent', 'died' or 'ended'. See `run_state`."
+        return run_state(self.read_base(name)[0], self.log/name)
+
+    @cached_property
+    def logs(self):
+        "Set of the names of all logs that are files. They are completed first."
+        self.complete_logs()
+        return {n for n in self.log_files() if is_run_name(n)}
+
+    @cached_property
+    def older(self):
+        "Set of the names of runs of torchember 0.2, which are folders."
+        return set(self.older_runs())-self.logs
+
+    @cached_property
+    def parts(self):
+        "Set of the names of logs with a folder of Parquet files."
+        return {f.name.removesuffix('.parts') for f in list_folder(self.log) if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False)}
+
+    @cached_property
+    def metadata_files(self):
+        "Names of the JSON files in the folder of metadata."
+        return [f.name for f in list_folder(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
+
+    @cached_property
+    def bases(self):
+        "Set of the names of logs with general metadata. Without a log, the metadata must be of torchember, because users may have further files."
+        files = set(self.log_files())
+        names = [f[5:-5] for f in self.metadata_files if f.startswith('base_')]
+        return {n for n in names if is_run_name(n) and (n in files or 'schema' in self.read_base(n)[0])}
+
+    @property
+    def names(self):
+        "Set of the names of all logs in the home, including names with only metadata or Parquet files."
+        return self.logs | self.parts | self.bases | self.older
+
+    @cached_property
+    def metadata(self):
+        "Paths of metadata files: name of a log -> list of its files."
+        found,names = {},self.names
+        for f in self.metadata_files: found.setdefault(run_of_metadata(f[:-5], names), []).append(self.data/f)
+        return found
+
+    def members(self, run):
+        "Return the names of all logs of a run: [run] for one process, else the name of each rank's log."
+        return [run] if run in self.names else [*ranks_among(self.names, run).values()]
+
+    def chosen(self, run):
+        """Return the names of the runs selected by `run`: a name, pattern, `torchEmber`, tracker, `Run`, or a list of these.
+
+        Raise FileNotFoundError for an unknown run."""
+        if isinstance(run, list|tuple|set): return list(dict.fromkeys(n for r in run for n in self.chosen(r)))
+        run = name_in_home(run, self.place)
+        if not (some := matching_runs(run, names := sorted(self.names))):
+            raise FileNotFoundError(f"{unknown('run', run, logs_to_run_names(names))} Looked in {printable(self.log)}.")
+        return some
+
+    def files(self, name):
+        "Return a dict of the files of one log: kind of file -> list of paths."
+        # the file of 'base' metadata is the last: while it exists, `runs()` lists the run, even if a removal is interrupted
+        parts = sorted((self.log/f'{name}.parts').iterdir()) if name in self.parts else []
+        data = sorted(self.metadata.get(name, ()), key=lambda p: (p.name==f'base_{name}.json', p.name))
+        return dict(parts=parts, latest=regular_files(self.log/f'{name}_latest'), log=regular_files(self.log/name),
+            metadata=data)
+
+    def open(self, name):
+        "Open the run `name` for reading, with the logs of all ranks for a distributed run. Return a `Run`."
+        recover_boxes(self.place)
+        ranks = {} if path_exists(self.log/name) else self.rank_logs(name)
+        if not ranks:
+            if file_exists(self.log/f'{name}.rank0'):
+                warn(f"{printable(name)}: this is the log of one process. The logs {printable(name)}.rank0, "
+                    "... of a distributed run with the same name were not read. To read them, rename this run.")
+            return open_single_log(open_log(emberTracker(name, self.place)))
+        warn_unread_logs(name, [n for n in self.log_files() if n not in ranks.values()])
+        return Run(name, {r: open_log(emberTracker(n, self.place)) for r,n in ranks.items()})
+
 
 # %% ../../nbs/50_frames/04_handle.ipynb #f9241c5a
 def split_url(run, home):
