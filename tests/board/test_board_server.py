@@ -19,8 +19,8 @@ import pytest
 from starlette.testclient import TestClient
 
 from torchember import compact, diagnose, read
-from torchember.frames.handle import open_run
-from torchember.show.board.listing import Listing, run_state
+from torchember.frames.handle import Home, open_run, run_state
+from torchember.show.board.listing import Listing
 from torchember.show.board.server import Board, Pages, board, render_board, bind_socket
 from torchember.show.board.some_steps import run_of_steps
 from torchember.show.live.following import FollowedLog, KeptLines, Sparkline, may_have_grown, rows_of_interest
@@ -260,12 +260,18 @@ def test_a_file_that_has_grown_is_the_same():
     for before,now in (((1, 10, 0), (2, 20, 1)), ((1, 10, 0), (1, 9, 1)), ((1, 10, 0), None), (None, (1, 1, 1))): assert not may_have_grown(before, now)
 
 
-def test_what_became_of_a_run():
+def test_what_became_of_a_run(tmp_path):
     from socket import gethostname
-    here,there = {'host': gethostname(), 'pid': 1},{'host': 'elsewhere', 'pid': 1}
-    assert run_state({'running': True}, here)=='running' and run_state({'running': False}, here)=='died' and run_state({}, {})=='ended'
-    for host in here,there: assert run_state({'running': False}, {**host, 'end': 'x'})=='ended'
-    assert run_state({}, there, time.time()-5)=='running' and run_state({}, there, time.time()-1000)=='silent'
+    here,there,log = {'host': gethostname(), 'pid': os.getpid()},{'host': 'elsewhere', 'pid': 1},tmp_path/'log'
+    of = here, {**here, 'pid': 2**31-2}, {}, {'host': 'elsewhere'}, there
+    assert [run_state(base, log) for base in of]==['running', 'died', 'ended', 'ended', 'silent']
+    for host in here,there: assert run_state({**host, 'end': 'x'}, log)=='ended'
+    log.touch()
+    assert run_state(there, log)=='running'
+    os.utime(log, (time.time()-299,)*2)
+    assert run_state(there, log)=='running'
+    os.utime(log, (time.time()-301,)*2)
+    assert run_state(there, log)=='silent'
 
 
 def test_a_page_that_has_not_changed_is_not_sent_again(training):
@@ -435,7 +441,7 @@ def test_the_steps_of_processes_are_chosen_alike(home, tmp_path):
     for rank in 0,1:
         (tmp_path/'log'/f'both.rank{rank}').write_bytes((home/'log'/'fine').read_bytes())
         (tmp_path/'data'/f'base_both.rank{rank}.json').write_bytes((home/'data'/'base_fine.json').read_bytes())
-    run = run_of_steps('both', tmp_path, [0, 7, 19], {'both.rank0': [], 'both.rank1': []})
+    run = run_of_steps(Home(tmp_path), 'both', [0, 7, 19], {'both.rank0': [], 'both.rank1': []})
     df = read(run)
     want = read(open_run('both', tmp_path), steps=[0, 7, 19])
     want = want[want.ttype!='scalar']
@@ -444,7 +450,7 @@ def test_the_steps_of_processes_are_chosen_alike(home, tmp_path):
 
 def test_of_many_numbers_some_are_kept(tmp_path):
     "If numbers are dropped, the first and last steps, findings, and spikes of one step are kept"
-    w = FollowedLog('x', tmp_path)
+    w = FollowedLog('x', Home(tmp_path))
     w.kept = KeptLines(100)
     for s in range(1000):
         w.add({'step': s, 'ttype': 'scalar', 'x': 50. if s==333 else s/1000})

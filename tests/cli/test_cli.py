@@ -22,8 +22,9 @@ from torch import nn
 import torchember
 from torchember import read, runs, torchEmber
 from torchember.cli.commands import find_command, main, make_parser, module_of_command
-from torchember.cli.steps import OpenSteps, RunLog, StepReport
+from torchember.cli.steps import GrowingLog, OpenSteps, StepReport
 from torchember.cli.terminal import text_width, format_table
+from torchember.frames.handle import open_run
 from torchember.health.rules import table as rules
 
 root = Path(__file__).parents[2]
@@ -235,9 +236,11 @@ def test_run_has_died_if_one_process_has(tmp_path):
     gone.communicate()
     file.write_text(json.dumps({**said, 'pid': gone.pid}))
     assert state()=='died'
-    # The process ran on another machine, so its state is unknown
+    # The process ran on another machine, so the time of its last rows decides
     file.write_text(json.dumps({**said, 'pid': gone.pid, 'host': 'another'}))
-    assert state()=='ended'
+    assert state()=='running'
+    os.utime(tmp_path/'log'/'many.rank1', (0, 0))
+    assert state()=='silent' and [l.split()[-1] for l in shell(tmp_path, 'ls').stdout.splitlines()]==['state', 'silent']
 
 
 def test_newest_run_is_first(tmp_path):
@@ -264,7 +267,7 @@ def test_least_important_columns_are_dropped_first(monkeypatch):
     ('info', {'error': 0, 'warning': 0, 'info': 1, 'never': 0}), ('error', {'error': 1, 'warning': 1, 'info': 1, 'never': 0})])
 def test_fail_on_decides_the_exit_code(runs_there, monkeypatch, capsys, severity, codes):
     def odd(history): yield torchember.finding('', 'It is odd.', 0)
-    monkeypatch.setattr('torchember.diagnose', lambda run, rules, home, *, old=torchember.diagnose: old(run, [torchember.rule(severity=severity)(odd)], home))
+    monkeypatch.setattr('torchember.diagnose', lambda run, rules, *, old=torchember.diagnose: old(run, [torchember.rule(severity=severity)(odd)]))
     for fail_on,code in codes.items(): assert main(['diagnose', 'before', '--home', str(runs_there), '--fail-on', fail_on])==code, fail_on
     assert main(['diagnose', 'before', '--home', str(runs_there)])==codes['warning'] and 'It is odd.' in capsys.readouterr().out
     rules.pop('odd')
@@ -416,7 +419,7 @@ def test_tail_of_several_processes(tmp_path):
 
 def test_tail_reads_only_the_end_of_a_long_log(tmp_path, monkeypatch):
     train(tmp_path, 'long', steps=40)
-    log = RunLog('long', tmp_path/'log'/'long', tmp_path/'data')
+    log = GrowingLog(open_run('long', tmp_path).log)
     for most in 1, 5000, 20_000, None:
         log.open_at(most)
         some = [r for rows in log.read_new() for r in rows]

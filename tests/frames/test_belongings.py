@@ -9,7 +9,7 @@ import pytest
 
 from torchember import compact, du, emberTracker, mv, read, rm, runs
 from torchember.frames import belongings
-from torchember.frames.belongings import Home, run_of_metadata
+from torchember.frames.handle import Home, run_of_metadata
 from torchember.store.jsonl import new_run
 
 elsewhere = 'not-'+gethostname()

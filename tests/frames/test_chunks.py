@@ -14,7 +14,7 @@ from drawn import begun, lines
 from torchember import compact, query, read, scan
 from torchember.frames import chunks, dataset
 from torchember.frames.chunks import Chunk, Segment, chunk_table, make_chunks, inspect_log, output_columns, index_lines
-from torchember.frames.handle import open_log
+from torchember.frames.handle import open_run
 from torchember.frames.scan import conjuncts, may_have_matching_rows
 from torchember.store.columns import Expected
 
@@ -181,10 +181,10 @@ def test_groups_of_a_part(tmp_path, monkeypatch):
     monkeypatch.setattr('torchember.store.parts.group_rows', 512)
     none = {k: v for k,v in row(0).items() if k!='step'}
     put(tmp_path, [row(s) for s in range(600)]+[none], [])
-    assert [(s.first, s.last) for s in inspect_log(open_log('a', tmp_path)).segments]==[(None, None)]
+    assert [(s.first, s.last) for s in inspect_log(open_run('a', tmp_path).log).segments]==[(None, None)]
     assert scan('a', home=tmp_path).filter(pl.col('step').is_null()).collect().height==1
     put(tmp_path, [row(s) for s in range(600)], [], name='b')
-    there = inspect_log(open_log('b', tmp_path))
+    there = inspect_log(open_run('b', tmp_path).log)
     assert [(s.first, s.last, s.rows) for s in there.segments]==[(0, 599, 600)]
     chunk, = make_chunks('b', [('b', None)], [there], tmp_path)
     fields = output_columns([there])
@@ -258,7 +258,7 @@ def test_lines_that_go_into_parts_meanwhile(tmp_path):
     assert len(as_read(tmp_path))==6
     with open(t.log_path, 'ab') as f: f.write(lines([row(6, epoch='b')]))
     assert as_read(tmp_path, ('step', 'epoch'))==[(s, None) for s in range(6)]+[(6, 'b')]
-    assert [s.entry is None for s in inspect_log(open_log('a', tmp_path)).segments]==[False, True]
+    assert [s.entry is None for s in inspect_log(open_run('a', tmp_path).log).segments]==[False, True]
 
 def test_what_is_kept_of_logs_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(chunks, 'indexes', {})
@@ -267,7 +267,7 @@ def test_what_is_kept_of_logs_is_bounded(tmp_path, monkeypatch):
         put(tmp_path, [row(0)], name=f'a{i}')
         assert len(as_read(tmp_path, run=f'a{i}'))==1 and len(chunks.indexes)==min(i+1, 3)
     put(tmp_path, [row(s) for s in range(9)], name='b')
-    assert [[s.rows for s in inspect_log(open_log('b', tmp_path), n).segments] for n in (99, 4, 99)]==[[9], [4, 4, 1], [9]]
+    assert [[s.rows for s in inspect_log(open_run('b', tmp_path).log, n).segments] for n in (99, 4, 99)]==[[9], [4, 4, 1], [9]]
 
 def live(path, size=None, more=b'', fresh=False):
     "Return a run of this process of which only `size` bytes are on disk, with more lines in memory."
@@ -346,7 +346,7 @@ def test_numbers_of_wholes(tmp_path):
 def test_columns_of_a_run_in_order(tmp_path):
     "Marks are the last columns, whichever part of the log contains them."
     put(tmp_path, [row(0)], [row(1, epoch=3, run='mine')|dict(n=1)])
-    there = [inspect_log(open_log('a', tmp_path))]
+    there = [inspect_log(open_run('a', tmp_path).log)]
     assert [*output_columns(there)]==[*read('a', home=tmp_path)] and [*output_columns(there)][-3:]==['epoch', 'run', 'n']
     assert [*output_columns(there, several=True)][-3:]==['epoch', 'mark_run', 'n']
 

@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 from torchember import compact, du, mv, read, rm, runs, sync
+from torchember.frames.handle import Home
 from torchember.frames import moving
 from torchember.frames.moving import SyncState, LogCopy, Target, sync_runs
 from torchember.store import compaction
@@ -227,7 +228,7 @@ def test_a_run_that_is_moved_is_gone_here_only_when_it_is_there(tmp_path, url, t
     df,real = read('a', home=tmp_path),Target.sha
     sync('a', url, home=tmp_path)
     monkeypatch.setattr(Target, 'sha', lambda self, rel: 'another' if rel.endswith('base_a.json') else real(self, rel))
-    with pytest.raises(OSError, match='was not removed'): moving.remove_moved('a', tmp_path, Target(url))
+    with pytest.raises(OSError, match='was not removed'): moving.remove_moved(Home(tmp_path), 'a', Target(url))
     monkeypatch.undo()
     assert (tmp_path/'log'/'a').exists()
     sync('a', url, home=tmp_path, move=True)

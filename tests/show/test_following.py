@@ -13,6 +13,7 @@ from socket import gethostname
 import pytest
 
 from torchember import EmberWarning, emberTracker
+from torchember.frames.handle import LogReader
 from torchember.show.live import live_view
 from torchember.show.live.following import FollowedLog, Tail
 from torchember.show.live.live_view import Live, LogScreen, NotebookScreen, Speed, TerminalScreen, Viewer, finish_live_views, line_about, live
@@ -312,7 +313,7 @@ def test_an_ember_has_one_view(tmp_path, monkeypatch):
     t(row(0))
     t.barrier()
     base = {'pid': os.getpid(), 'host': gethostname()}
-    monkeypatch.setattr(live_view, 'read_base_metadata', lambda name, data: (base, None))
+    monkeypatch.setattr(LogReader, 'base', property(lambda self: base))
     own,other = live(t),live('r', home=tmp_path, wait=True)
     assert (own.done, own.is_wanted(), own.name(), other.done)==(['begin'], True, 'r', ['begin', 'wait'])
     base = {'pid': os.getppid(), 'host': gethostname()}

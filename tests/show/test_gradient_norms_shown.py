@@ -7,6 +7,7 @@ from torch import nn
 
 from torchember import brief, overview, torchEmber
 from torchember.ground.record import load_row
+from torchember.frames.handle import Home
 from torchember.show.live.following import FollowedLog, KeptLines
 from torchember.show.page.data import page_of
 
@@ -86,7 +87,7 @@ def test_clearing_axes_of_the_user_removes_the_second_axis():
 
 def test_a_live_view_keeps_norms_when_it_drops_rows(tmp_path):
     "A live view that drops rows keeps the smallest and the largest loss and norm of each bin of steps"
-    log,n = FollowedLog('r', tmp_path),10_000
+    log,n = FollowedLog('r', Home(tmp_path)),10_000
     def row(step, tname, **v): return {'module': 'm(N)', 'path': '', 'ttype': 'scalar', 'tname': tname, 'step': step, 'call': 0, **v}
     log.kept = KeptLines(8000)
     for s in range(n):

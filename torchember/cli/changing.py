@@ -12,7 +12,7 @@ from ..ground.messages import printable
 from ..ground.needs import pq
 from .commands import command
 from .listing import format_sizes, measure_sizes
-from .named import find_home, open_named_run, expand_names
+from .named import find_home, open_each, open_named
 from .terminal import confirm, to_json, is_terminal, print_lines, format_size, format_table
 
 # %% ../../nbs/95_cli/30_changing.ipynb #cdc6d984
@@ -27,7 +27,7 @@ def rm_command(args):
     """Remove runs with all their files. Ask first; without a terminal, --yes is required. Refuse runs that are still being recorded.
 
     Exit code 2 if nothing was removed"""
-    rows = measure_sizes(args.run, home := find_home(args))
+    rows = measure_sizes(args.run, h := find_home(args))
     if not args.yes:
         if not is_terminal(sys.stdin):
             raise ValueError(f"{len(rows)} runs would be removed, but there is no terminal to ask for confirmation. Pass --yes to remove the runs.")
@@ -36,7 +36,7 @@ def rm_command(args):
             print_lines('Nothing was removed.', file=sys.stderr)
             return 2
     from torchember.frames.belongings import rm
-    with contextlib.redirect_stdout(io.StringIO()): rm([r['name'] for r in rows], home)
+    with contextlib.redirect_stdout(io.StringIO()): rm([r['name'] for r in rows], h.place)
     if args.json: print_lines(to_json(rows))
     else: print_lines(*(printable(f"removed {r['name']}: {r['files']} files, {format_size(r['size'])}") for r in rows))
 
@@ -51,7 +51,7 @@ def mv_arguments(p):
 def mv_command(args):
     "Rename a run with all its files. Refuse a run that is still being recorded, and a name that exists"
     from torchember.frames.belongings import mv
-    mv(args.run, args.name, find_home(args))
+    mv(args.run, args.name, find_home(args).place)
     if args.json: print_lines(to_json({'run': args.run, 'name': args.name}))
 
 # %% ../../nbs/95_cli/30_changing.ipynb #7d7823b9
@@ -65,35 +65,35 @@ def compact_arguments(p):
 def compact_command(args):
     "Convert the JSON lines of runs to much smaller Parquet files. All readers continue to work. Needs pyarrow"
     from torchember.frames.listing import compact
-    home,out = find_home(args),[]
-    for name in expand_names(args.run, home):
-        before = sum(r['log']+r['parts'] for r in measure_sizes([name], home))
-        for r in compact(name, home, args.keep): out.append({**r, 'before': before})
+    h,out = find_home(args),[]
+    for name,run in open_each(args.run, h).items():
+        before = sum(r['log']+r['parts'] for r in measure_sizes([name], h))
+        for r in compact(run, keep=args.keep): out.append({**r, 'before': before})
     if args.json: print_lines(to_json(out))
     else:
         print_lines(*format_table([{'name': r['name'], 'rows': r['rows'], **{c: format_size(r[c]) for c in ('before', 'parquet', 'lines')}} for r in out],
             ['name', 'rows', 'before', 'parquet', 'lines'], elastic=('name',), drop=('rows', 'lines', 'before')))
 
 # %% ../../nbs/95_cli/30_changing.ipynb #482e5392
-def write_rows_as_parquet(run, file, home):
+def write_rows_as_parquet(run, file, h):
     "Write all rows of a run as Parquet, in batches that fit into memory. Return the number of rows."
     from torchember import scan
-    rows,n = scan(run, 'arrow', home=home),0
+    rows,n = scan(run, 'arrow', home=h.place),0
     with pq.ParquetWriter(file, rows.schema) as out:
         for batch in rows.to_batches():
             out.write_batch(batch)
             n += len(batch)
     return n
 
-def write_run(run, file, form, home):
-    "Write the rows of a run to a file, in one of the file formats in `forms`. Return the number of rows."
+def write_run(run, file, form, h):
+    "Write the rows of a run in a `Home` to a file, in one of the file formats in `forms`. Return the number of rows."
     from torchember import read, to_logframe, write_parquet
-    if form=='parquet': return write_rows_as_parquet(run, file, home)
+    if form=='parquet': return write_rows_as_parquet(run, file, h)
     if form.startswith('logframe'):
-        lf = to_logframe(open_named_run(run, home))
+        lf = to_logframe(open_named(run, h)[1])
         lf.to_pickle(file, compression=None) if form=='logframe' else write_parquet(lf, file)
         return len(lf)
-    df = read(run, home=home)
+    df = read(run, home=h.place)
     if form=='csv': df.to_csv(file, index=False)
     else: df.to_json(file, orient='records', lines=True, date_format='iso')
     return len(df)
@@ -123,15 +123,15 @@ def export_arguments(p):
 @command(export_arguments, 'torchember export before before.csv')
 def export_command(args):
     "Write a run as a file for other programs: all rows as Parquet, CSV or JSON lines, or a LogFrame"
-    home,form = find_home(args),choose_form(args.file, args.form)
+    h,form = find_home(args),choose_form(args.file, args.form)
     if args.file=='-':
-        write_run(args.run, sys.stdout, form, home)
+        write_run(args.run, sys.stdout, form, h)
         return 0
     if os.path.lexists(args.file) and not args.force:
         raise FileExistsError(f"{args.file} exists already. Give another file, or pass --force to overwrite it.")
     n,temp = 0,f'{args.file}.part'
     try:
-        n = write_run(args.run, temp, form, home)
+        n = write_run(args.run, temp, form, h)
         os.replace(temp, args.file)
     finally:
         with contextlib.suppress(FileNotFoundError): os.remove(temp)

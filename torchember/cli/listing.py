@@ -8,11 +8,10 @@ __all__ = []
 # %% ../../nbs/95_cli/20_listing.ipynb #7a89dd43
 import sys
 from datetime import datetime
-from fnmatch import fnmatchcase
 
 from ..ground.messages import printable, unknown
 from .commands import command
-from .named import find_home, is_pattern, open_named_run, expand_one_name
+from .named import find_home, open_named
 from .terminal import to_json, colorize, print_lines, format_size, format_table
 
 # %% ../../nbs/95_cli/20_listing.ipynb #5d86dffc
@@ -22,34 +21,24 @@ def format_start(row):
     try: return datetime.strptime(start, '%Y-%m-%d %H:%M:%S').strftime('%Y-%m-%d %H:%M:%S')
     except (ValueError, TypeError): return ''
 
-def select_runs(patterns, home):
-    "Select runs: return a dict of metadata for each matching run, the newest first. Raise FileNotFoundError for a pattern without match."
+def list_with_state(h):
+    "List all runs of a `Home`, the newest first. Return a dict for each run, with the state: 'running', 'ended', ..., or why it cannot be read."
     from torchember.frames.listing import list_runs
-    every = sorted(list_runs(home), key=format_start, reverse=True)
-    for p in patterns:
-        if not any(r['name']==p or fnmatchcase(r['name'], p) for r in every):
-            raise FileNotFoundError(unknown('run matches' if is_pattern(p) else 'run', p, [r['name'] for r in every]))
-    return [r for r in every if not patterns or any(r['name']==p or fnmatchcase(r['name'], p) for p in patterns)]
+    return sorted((dict(r, state=r['problem'] or r['state']) for r in list_runs(h)), key=format_start, reverse=True)
 
-def has_died(name, place):
-    "Return True if the run has died: the process that writes its log has ended without recording the end of the run."
-    from torchember.frames.handle import read_base_metadata
-    from torchember.frames.listing import may_continue
-    base = read_base_metadata(name, place/'data')[0]
-    return 'pid' in base and 'end' not in base and not may_continue(base)
+def select_runs(patterns, h):
+    "Select runs: return a dict of metadata for each matching run, the newest first. Raise FileNotFoundError for a pattern without match."
+    from torchember.frames.handle import is_glob, matching_runs
+    every = list_with_state(h)
+    names = [r['name'] for r in every]
+    found = {p: matching_runs(p, names) for p in patterns}
+    for p,some in found.items():
+        if not some: raise FileNotFoundError(unknown('run matches' if is_glob(p) else 'run', p, names))
+    return [r for r in every if not patterns or any(r['name'] in some for some in found.values())]
 
-def describe_state(row, home):
-    "Describe the state of a run as text: 'running', 'ended', 'died', or why the run cannot be read."
-    from torchember.store.base import folder
-    if row['problem'] or row['running']: return row['problem'] or 'running'
-    place,n = folder('torchember', home),row['ranks']
-    if any(has_died(f"{row['name']}.rank{i}" if n>1 else row['name'], place) for i in range(n)): return 'died'
-    return 'ended'
-
-def report_no_runs(home):
+def report_no_runs(h):
     "Report that there are no runs: print a message that the folder of logs has none yet."
-    from torchember.store.base import folder
-    print_lines(f"There are no runs in {printable(folder('torchember', home))} yet.", file=sys.stderr)
+    print_lines(f"There are no runs in {printable(h.place)} yet.", file=sys.stderr)
 
 def ls_arguments(p):
     "Add the arguments of the command `ls` to a parser."
@@ -58,17 +47,16 @@ def ls_arguments(p):
 
 @command(ls_arguments, "torchember ls 'be*'")
 def ls_command(args):
-    "List runs, the newest first: model, steps, rows, size, start, and whether it is running, has ended, has died, or cannot be read"
-    home = find_home(args)
-    rows = [dict(r, state=describe_state(r, home)) for r in select_runs(args.run, home)]
+    "List runs, the newest first: model, steps, rows, size, start, and whether it is running, has ended, has died, is silent, or cannot be read"
+    rows = select_runs(args.run, h := find_home(args))
     if args.json: print_lines(to_json(rows))
-    elif not rows: report_no_runs(home)
+    elif not rows: report_no_runs(h)
     else:
         shown = [dict(r, size=format_size(r['size']), began=format_start(r), ranks=r['ranks'] if r['ranks']>1 else None)
             for r in rows]
         columns = ['name', 'model', 'steps', 'rows', 'size', 'began', 'state']
         if any(r['ranks'] for r in shown): columns.insert(2, 'ranks')
-        color = lambda r: 'good' if r['running'] else 'error' if r['state']!='ended' else None
+        color = lambda r: 'good' if r['running'] else {'ended': None, 'silent': 'warning'}.get(r['state'], 'error')
         drop = ('rows', 'ranks', 'size', 'model', 'began', 'steps')
         print_lines(*format_table(shown, columns, elastic=('name', 'state', 'model'), drop=drop, color=color))
 
@@ -78,10 +66,9 @@ def du_arguments(p):
     p.add_argument('run', nargs='*', help="name of a run, or a pattern in quotes, such as 'GPT*'; default all")
     p.add_argument('--json', action='store_true', help='a list of objects, sizes in bytes')
 
-def measure_sizes(asked, home):
+def measure_sizes(asked, h):
     "Measure the sizes of the files of each run in bytes. Return dicts, the largest run first."
-    from torchember.frames.belongings import Home, run_sizes
-    h = Home(home)
+    from torchember.frames.belongings import run_sizes
     names = h.chosen(list(asked) or '*') if asked or h.names else []
     return sorted((run_sizes(h, n) for n in names), key=lambda r: -r['size'])
 
@@ -98,29 +85,23 @@ def format_sizes(rows):
 @command(du_arguments, 'torchember du')
 def du_command(args):
     "Show the size of runs with all their files, the largest first: the log, its Parquet parts, the latest step, metadata"
-    rows = measure_sizes(args.run, home := find_home(args))
+    rows = measure_sizes(args.run, h := find_home(args))
     if args.json: print_lines(to_json(rows))
-    elif not rows: report_no_runs(home)
+    elif not rows: report_no_runs(h)
     else: print_lines(*format_sizes(rows))
 
 # %% ../../nbs/95_cli/20_listing.ipynb #92c59983
-def collect_metadata(name, home):
+def collect_metadata(name, h):
     "Collect the metadata of a run (model, steps, size, state, host, ...) without reading its rows. Return a dict."
-    from torchember.frames.handle import read_base_metadata
-    from torchember.frames.listing import list_runs
-    from torchember.store.base import folder
-    place = folder('torchember', home)
-    row = next((r for r in list_runs(home) if r['name']==name), {'name': name})
-    base = read_base_metadata(name, place/'data')[0]
-    if 'running' in row: row = dict(row, state=describe_state(row, home))
+    row,base = next((r for r in list_with_state(h) if r['name']==name), {'name': name}),h.read_base(name)[0]
     return (row | {k: base[k] for k in ('host', 'pid', 'user', 'seconds', 'share') if k in base}
-        | {'log': str(place/'log'/name)})
+        | {'log': str(h.log/name)})
 
 def format_metadata(f):
     "Format the metadata of a run: return a line of text for each known value."
     known = {'model': f.get('model'), 'ranks': f['ranks'] if f.get('ranks', 1)>1 else None, 'steps': f.get('steps'),
         'rows': f.get('rows'), 'size': format_size(f['size']) if 'size' in f else None, 'began': f.get('start'),
-        'died' if f.get('state')=='died' else 'ended': 'running' if f.get('running') else f.get('end'),
+        f['state'] if f.get('state') in ('died', 'silent') else 'ended': 'running' if f.get('running') else f.get('end'),
         'by': ', '.join(f'{k} {f[k]}' for k in ('user', 'host', 'pid') if k in f),
         'cost': f"{f['share']:.1%} of the time" if 'share' in f else None,
         'log': f['log'], 'problem': f.get('problem')}
@@ -138,10 +119,10 @@ def show_arguments(p):
 @command(show_arguments, 'torchember show before')
 def show_command(args):
     "Show a run: when, where and how long, the first non-finite value, and a line for each layer with the first, last and worst value"
-    name = expand_one_name(args.run, home := find_home(args), 'show')
+    name,run = open_named(args.run, h := find_home(args))
     from torchember import summary
-    s = summary(open_named_run(name, home), args.path, args.ttype)
-    facts,rows = collect_metadata(name, home),[{s.df.index.name: n, **r}
+    s = summary(run, args.path, args.ttype)
+    facts,rows = collect_metadata(name, h),[{s.df.index.name: n, **r}
         for n,r in zip(s.df.index, s.df.to_dict('records'), strict=True)]
     if args.json:
         print_lines(to_json({**facts, 'title': s.title, 'findings': list(s.found), 'said': list(s.said),

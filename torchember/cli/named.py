@@ -6,43 +6,29 @@
 __all__ = []
 
 # %% ../../nbs/95_cli/15_named.ipynb #98b6d4c4
-import os
-
 from ..ground.messages import printable
 
 # %% ../../nbs/95_cli/15_named.ipynb #867685f3
 def find_home(args):
-    "Find the home folder of logs from the option `--home`, or None. Raise FileNotFoundError if the folder does not exist."
-    if args.home is None: return None
+    "Find the folder of logs from the option `--home`, and return it as a `Home`. Raise FileNotFoundError if a given folder does not exist."
+    from torchember.frames.handle import Home
     from torchember.store.anywhere import folder_exists
-    from torchember.store.base import folder
-    if not folder_exists(place := folder('torchember', args.home)):
-        raise FileNotFoundError(f"There is no folder {printable(place)}. Pass as --home an existing folder with runs, such as ~/.torchember.")
-    return args.home
+    h = Home(args.home)
+    if args.home is None or folder_exists(h.place): return h
+    raise FileNotFoundError(f"There is no folder {printable(h.place)}. Pass as --home an existing folder with runs, such as ~/.torchember.")
+
 
 # %% ../../nbs/95_cli/15_named.ipynb #6936d441
-def is_pattern(name):
-    "Return True if an argument is a pattern with wildcards, such as 'run*', and not a name."
-    return bool(set(name)&set('*?['))
+def open_named(asked, h):
+    "Open the run of an argument: a name, a pattern, a file or a URL. Return its name to print, and its `Run`. Raise ValueError for several runs."
+    from torchember.frames.handle import is_glob, open_run
+    run = open_run(asked, h.place)
+    return run.name if is_glob(asked) else asked, run
 
-def is_file_or_url(name):
-    "Return True if an argument is the file or URL of a log, not the name of a run."
-    from torchember.store.anywhere import is_url
-    return os.sep in name or is_url(name)
+def open_each(asked, h):
+    "Open the runs of several arguments. Return a dict: name to print -> `Run`."
+    from torchember.frames.handle import is_glob, open_run, open_runs
+    found = {}
+    for n in asked: found |= {r.name: r for r in open_runs(n, h.place)[0]} if is_glob(n) else {n: open_run(n, h.place)}
+    return found
 
-def expand_names(asked, home):
-    "Expand several arguments to names of runs: replace each pattern by the names of the matching runs."
-    from torchember.frames.handle import open_runs
-    found = [[n] if is_file_or_url(n) or not is_pattern(n) else [s.name for s in open_runs(n, home)[0]] for n in asked]
-    return list(dict.fromkeys(n for names in found for n in names))
-
-def expand_one_name(asked, home, command):
-    "Expand a name or pattern to the name of one run. Raise ValueError if several runs match."
-    names = expand_names([asked], home)
-    if len(names)==1: return names[0]
-    raise ValueError(f"{command} takes one run, but {asked!r:.80} matches {len(names)} runs: {printable(', '.join(names[:5]))}. Choose one.")
-
-def open_named_run(name, home):
-    "Open the run named by an argument of a command. Return its `Run`."
-    from torchember.frames.handle import open_run
-    return open_run(name, home)

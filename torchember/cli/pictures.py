@@ -10,7 +10,7 @@ import io, os, sys
 
 from ..ground.messages import printable
 from .commands import command
-from .named import find_home, open_named_run, expand_names
+from .named import find_home, open_each
 from .terminal import to_json, is_terminal, print_lines, line_width
 
 # %% ../../nbs/95_cli/65_pictures.ipynb #5a89cd51
@@ -55,15 +55,15 @@ def plot_arguments(p):
 @command(plot_arguments, 'torchember plot before -o before.png')
 def plot_command(args):
     "Draw a run into a file, or in the terminal with block characters"
-    names = expand_names(args.run, home := find_home(args))
-    if args.picture!='compare' and len(names)>1:
-        raise ValueError(f"{args.picture} draws one run, got {len(names)} runs. To draw several runs, pass --picture compare.")
-    file = choose_file(args, names)
+    runs = open_each(args.run, find_home(args))
+    if args.picture!='compare' and len(runs)>1:
+        raise ValueError(f"{args.picture} draws one run, got {len(runs)} runs. To draw several runs, pass --picture compare.")
+    file = choose_file(args, list(runs))
     form = 'png' if file is None else os.path.splitext(file)[1][1:].lower() or 'png'
-    data = render(draw_figure(args.picture, [open_named_run(n, home) for n in names], args), form)
+    data = render(draw_figure(args.picture, list(runs.values()), args), form)
     if file is None: return draw_in_terminal(data)
     with open(file, 'wb') as f: f.write(data)
-    print_lines(to_json({'runs': names, 'picture': args.picture, 'file': file}) if args.json else printable(file))
+    print_lines(to_json({'runs': list(runs), 'picture': args.picture, 'file': file}) if args.json else printable(file))
 
 def draw_in_terminal(png):
     "Draw a picture in the terminal, as block characters. png: bytes of a PNG file"

@@ -13,7 +13,7 @@ from ..ground.messages import printable
 from ..ground.not_finite import counts, needs_user_warning
 from ..ground.record import builtin_scalar_name, identity, of_pieces, optional
 from .commands import command
-from .named import find_home, expand_one_name
+from .named import find_home, open_named
 from .terminal import to_json, colorize, text_width, print_lines, shorten_text, line_width
 
 # %% ../../nbs/95_cli/40_steps.ipynb #3a0ac5a8
@@ -94,28 +94,24 @@ class OpenSteps:
         return [self.open.pop(s) for s in sorted(self.open) if s<least]
 
 # %% ../../nbs/95_cli/40_steps.ipynb #c5c569b0
-class RunLog:
-    "Log of one process of a run, to read possibly while the process still writes the log."
-    def __init__(self, name, path, data): self.name,self.path,self.data,self.tail = name,path,data,None
+class GrowingLog:
+    "Log that is read while its process may still write it. `log`: the `LogReader` of the log."
+    def __init__(self, log): self.log,self.name,self.tail = log,log.name,None
 
-    def metadata(self):
-        "Read and return the metadata of the log."
-        from torchember.frames.handle import read_base_metadata
-        return read_base_metadata(self.name, self.data)[0]
-
+    @property
     def is_running(self):
-        "Return True if the process that writes the log is running."
-        from torchember.frames.listing import may_continue
-        return may_continue(self.metadata())
+        "True if the process that writes the log may be running."
+        return self.log.state in ('running', 'silent')
 
+    @property
     def has_died(self):
-        "Return True if the process that writes the log has died: it ended without recording the end of the run."
-        return 'pid' in (base := self.metadata()) and 'end' not in base and not self.is_running()
+        "True if the process that writes the log has died: it ended without recording the end of the run."
+        return self.log.state=='died'
 
     def open_at(self, most=None):
         "Open the log about `most` bytes before its end, by default at its beginning. Return True if no rows are skipped."
         from torchember.show.live.following import Tail
-        self.tail = Tail(self.path)
+        self.tail = Tail(self.log.path)
         return most is None or self.tail.skip_to_end(most)
 
     def read_new(self):
@@ -123,15 +119,12 @@ class RunLog:
         from torchember.store.lines import parse
         while block := self.tail.more(1<<22): yield parse(block)[0]
 
+
 # %% ../../nbs/95_cli/40_steps.ipynb #69a40d17
-def find_logs(name, home):
-    "Find the logs of a run: return a `RunLog` for each process. Raise FileNotFoundError for an unknown run, ValueError if it is not local."
-    from torchember.frames.handle import open_run
-    run = open_run(name, home)
-    found = [RunLog(s.name, s.path, s.path.parent.parent/'data') for s in run.logs.values()]
-    if not os.path.isfile(found[0].path):
-        raise ValueError(f"tail needs a log file on this machine, but {printable(found[0].path)} is not a local file. Use the command torchember show instead.")
-    return found
+def growing_logs(run):
+    "Return a `GrowingLog` for each process of a run. Raise ValueError if the run is not on this machine."
+    if os.path.isfile(run.path): return [GrowingLog(log) for log in run.logs.values()]
+    raise ValueError(f"tail needs a log file on this machine, but {printable(run.path)} is not a local file. Use the command torchember show instead.")
 
 def format_finding(r, json_=False):
     "Format a finding as a line to print. `json_`: True for a JSON object"
@@ -193,13 +186,13 @@ class LinePrinter:
 def follow_run(p, wait):
     "Follow a run: print new lines until it has ended. `wait`: seconds between two reads of the logs"
     quiet = 0
-    while running := [log.name for log in p.logs if log.is_running()]:
+    while running := [log.name for log in p.logs if log.is_running]:
         quiet = 0 if p.read_rows(running, quiet*wait>=2) else quiet+1
         if sys.stdout is not None: sys.stdout.flush()
         time.sleep(wait)
-    if any(log.has_died() for log in p.logs):
+    if any(log.has_died for log in p.logs):
         from torchember.frames.handle import recover_boxes
-        recover_boxes(p.logs[0].path.parent.parent) # add the last rows of a killed process to its log
+        recover_boxes(p.logs[0].log.path.parent.parent) # add the last rows of a killed process to its log
     p.read_rows([])
 
 def tail_arguments(p):
@@ -215,14 +208,14 @@ def tail_command(args):
     """Print a line for each step during a run: logged numbers, time, rows, non-finite values, and findings. Stop when the run ends.
     Exit code 1 if the process has ended without recording the end of the run"""
     if args.lines<0: raise ValueError(f"-n, the number of lines to print, must be at least 0, got {args.lines}.")
-    name = expand_one_name(args.run, home := find_home(args), 'tail')
-    p = LinePrinter(find_logs(name, home), args.lines, args.json)
-    running = [log.name for log in p.logs if log.is_running()]
+    name,run = open_named(args.run, find_home(args))
+    p = LinePrinter(growing_logs(run), args.lines, args.json)
+    running = [log.name for log in p.logs if log.is_running]
     p.read_end(running if not args.no_follow else [])
     p.print_last()
     if args.no_follow: return 0
     if running: follow_run(p, .25)
-    if not (dead := [log for log in p.logs if log.has_died()]): return 0
-    pid = dead[0].metadata().get('pid')
+    if not (dead := [log for log in p.logs if log.has_died]): return 0
+    pid = dead[0].log.base.get('pid')
     print_lines(f"{printable(name)}: process {pid} has ended without closing the run. torchember diagnose shows what happened.", file=sys.stderr)
     return 1

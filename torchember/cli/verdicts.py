@@ -10,7 +10,7 @@ import json
 
 from ..ground.messages import printable
 from .commands import command
-from .named import find_home, expand_names, expand_one_name
+from .named import find_home, open_each, open_named
 from .terminal import to_json, colorize, print_lines
 
 # %% ../../nbs/95_cli/50_verdicts.ipynb #2fbc071f
@@ -35,8 +35,7 @@ def diagnose_command(args):
     """Show problems of runs, the cause first, with advice. Exit code 1 if any run has a warning or an error, 0 if no run has,
     2 if a run cannot be read"""
     from torchember import diagnose
-    home = find_home(args)
-    found = {n: diagnose(n, args.rules, home) for n in expand_names(args.run, home)}
+    found = {n: diagnose(run, args.rules) for n,run in open_each(args.run, find_home(args)).items()}
     if args.json:
         objects = [json.loads(f.to_json()) for f in found.values()]
         print_lines(to_json(objects[0] if args.run==list(found) and len(found)==1 else objects))
@@ -61,7 +60,7 @@ def diff_arguments(p):
 def diff_command(args):
     "Show the first difference of two runs: exit code 0 if there is none, 1 if they differ, 2 for errors"
     from torchember.health.diff import diff
-    d = diff(args.a, args.b, rtol=args.rtol, path=args.path, ttype=args.ttype, home=find_home(args))
+    d = diff(args.a, args.b, rtol=args.rtol, path=args.path, ttype=args.ttype, home=find_home(args).place)
     where = {k: getattr(d, k) for k in ('step', 'path', 'ttype', 'tname', 'pname', 'stat', 'a', 'b')}
     print_lines(to_json({'differ': bool(d), 'names': list(d.names), **where, 'text': d.text}) if args.json
         else printable(d.text))
@@ -77,8 +76,8 @@ def brief_arguments(p):
 def brief_command(args):
     "Print a run as one page of Markdown, at most 8 kB, for an issue or a language model"
     from torchember import brief
-    name = expand_one_name(args.run, home := find_home(args), 'brief')
-    text = brief(name, home=home)
+    name,run = open_named(args.run, find_home(args))
+    text = brief(run)
     print_lines(to_json({'run': name, 'text': text}) if args.json else text.rstrip('\n'))
 
 def report_arguments(p):
@@ -93,6 +92,6 @@ def report_arguments(p):
 def report_command(args):
     "Write a run as an interactive HTML file with pictures, the module tree and all findings. Prints the name of the file"
     from torchember import report
-    name = expand_one_name(args.run, home := find_home(args), 'report')
-    file = str(report(name, args.output, args.path, args.ttype, home=home))
+    name,run = open_named(args.run, find_home(args))
+    file = str(report(run, args.output, args.path, args.ttype))
     print_lines(to_json({'run': name, 'file': file}) if args.json else printable(file))

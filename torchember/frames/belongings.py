@@ -6,87 +6,17 @@
 __all__ = ['du', 'rm', 'mv']
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000003
-import os, shutil, time
+import os, shutil
 from socket import gethostname
 
-from torchember.frames.handle import Run, is_run_name, log_names, matching_runs, ranks_among, read_base_metadata, logs_to_run_names
-from torchember.frames.listing import counted, is_running, stat_file
-from torchember.ground.messages import an, printable, unknown
+from torchember.frames.handle import Home, is_over, logs_to_run_names, seconds_since_write
+from torchember.frames.listing import counted
+from torchember.ground.messages import printable
 from torchember.ground.needs import pd
-from torchember.store.anywhere import list_folder, file_size, file_exists, is_url
-from torchember.store.base import folder, portable_name, safe_name
-from torchember.store.jsonl import taken, tracker
-from torchember.store.log import flush_logs
+from torchember.store.anywhere import list_folder, file_size, is_url
+from torchember.store.base import portable_name, safe_name
+from torchember.store.jsonl import taken
 from torchember.store.parts import read_part_list
-
-# %% ../../nbs/50_frames/06_belongings.ipynb #251838a5
-metadata_kinds = ('base', 'structure', 'parameters', 'losses', 'ranks', 'vis', 'sync', 'sent')
-
-def run_of_metadata(stem, names):
-    "Return the run of a metadata file. `stem`: file name without .json. `names`: known runs. Return None if no run is found."
-    kind,_,name = stem.partition('_')
-    if kind in metadata_kinds: return name
-    return next((stem[i+1:] for i,c in enumerate(stem) if c=='_' and stem[i+1:] in names), None)
-
-def regular_files(*paths):
-    "Return the paths among `paths` that are regular files, not links."
-    return [p for p in paths if p.is_file() and not p.is_symlink()]
-
-# %% ../../nbs/50_frames/06_belongings.ipynb #b7000006
-class Home:
-    "Index of the files in a home (the folder of all runs), grouped by run."
-    def __init__(self, home=None):
-        self.place = folder('torchember', home)
-        self.log,self.data = self.place/'log',self.place/'data'
-        flush_logs(self.log)
-        # logs: names of all logs; parts: names of logs with Parquet files; metadata: name of a log -> its metadata files
-        self.logs,self.parts,self.metadata,self.taken = set(),set(),{},set(taken)
-        for f in list_folder(self.log):
-            if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False):
-                self.parts.add(f.name.removesuffix('.parts'))
-            elif not f.is_dir(follow_symlinks=False) and not f.name.endswith('_latest') and is_run_name(f.name):
-                self.logs.add(f.name)
-        files = [f for f in list_folder(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
-        bases = {f.name[5:-5] for f in files if f.name.startswith('base_')}
-        # include only metadata files of torchember, because the user may have further files in this folder
-        self.bases = {n for n in bases if n in self.logs or is_run_name(n) and 'schema' in read_base_metadata(n, self.data)[0]}
-        self.older = {n for n in log_names(home) if n not in self.logs}
-        for f in files: self.metadata.setdefault(run_of_metadata(f.name[:-5], self.names), []).append(self.data/f.name)
-
-    @property
-    def names(self):
-        "Set of names of all logs in the home, including names with only metadata or Parquet files."
-        return self.logs | self.parts | self.bases | self.older
-
-    def members(self, run):
-        "Return the names of all logs of a run: [run] for one process, else the name of each rank's log."
-        return [run] if run in self.names else [*ranks_among(self.names, run).values()]
-
-    def chosen(self, run):
-        """Return the names of the runs selected by `run`: a name, pattern, `torchEmber`, tracker, `Run`, or a list of these.
-
-        Raise FileNotFoundError for an unknown run."""
-        if isinstance(run, list|tuple|set): return list(dict.fromkeys(n for r in run for n in self.chosen(r)))
-        t = run if isinstance(run, tracker|Run) else getattr(run, 't', None)
-        if isinstance(t, tracker|Run):
-            run,place = (t.name, t.home) if isinstance(t, Run) else (t.fname, t.dir)
-            if place!=self.place:
-                raise ValueError(f"{printable(run)} is a run in {printable(place)}, not in {printable(self.place)}. Give the folder with the run as home=.")
-        if not isinstance(run, str):
-            raise TypeError(f"a run must be a name, a pattern, a torchEmber, its tracker te.t, or a list of these, got {an(run)}.")
-        if not (some := matching_runs(run, names := sorted(self.names))):
-            raise FileNotFoundError(f"{unknown('run', run, logs_to_run_names(names))} Looked in {printable(self.log)}.")
-        return some
-
-    def files(self, name):
-        """Return a dict of the files of one log: kind of file -> list of paths.
-
-        The file of 'base' metadata is the last: while it exists, `runs()` lists the run, even if a removal is
-        interrupted."""
-        parts = sorted((self.log/f'{name}.parts').iterdir()) if name in self.parts else []
-        data = sorted(self.metadata.get(name, ()), key=lambda p: (p.name==f'base_{name}.json', p.name))
-        return dict(parts=parts, latest=regular_files(self.log/f'{name}_latest'), log=regular_files(self.log/name),
-            metadata=data)
 
 # %% ../../nbs/50_frames/06_belongings.ipynb #b7000009
 def du(
@@ -140,14 +70,14 @@ def refuse_foreign_files(h, name):
 
 def refuse_active_logs(h, name):
     "Refuse to change an active log: raise ValueError if a process is writing it, or may continue to write it."
-    base,text = read_base_metadata(name, h.data)[0],f'The run {printable(name)!r} is still being written'
+    if is_over(h.state(name)): return
+    base,text = h.read_base(name)[0],f'The run {printable(name)!r} is still being written'
     pid,host = base.get('pid'),printable(base.get('host', ''))
-    if is_running(base) and pid==os.getpid(): raise ValueError(f"{text} by this process. End the recording first: te.close().")
-    if is_running(base):
+    is_here = base.get('host')==gethostname()
+    if is_here and pid==os.getpid(): raise ValueError(f"{text} by this process. End the recording first: te.close().")
+    if is_here:
         raise ValueError(f"{text} by process {pid} on this machine. Wait until this process ends, or end it: kill {pid}.")
-    if 'end' in base or 'pid' not in base or not file_exists(h.log/name): return
-    ago = time.time()-stat_file(h.log/name).st_mtime
-    if ago<recent and base.get('host')!=gethostname():
+    if (ago := seconds_since_write(h.log/name))<recent:
         raise ValueError(f"{text}, or its process has crashed: the run was started on {host}, its end was not recorded, and the last rows were written "
             f"{ago:.0f} s ago. End the recording on {host}. If its process has crashed, try again {recent//60} minutes after the last rows.")
 
@@ -160,16 +90,15 @@ def refuse_shared(h, name, names):
     raise ValueError(f"{name!r} is the log of one process of the run {whole!r}. All processes of this run share files, so nothing was changed. "
         f"Give the name of the whole run, {whole!r}.")
 
-def select_changeable_runs(run, home):
-    "Return a `Home` and the names of the selected runs. Raise an error if one of these runs cannot be changed."
-    h = Home(home)
+def select_changeable_runs(h, run):
+    "Return the names of the selected runs of a `Home`. Raise an error if one of these runs cannot be changed."
     names = h.chosen(run)
     for name in names:
         for n in h.members(name):
             refuse_foreign_files(h, n)
             refuse_active_logs(h, n)
         if h.members(name)==[name]: refuse_shared(h, name, names)
-    return h,names
+    return names
 
 def forget_file(path):
     "Forget the file of a deleted log: remove it from the caches of this process, because a new log may get its name."
@@ -190,7 +119,8 @@ def rm(
     Returns:
         pandas.DataFrame: the rows of `du` for the removed runs
     """
-    h,names = select_changeable_runs(run, home)
+    h = Home(home)
+    names = select_changeable_runs(h, run)
     gone = du(names, h.place)
     for name in names:
         members = h.members(name)
@@ -220,17 +150,18 @@ def mv(
     Returns:
         The new name of the run
     """
-    if is_url(place := folder('torchember', home)):
-        raise OSError(f"{printable(place)} is an object store, which cannot rename files. "
-            f"Rename the run on the machine that wrote it, sync it again, and remove the old copy: rm({run!r:.80}, {printable(repr(str(place)))}).")
-    h,names = select_changeable_runs(run, home)
+    h = Home(home)
+    if is_url(h.place):
+        raise OSError(f"{printable(h.place)} is an object store, which cannot rename files. "
+            f"Rename the run on the machine that wrote it, sync it again, and remove the old copy: rm({run!r:.80}, {printable(repr(str(h.place)))}).")
+    names = select_changeable_runs(h, run)
     if len(names)>1:
         raise ValueError(f"mv takes one run, but {run!r:.80} matches {len(names)}: {printable(', '.join(names[:5]))}. Rename them one by one.")
     members = h.members(names[0])
     new = {m: name+m.removeprefix(names[0]) if isinstance(name, str) else name for m in members}
     for n in (name, *new.values()): portable_name(safe_name(n, 'run'))
     for n in (name, *new.values()):
-        if h.members(n) or h.log/n in h.taken or any(os.path.lexists(h.log/f'{n}{end}') for end in ('', '_latest', '.parts')) or h.metadata.get(n):
+        if h.members(n) or h.log/n in taken or any(os.path.lexists(h.log/f'{n}{end}') for end in ('', '_latest', '.parts')) or h.metadata.get(n):
             raise FileExistsError(f"The name {n!r} is already used in {printable(h.place)}. Choose another name"
                 +(f", or remove that run: rm({n!r})." if h.members(n) else '.'))
     for old,to in new.items(): move_log(h, old, to)

@@ -14,6 +14,7 @@ from itertools import chain
 
 import numpy as np
 
+from torchember.frames.handle import LogReader, Run
 from torchember.frames.rank_tables import paths_of_ranks, read_ranks
 from torchember.frames.tables import table_of_blocks, prepare_table
 from torchember.processes.merge import shard_columns
@@ -23,12 +24,12 @@ from torchember.ground.needs import pa, pc, pd
 from torchember.ground.record import column_order, identity
 from torchember.measure.summary import derived
 from torchember.store.anywhere import file_size, path_exists, is_url, open_file
-from torchember.store.base import read_meta
 from torchember.store.columns import Expected, Missing, none
 from torchember.store.compaction import next_lines
+from torchember.store.jsonl import emberTracker
 from torchember.store.lines import bad, is_step
 from torchember.store.older import is_older
-from torchember.store.parts import Part, arrow_type, column_kind, open_part, overlaps, part_file, parts_and_lines, call_with_current_files, size_or_zero
+from torchember.store.parts import Part, arrow_type, column_kind, open_part, overlaps, part_file, call_with_current_files, size_or_zero
 from torchember.store.reading import marks_in, path_of
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #49035eb0
@@ -56,26 +57,17 @@ class Segment:
 
     def lines(self):
         "Return the JSON lines of the segment of the log as bytes."
-        while True:
-            path,start = self.locate()
-            with open_file(path) as f:
-                f.seek(start)
-                data = f.read(self.end-self.start)
-            # stop if the path of the file has not changed. If the file was renamed during the read, read again
-            if self.locate()==(path, start): break
-        if len(data)<self.end-self.start: raise OSError(shorter_message(path))
+        def read(listing, files):
+            "Read the lines from the file that has them now, because the file may have been renamed for its conversion to Parquet."
+            at,first,end = (listing or {}).get('removed', 0),self.before+self.start,self.before+self.end
+            for f,_ in files:
+                size = size_or_zero(f)
+                if at<=first and end<=at+size: return read_bytes(f, first-at, end-first)
+                at += size
+            raise OSError(shorter_message(self.log))
+        data = (read_bytes(self.path, self.start, self.end-self.start) if self.log is None or is_url(self.log)
+            else call_with_current_files(self.log, read))
         return data if data.endswith(b'\n') else data+b'\n'
-
-    def locate(self):
-        "Locate the segment's lines: return (file, first byte). The file may have been renamed for its conversion to Parquet."
-        if self.log is None or is_url(self.log): return self.path, self.start
-        listing,files = parts_and_lines(self.log)
-        at,first,end = (listing or {}).get('removed', 0),self.before+self.start,self.before+self.end
-        for f,_ in files:
-            size = size_or_zero(f)
-            if at<=first and end<=at+size: return f, first-at
-            at += size
-        raise OSError(shorter_message(self.log))
 
     @property
     def is_shared(self):
@@ -85,6 +77,14 @@ class Segment:
     def overlaps(self, steps):
         "Return True if the segment may have rows in the range `steps`: (first, last), or None for all steps."
         return overlaps((self.first, self.last), steps)
+
+def read_bytes(path, start, n):
+    "Return `n` bytes of a file from byte `start`. Raise OSError if the file is shorter."
+    with open_file(path) as f:
+        f.seek(start)
+        data = f.read(n)
+    if len(data)<n: raise OSError(shorter_message(path))
+    return data
 
 def shorter_message(path):
     "Return the error message for a log file that became shorter while it was read."
@@ -316,14 +316,6 @@ def make_chunks(name, logs, contents, home, merged=False, most=None):
         for i,steps in enumerate(ranges)]
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #ef42bf7e
-def rank_metadata(home, names, kind='ranks'):
-    "Return metadata of one kind for each rank: rank -> metadata. `names`: (name, rank) of each log."
-    out = {}
-    for name,rank in names:
-        try: out[rank] = read_meta(home/'data'/f'{kind}_{name}.json')
-        except (KeyError, ValueError, OSError): continue # a killed process may have left no metadata
-    return {rank: v for rank,v in out.items() if isinstance(v, dict)}
-
 def names_and_ranks(logs):
     "Return the tuple (name, rank) for each log of a chunk. `logs`: tuples (name, rank, segments)."
     return tuple((name, rank) for name,rank,_ in logs)
@@ -349,7 +341,8 @@ def rank_rows(logs, steps):
 @lru_cache(8)
 def read_rank_metadata(home, names, asked):
     "Return the metadata of all ranks and the paths of their modules, cached during one call of `scan`."
-    return rank_metadata(home, names), paths_of_ranks(rank_metadata(home, names, 'structure'))
+    run = Run('', {rank: LogReader(home/'log'/name, emberTracker(name, home)) for name,rank in names})
+    return run.metadata('ranks'), paths_of_ranks(run.metadata('structure'))
 
 @lru_cache(8)
 def new_paths_from_first_chunk(home, logs, steps, asked):

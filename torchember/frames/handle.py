@@ -8,7 +8,9 @@ __all__ = ['open_run']
 # %% ../../nbs/50_frames/04_handle.ipynb #1715d9b9
 import os, re, sys
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cached_property, partial
+from socket import gethostname
+from time import time
 
 import numpy as np
 
@@ -17,7 +19,7 @@ from torchember.frames.rank_tables import merge_parameters, merge_trees, paths_o
 from torchember.frames.tables import columns_to_read, concat_tables, table_of_blocks, prepare_table
 from torchember.ground.messages import an, printable, unknown, warn
 from torchember.processes import ranks
-from torchember.store.anywhere import list_folder, file_exists, path_exists, is_url, to_path
+from torchember.store.anywhere import call_store, list_folder, file_exists, path_exists, is_url, to_path
 from torchember.store.base import valid_base, folder, read_meta, safe_name
 from torchember.store.columns import ColumnBlock
 from torchember.store.jsonl import emberTracker, tracker
@@ -36,22 +38,7 @@ def is_run_name(name):
     try: return bool(safe_name(name, 'run'))
     except ValueError: return False
 
-def log_files(log):
-    "Return the names of the files in a folder of logs, except hidden files and `*_latest`. Names may be invalid as run names."
-    names = [f.name for f in list_folder(log) if not f.is_dir(follow_symlinks=False)]
-    return sorted(n for n in names if not n.endswith('_latest') and n[0]!='.')
-
-def older_runs(log):
-    "Return the names of the subfolders of `log` that are runs of torchember 0.2."
-    return [] if is_url(log) else [f.name for f in list_folder(log) if f.is_dir(follow_symlinks=False)
-        and is_run_name(f.name) and is_older(f.path)]
-
 rank_pattern = re.compile(r'(.+)\.rank(0|[1-9][0-9]{0,5})')
-
-def rank_logs(name, home):
-    "Return a dict of the logs of a distributed run: rank -> name of its log. `name`: name of the run."
-    log = folder('torchember', home)/'log'
-    return {r: n for r,n in ranks_among(log_files(log), name).items() if is_url(log) or (log/n).is_file()}
 
 def ranks_among(names, run):
     "Find the logs of the ranks of a run in the list `names`. Return a dict: rank -> name of its log."
@@ -59,9 +46,24 @@ def ranks_among(names, run):
         and m[1]==run}
     return dict(sorted(found.items()))
 
+def run_of_log(name):
+    "Return the run of a log. The log 'a.rank1' belongs to the run 'a'. Another name is also the name of the run."
+    return m[1] if (m := rank_pattern.fullmatch(name)) else name
+
 def logs_to_run_names(names):
     "Convert log names to run names. The logs 'a.rank0' and 'a.rank1' become one run 'a'."
-    return list(dict.fromkeys(m[1] if (m := rank_pattern.fullmatch(n)) else n for n in names))
+    return list(dict.fromkeys(map(run_of_log, names)))
+
+def is_glob(run):
+    "Return True if `run` is a pattern with wildcards."
+    return isinstance(run, str) and os.sep not in run and bool(set(run)&set('*?['))
+
+def matching_runs(run, names):
+    "Return the names of all runs that match a name or pattern. If no run matches, return matching log names of single ranks."
+    known = logs_to_run_names(names)
+    if run in names or run in known or not is_glob(run): return [run]*(run in names or run in known)
+    return [n for n in known if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]
+
 
 # %% ../../nbs/50_frames/04_handle.ipynb #6875fa8b
 def may_have_orphan_box(boxes):
@@ -90,12 +92,6 @@ def recover_boxes(folder):
             f"reading them needs a library that cannot be imported: {e}. Install this library, and read the run again.")
     recover_all(folder)
 
-def log_names(home):
-    "Return the sorted names of all logs in a home, after writing queued rows and recovering rows of dead processes."
-    log = folder('torchember', home)/'log'
-    recover_boxes(log.parent)
-    flush_logs(log)
-    return sorted([n for n in log_files(log) if (is_url(log) or os.path.isfile(log/n)) and is_run_name(n)]+older_runs(log))
 
 # %% ../../nbs/50_frames/04_handle.ipynb #5ab7ec68
 def read_base_metadata(name, data):
@@ -107,12 +103,50 @@ def read_base_metadata(name, data):
     except KeyError: return {}, None
     except (ValueError, OSError) as e: return {}, printable(e)
 
+#| exporti
+silence_seconds = 300. # a run on another machine is called silent after this many seconds without a new row
+
+def process_exists(pid):
+    "Return True if the process `pid` is running on this machine."
+    if not isinstance(pid, int) or not 0<pid<2**31: return False
+    # on Windows, assume that the process runs, because `os.kill` would end the process
+    if os.name=='nt': return True
+    try: os.kill(pid, 0)
+    except ProcessLookupError: return False
+    # an OSError for a missing permission shows that the process exists, but belongs to another user
+    except OSError: return True
+    return True
+
+def stat_file(path):
+    "Return the `os.stat` result of a file. For a URL, return an object with the same fields."
+    return call_store(path, path.stat) if is_url(path) else os.stat(path)
+
+def seconds_since_write(path):
+    "Return the number of seconds since a file was written; infinity if there is no file."
+    try: return time()-stat_file(path).st_mtime
+    except OSError: return float('inf')
+
+def run_state(base, path):
+    """Return the state of the run with the general metadata `base` and the log file `path`.
+
+    'running': its process exists, or it is on another machine and has written rows in the last 5 minutes. 'silent': it is on another machine,
+    and has written nothing for 5 minutes. 'died': its process no longer exists, but did not record the end of the run. 'ended': all other runs.
+    """
+    if 'end' in base or 'pid' not in base: return 'ended'
+    if base.get('host')==gethostname(): return 'running' if process_exists(base['pid']) else 'died'
+    return 'running' if seconds_since_write(path)<silence_seconds else 'silent'
+
+def is_over(state):
+    "Return True if a run in this state (see `run_state`) gets no further rows."
+    return state in ('ended', 'died')
+
+
 # %% ../../nbs/50_frames/04_handle.ipynb #6ffa4147
 class LogReader:
     "Log of one process, open for reading. `tracker`: the run as a `tracker`; None for a file outside of a home (folder of runs)."
     def __init__(self, path, tracker=None):
         self.path,self.t,self.name = path,tracker,path.name
-        self.store = JsonLines(path) if tracker is None else tracker.file.disk # `LogStore` object that reads the log
+        self.store = JsonLines(path) if tracker is None else tracker.file.disk # `JsonLines` object that reads the log
 
     def blocks(self, after=(0, 0)):
         "Yield the rows of the log in blocks. `after`: (bytes of the log, rows) to skip at the start."
@@ -139,6 +173,16 @@ class LogReader:
         try: return None if self.t is None else self.t.about.get(kind) or self.t[f'{kind}_{self.name}']
         except (KeyError, ValueError, OSError): return None # a killed process may not have written metadata
 
+    @property
+    def base(self):
+        "General metadata of the log, as they are in the file now. {} if they are missing or cannot be read."
+        return read_base_metadata(self.name, self.path.parent.parent/'data')[0]
+
+    @property
+    def state(self):
+        "State of the log: 'running', 'silent', 'died' or 'ended'. See `run_state`."
+        return run_state(self.base, self.path)
+
     def rows(self):
         "Return all rows of the log as a list of dicts."
         return parse_blocks(self.blocks, self.complete_file())[0]
@@ -149,24 +193,24 @@ class LogReader:
         return table_of_blocks(self.blocks, self.complete_file(), keep,
             columns and columns_to_read(columns, self.may_supersede()))
 
-def open_log(run, home=None):
-    "Open one log for reading. `run`: name of a log, its file or URL, a `torchEmber` or its tracker."
+def open_log(run):
+    "Open one log for reading. `run`: file or URL of a log, a `torchEmber` or its tracker."
     t = run if isinstance(run, tracker) else getattr(run, 't', None)
-    if isinstance(run, os.PathLike) or is_url(run) or isinstance(run, str) and os.sep in run:
+    if isinstance(run, os.PathLike|str) or is_url(run):
         path = to_path(run)
         if path.parent.name=='log': recover_boxes(path.parent.parent)
         flush_logs(path)
         if not (file_exists(path) or is_older(path)):
             raise FileNotFoundError(f"There is no log {printable(path)}. Give the path of a log file, or the name of a run.")
         return LogReader(path)
-    if not isinstance(t, tracker) and not isinstance(run, str):
+    if not isinstance(t, tracker):
         raise TypeError(f"a run must be a name, a file, a torchEmber or its tracker te.t, got {an(run)}. "
             "Do not call read with a table of rows: use the table itself.")
-    if not isinstance(t, tracker): t = emberTracker(run, home)
     recover_boxes(t.dir)
     t.barrier() # write queued rows first (if this process records the run)
     t.require_exists()
     return LogReader(t.log_path, t)
+
 
 # %% ../../nbs/50_frames/04_handle.ipynb #4016b2c9
 class Run:
@@ -300,6 +344,152 @@ def values_of_conditions(runs):
     found = {name: RowFilter(None).values(name, rows) for name in column_of_condition}
     return {name: list(dict.fromkeys(v for v in values if isinstance(v, int if name=='steps' else str))) for name,values in found.items()}
 
+# %% ../../nbs/50_frames/04_handle.ipynb #251838a5
+metadata_kinds = ('base', 'structure', 'parameters', 'losses', 'ranks', 'vis', 'sync', 'sent')
+
+def run_of_metadata(stem, names):
+    "Return the run of a metadata file. `stem`: file name without .json. `names`: known runs. Return None if no run is found."
+    kind,_,name = stem.partition('_')
+    if kind in metadata_kinds: return name
+    return next((stem[i+1:] for i,c in enumerate(stem) if c=='_' and stem[i+1:] in names), None)
+
+def regular_files(*paths):
+    "Return the paths among `paths` that are regular files, not links."
+    return [p for p in paths if p.is_file() and not p.is_symlink()]
+
+def name_in_home(run, place):
+    "Return the name of a `torchEmber`, tracker or `Run` in the home `place`. Return a text unchanged. Raise an error for other objects and homes."
+    t = run if isinstance(run, tracker|Run) else getattr(run, 't', None)
+    if isinstance(t, tracker|Run):
+        run,home = (t.name, t.home) if isinstance(t, Run) else (t.fname, t.dir)
+        if home!=place:
+            raise ValueError(f"{printable(run)} is a run in {printable(home)}, not in {printable(place)}. Give the folder with the run as home=.")
+    if isinstance(run, str): return run
+    raise TypeError(f"a run must be a name, a pattern, a torchEmber, its tracker te.t, or a list of these, got {an(run)}.")
+
+def warn_unread_logs(run, names):
+    "Warn about the names of logs that look like logs of ranks of a run, but are not read. `names`: all other logs."
+    if odd := [n for n in names if n.startswith(f'{run}.rank') and n.removeprefix(f'{run}.rank').isdecimal()]:
+        warn(f"{printable(run)}: the log of each process must end in .rank0, .rank1, ..., so files with another ending "
+            f"were not read: {printable(', '.join(odd))}.")
+
+
+# %% ../../nbs/50_frames/04_handle.ipynb #b7000006
+class Home:
+    """Home of runs: a folder or URL with their logs in log/ and their metadata in data/. Methods read the folders at each call.
+
+    `logs`, `parts`, `older`, `bases`, `metadata`: index of all files by the name of the log, read once, at the first use."""
+    def __init__(self, home=None):
+        self.place = folder('torchember', home)
+        self.log,self.data = self.place/'log',self.place/'data'
+
+    def log_files(self):
+        "Return the names of the files in the folder of logs, except hidden files and `*_latest`. Names may be invalid as run names."
+        names = [f.name for f in list_folder(self.log) if not f.is_dir(follow_symlinks=False)]
+        return sorted(n for n in names if not n.endswith('_latest') and n[0]!='.')
+
+    def older_runs(self):
+        "Return the names of the folders of logs that are runs of torchember 0.2."
+        return [] if is_url(self.log) else [f.name for f in list_folder(self.log) if f.is_dir(follow_symlinks=False)
+            and is_run_name(f.name) and is_older(f.path)]
+
+    def complete_logs(self):
+        "Complete all logs: write queued rows, and recover rows of dead processes."
+        recover_boxes(self.place)
+        flush_logs(self.log)
+
+    def log_names(self):
+        "Return the sorted names of all logs that can be read, after completing them."
+        self.complete_logs()
+        return sorted([n for n in self.log_files() if (is_url(self.log) or os.path.isfile(self.log/n)) and is_run_name(n)]+self.older_runs())
+
+    def rank_logs(self, run):
+        "Return a dict of the logs of a distributed run: rank -> name of its log. `run`: name of the run."
+        return {r: n for r,n in ranks_among(self.log_files(), run).items() if is_url(self.log) or (self.log/n).is_file()}
+
+    def read_base(self, name):
+        "Return the general metadata of a log, and the reason why they cannot be read, or None. See `read_base_metadata`."
+        return read_base_metadata(name, self.data)
+
+    def state(self, name):
+        "Return the state of a log: 'running', 'silent', 'died' or 'ended'. See `run_state`."
+        return run_state(self.read_base(name)[0], self.log/name)
+
+    @cached_property
+    def logs(self):
+        "Set of the names of all logs that are files. They are completed first."
+        self.complete_logs()
+        return {n for n in self.log_files() if is_run_name(n)}
+
+    @cached_property
+    def older(self):
+        "Set of the names of runs of torchember 0.2, which are folders."
+        return set(self.older_runs())-self.logs
+
+    @cached_property
+    def parts(self):
+        "Set of the names of logs with a folder of Parquet files."
+        return {f.name.removesuffix('.parts') for f in list_folder(self.log) if f.name.endswith('.parts') and f.is_dir(follow_symlinks=False)}
+
+    @cached_property
+    def metadata_files(self):
+        "Names of the JSON files in the folder of metadata."
+        return [f.name for f in list_folder(self.data) if f.name.endswith('.json') and f.is_file(follow_symlinks=False)]
+
+    @cached_property
+    def bases(self):
+        "Set of the names of logs with general metadata. Without a log, the metadata must be of torchember, because users may have further files."
+        files = set(self.log_files())
+        names = [f[5:-5] for f in self.metadata_files if f.startswith('base_')]
+        return {n for n in names if is_run_name(n) and (n in files or 'schema' in self.read_base(n)[0])}
+
+    @property
+    def names(self):
+        "Set of the names of all logs in the home, including names with only metadata or Parquet files."
+        return self.logs | self.parts | self.bases | self.older
+
+    @cached_property
+    def metadata(self):
+        "Paths of metadata files: name of a log -> list of its files."
+        found,names = {},self.names
+        for f in self.metadata_files: found.setdefault(run_of_metadata(f[:-5], names), []).append(self.data/f)
+        return found
+
+    def members(self, run):
+        "Return the names of all logs of a run: [run] for one process, else the name of each rank's log."
+        return [run] if run in self.names else [*ranks_among(self.names, run).values()]
+
+    def chosen(self, run):
+        """Return the names of the runs selected by `run`: a name, pattern, `torchEmber`, tracker, `Run`, or a list of these.
+
+        Raise FileNotFoundError for an unknown run."""
+        if isinstance(run, list|tuple|set): return list(dict.fromkeys(n for r in run for n in self.chosen(r)))
+        run = name_in_home(run, self.place)
+        if not (some := matching_runs(run, names := sorted(self.names))):
+            raise FileNotFoundError(f"{unknown('run', run, logs_to_run_names(names))} Looked in {printable(self.log)}.")
+        return some
+
+    def files(self, name):
+        "Return a dict of the files of one log: kind of file -> list of paths."
+        # the file of 'base' metadata is the last: while it exists, `runs()` lists the run, even if a removal is interrupted
+        parts = sorted((self.log/f'{name}.parts').iterdir()) if name in self.parts else []
+        data = sorted(self.metadata.get(name, ()), key=lambda p: (p.name==f'base_{name}.json', p.name))
+        return dict(parts=parts, latest=regular_files(self.log/f'{name}_latest'), log=regular_files(self.log/name),
+            metadata=data)
+
+    def open(self, name):
+        "Open the run `name` for reading, with the logs of all ranks for a distributed run. Return a `Run`."
+        recover_boxes(self.place)
+        ranks = {} if path_exists(self.log/name) else self.rank_logs(name)
+        if not ranks:
+            if file_exists(self.log/f'{name}.rank0'):
+                warn(f"{printable(name)}: this is the log of one process. The logs {printable(name)}.rank0, "
+                    "... of a distributed run with the same name were not read. To read them, rename this run.")
+            return open_single_log(open_log(emberTracker(name, self.place)))
+        warn_unread_logs(name, [n for n in self.log_files() if n not in ranks.values()])
+        return Run(name, {r: open_log(emberTracker(n, self.place)) for r,n in ranks.items()})
+
+
 # %% ../../nbs/50_frames/04_handle.ipynb #f9241c5a
 def split_url(run, home):
     "Split the URL of a run into (name, home): 's3://b/x/log/resnet' gives 'resnet' and 's3://b/x'. Return other values unchanged."
@@ -307,37 +497,9 @@ def split_url(run, home):
     path = to_path(run)
     return (path.name, path.parent.parent) if path.parent.name=='log' else (run, home)
 
-def is_glob(run):
-    "Return True if `run` is a pattern with wildcards."
-    return isinstance(run, str) and os.sep not in run and bool(set(run)&set('*?['))
-
-def matching_runs(run, names):
-    "Return the names of all runs that match a name or pattern. If no run matches, return matching log names of single ranks."
-    known = logs_to_run_names(names)
-    if run in names or run in known or not is_glob(run): return [run]*(run in names or run in known)
-    return [n for n in known if fnmatchcase(n, run)] or [n for n in names if fnmatchcase(n, run)]
-
 def is_dataframe(run):
     "Return True if `run` is a pandas table."
     return 'pandas' in sys.modules and isinstance(run, sys.modules['pandas'].DataFrame)
-
-def open_named(run, home):
-    "Open a run by name, file, `torchEmber` or tracker. Return a `Run`, with the logs of all ranks for a distributed run."
-    run,home = split_url(run, home)
-    if not isinstance(run, str) or os.sep in run: return open_single_log(open_log(run, home))
-    log = folder('torchember', home)/'log'
-    recover_boxes(log.parent)
-    if path_exists(log/run):
-        if file_exists(log/f'{run}.rank0'):
-            warn(f"{printable(run)}: this is the log of one process. The logs {printable(run)}.rank0, "
-                "... of a distributed run with the same name were not read. To read them, rename this run.")
-        return open_single_log(open_log(run, home))
-    if not (found := rank_logs(run, home)): return open_single_log(open_log(run, home))
-    if odd := [n for n in log_files(log) if n.startswith(f'{run}.rank') and n.removeprefix(f'{run}.rank').isdecimal()
-            and n not in found.values()]:
-        warn(f"{printable(run)}: the log of each process must end in .rank0, .rank1, ..., so files with another ending "
-            f"were not read: {printable(', '.join(odd))}.")
-    return Run(run, {r: open_log(n, home) for r,n in found.items()})
 
 def open_single_log(log):
     "Return a `Run` of one process, with the `LogReader` `log`."
@@ -351,10 +513,13 @@ def open_runs(run, home=None):
         return list(found.values()), True
     if isinstance(run, Run): return [run], False
     run,home = split_url(run, home)
-    if not is_glob(run): return [open_named(run, home)], False
-    if not (some := matching_runs(run, names := log_names(home))):
-        raise FileNotFoundError(f"{unknown('run matches', run, names)} Looked in {printable(folder('torchember', home)/'log')}.")
-    return [open_named(n, home) for n in some], some!=[run]
+    if not isinstance(run, str) or os.sep in run or is_url(run): return [open_single_log(open_log(run))], False
+    h = Home(home)
+    if not is_glob(run): return [h.open(run)], False
+    if not (some := matching_runs(run, names := h.log_names())):
+        raise FileNotFoundError(f"{unknown('run matches', run, names)} Looked in {printable(h.log)}.")
+    return [h.open(n) for n in some], some!=[run]
+
 
 # %% ../../nbs/50_frames/04_handle.ipynb #bf4dff6b
 def open_run(

@@ -8,15 +8,14 @@ __all__ = ['runs', 'compact']
 # %% ../../nbs/50_frames/04_listing.ipynb #28ac5e2e
 import os, re
 from datetime import datetime
-from socket import gethostname
 from stat import S_ISDIR
 
-from torchember.frames.handle import is_run_name, log_files, older_runs, open_runs, rank_pattern, read_base_metadata
+from torchember.frames.handle import Home, is_over, open_runs, rank_pattern, run_state, stat_file
 from torchember.ground.messages import printable
 from torchember.ground.needs import pd
 from torchember.processes.module_names import join_names, join_ranks
-from torchember.store.anywhere import call_store, list_folder, file_size, path_exists, is_url, open_file
-from torchember.store.base import folder, read_meta, safe_name
+from torchember.store.anywhere import file_size, path_exists, is_url, open_file
+from torchember.store.base import read_meta, safe_name
 from torchember.store.compaction import convert_to_parts
 from torchember.store.jsonl import emberTracker
 from torchember.store.log import flush_logs
@@ -70,27 +69,6 @@ def count_steps(path, size):
         last = last_step_in_block(f.read(4096))
     return (last if last>=0 else last_step_of(path))+1
 
-# %% ../../nbs/50_frames/04_listing.ipynb #5befa20d
-def process_exists(pid, host):
-    "Return True if the process `pid` is running on this machine. Return False for another host, because its processes are unknown."
-    if host!=gethostname() or not isinstance(pid, int) or not 0<pid<2**31: return False
-    # on Windows, assume that the process runs, because `os.kill` would end the process
-    if os.name=='nt': return True
-    try: os.kill(pid, 0)
-    except ProcessLookupError: return False
-    # an OSError for a missing permission shows that the process exists, but belongs to another user
-    except OSError: return True
-    return True
-
-def is_running(base):
-    "Return True if the process that writes a run is running on this machine."
-    return 'end' not in base and process_exists(base.get('pid'), base.get('host'))
-
-def may_continue(base):
-    "Return True if a run has not ended, and its process may still be running."
-    return 'end' not in base and 'pid' in base and (base.get('host')!=gethostname()
-        or process_exists(base['pid'], base['host']))
-
 # %% ../../nbs/50_frames/04_listing.ipynb #fcb40182
 def model_class(name, data, base):
     "Return the class name of a run's model from the metadata, or None if it is unknown."
@@ -105,38 +83,34 @@ def format_time(seconds):
     "Convert a time in seconds since 1970 to text in local time."
     return datetime.fromtimestamp(seconds).strftime('%Y-%m-%d %H:%M:%S')
 
-def stat_file(path):
-    "Return the `os.stat` result of a file. For a URL, return an object with the same fields."
-    return call_store(path, path.stat) if is_url(path) else os.stat(path)
-
-def describe_log(name, place):
-    "Return a dict that describes the log `name` in the home `place`: one row of the table of `runs()`. Raise an error if it is unreadable."
-    path,data = place/'log'/safe_name(name, 'run'),place/'data'
-    base,problem = read_base_metadata(name, data)
+def describe_log(h, name):
+    "Return a dict that describes a log: one row of the table of `runs()`. `h`: the `Home` of the log. Raise an error if the log is unreadable."
+    path = h.log/safe_name(name, 'run')
+    base,problem = h.read_base(name)
     s = stat_file(path)
-    known = dict(name=name, model=model_class(name, data, base), ranks=1, start=base.get('start'), problem=problem)
+    known = dict(name=name, model=model_class(name, h.data, base), ranks=1, start=base.get('start'), problem=problem)
     if S_ISDIR(s.st_mode) and is_older(path):
         size,rows = size_and_rows(path)
-        return known | dict(steps=0, rows=rows, size=size, end=format_time(s.st_mtime), running=False)
-    running = is_running(base)
-    end = None if running else base.get('end') or format_time(s.st_mtime)
+        return known | dict(steps=0, rows=rows, size=size, end=format_time(s.st_mtime), running=False, state='ended')
+    state = run_state(base, path)
+    end = None if state=='running' else base.get('end') or format_time(s.st_mtime)
     parts = summarize_parts(path)
     # True if no rows were added after the end of the run
     same = base.get('bytes')==s.st_size+parts['lines']
     rows = base['rows'] if same and 'rows' in base else estimate_rows(path)
     steps = base['steps'] if same and 'steps' in base else count_steps(path, s.st_size)
-    return known | dict(steps=steps, rows=rows, size=s.st_size+parts['size'], end=end, running=running)
+    return known | dict(steps=steps, rows=rows, size=s.st_size+parts['size'], end=end, running=state=='running', state=state)
 
-def try_describe_log(name, place):
+def try_describe_log(h, name):
     "Call `describe_log`. For an unreadable log, return a row with the reason as `problem`. Return None if the log no longer exists."
-    try: return describe_log(name, place)
+    try: return describe_log(h, name)
     # continue after any error, so that one unreadable file does not hide the remaining runs
     except Exception as e:
-        path = place/'log'/name
+        path = h.log/name
         if not path_exists(path): return None
         size = file_size(path) if is_url(path) else os.lstat(path).st_size
         return dict(name=printable(name), model=None, ranks=1, steps=0, rows=0, size=size, running=False,
-            problem=printable(explain(path, e)))
+            state=h.state(name), problem=printable(explain(path, e)))
 
 def explain(path, error):
     "Explain an error in the file `path`, for the column `problem`: return a text, or `error` itself if it is a ValueError or OSError."
@@ -144,50 +118,45 @@ def explain(path, error):
         return f"{path} is a link to a file that does not exist."
     return error if isinstance(error, ValueError|OSError) else f'{type(error).__name__}: {error}'
 
-def runs_without_log(place, names):
+def runs_without_log(h, names):
     """Return rows for the table of `runs()` about runs that have metadata but no log, as after an interrupted `rm`.
 
     `names`: names of the existing logs."""
-    files = list_folder(place/'data')
-    bases = [f.name[5:-5] for f in files if f.name.startswith('base_') and f.name.endswith('.json')
-        and f.is_file(follow_symlinks=False)]
-    rows = []
-    for n in filter(is_run_name, sorted({*bases}-names)):
-        base,problem = read_base_metadata(n, place/'data')
-        if not problem and 'schema' in base:
-            rows.append(dict(name=n, model=model_class(n, place/'data', base), ranks=1, steps=0, rows=0, size=0,
-                start=base.get('start'), end=base.get('end'), running=False,
-                problem='Its log is missing, only metadata is left: rm(name) removes it.'))
-    return rows
+    return [dict(name=n, model=model_class(n, h.data, base), ranks=1, steps=0, rows=0, size=0, start=base.get('start'), end=base.get('end'),
+        running=False, state='ended', problem='Its log is missing, only metadata is left: rm(name) removes it.')
+        for n in sorted(h.bases-names) if 'schema' in (base := h.read_base(n)[0])]
+
 
 # %% ../../nbs/50_frames/04_listing.ipynb #a1c0ffee
-def group_ranks(rows, place):
-    "Merge rows that describe logs of one distributed run. Return the rows of the table of `runs()`, one for each run."
+def group_ranks(rows, h):
+    "Merge rows that describe logs of one distributed run. Return the rows of the table of `runs()`, one for each run. `h`: the `Home` of the runs."
     # groups: name of a distributed run -> {rank: row of its log}; for a run with a single log, `id(row)` -> row of its log
     names,groups = {r['name'] for r in rows},{}
     for r in rows:
         m = rank_pattern.fullmatch(r['name'])
         if m and m[1] not in names: groups.setdefault(m[1], {})[int(m[2])] = r
         else: groups[id(r)] = r
-    return [merge_rank_rows(k, dict(sorted(r.items())), place) if isinstance(k, str) else r for k,r in groups.items()]
+    return [merge_rank_rows(k, dict(sorted(r.items())), h) if isinstance(k, str) else r for k,r in groups.items()]
 
 def describe_ranks(run):
     "Return a dict that describes the distributed run `run`: one row of the table of `runs()`."
-    return merge_rank_rows(run.name, {k: r for k,log in run.logs.items() if (r := try_describe_log(log.name, run.home))}, run.home)
+    h = Home(run.home)
+    return merge_rank_rows(run.name, {k: r for k,log in run.logs.items() if (r := try_describe_log(h, log.name))}, h)
 
-def merge_rank_rows(name, rows, place):
+def merge_rank_rows(name, rows, h):
     "Merge the descriptions of all logs of a distributed run into one row of the table of `runs()`. `rows`: rank -> row of its log."
-    every,running = list(rows.values()),any(r['running'] for r in rows.values())
+    every = list(rows.values())
+    state = next(s for s in ('running', 'died', 'silent', 'ended') if any(r['state']==s for r in every))
     known = lambda c: [r[c] for r in every if r.get(c)]
     return dict(name=name, model=next(iter(known('model')), None), ranks=len(rows),
         **{c: sum(r[c] for r in every) for c in ('rows', 'size')},
         steps=max(r['steps'] for r in every), start=min(known('start'), default=None),
-        end=None if running else max(known('end'), default=None),
-        running=running, problem=rank_problems(name, rows, running, place))
+        end=None if state=='running' else max(known('end'), default=None),
+        running=state=='running', state=state, problem=rank_problems(name, rows, state=='running', h))
 
-def rank_problems(name, rows, running, place):
+def rank_problems(name, rows, running, h):
     "Return a sentence about ranks with a missing, unreadable or shorter log. Return None if there is no problem."
-    try: world = read_meta(place/'data'/f'ranks_{name}.rank{min(rows)}.json')['world']
+    try: world = read_meta(h.data/f'ranks_{name}.rank{min(rows)}.json')['world']
     except (KeyError, ValueError, OSError, TypeError): world = None
     world = world if isinstance(world, int) and world<1<<24 else 0
     gone = [k for k in range(world) if k not in rows]
@@ -200,13 +169,13 @@ def rank_problems(name, rows, running, place):
     return '; '.join(problems) or None
 
 # %% ../../nbs/50_frames/04_listing.ipynb #c11runs0
-def list_runs(home=None):
-    "Return the rows of the table of `runs()` as a list of dicts, without using pandas."
-    place = folder('torchember', home)
-    flush_logs(place/'log')
-    names = (*log_files(place/'log'), *older_runs(place/'log'))
-    found = [row for name in names if (row := try_describe_log(name, place))]
-    return group_ranks(found+runs_without_log(place, set(names)), place)
+def list_runs(h):
+    "Return the rows of the table of `runs()` for a `Home` as a list of dicts, without using pandas."
+    flush_logs(h.log)
+    names = (*h.log_files(), *h.older_runs())
+    found = [row for name in names if (row := try_describe_log(h, name))]
+    return group_ranks(found+runs_without_log(h, set(names)), h)
+
 
 # %% ../../nbs/50_frames/04_listing.ipynb #0acc470f
 def runs(
@@ -220,7 +189,7 @@ def runs(
     Returns:
         pandas.DataFrame: name, model, ranks (processes), steps, rows, size (bytes), start, end, running, problem (None if there is none)
     """
-    df = pd.DataFrame(list_runs(home), columns=['name', 'model', 'ranks', 'steps', 'rows', 'size', 'start',
+    df = pd.DataFrame(list_runs(Home(home)), columns=['name', 'model', 'ranks', 'steps', 'rows', 'size', 'start',
         'end', 'running', 'problem'])
     for c in 'start','end': df[c] = pd.to_datetime(df[c], errors='coerce', format='%Y-%m-%d %H:%M:%S')
     df = df.astype(dict(ranks='int64', steps='int64', rows='int64', size='int64', running=bool))
@@ -244,15 +213,15 @@ def compact(
     """
     out = []
     for r in open_runs(run, home)[0]:
-        logs,is_over = r.logs.values(),True
+        logs,all_over = r.logs.values(),True
         for log in logs:
             t = log.t or emberTracker(log.name, log.path.parent.parent)
             if t.older():
                 raise ValueError(f"The run {log.name!r} was recorded by an older torchember, so it cannot be compacted, only read. Its files were not changed.")
-            continues = may_continue(read_base_metadata(t.fname, t.data)[0])
+            continues = not is_over(log.state)
             convert_to_parts(log.path, last_step_of(log.path) if continues else None, keep, rows_per_group(len(logs)))
-            is_over = is_over and not continues
-        if is_over and len(logs)>=many_logs and not is_url(r.path): share_parts([log.path for log in logs])
+            all_over = all_over and not continues
+        if all_over and len(logs)>=many_logs and not is_url(r.path): share_parts([log.path for log in logs])
         for log in logs:
             parts = summarize_parts(log.path)
             out.append(dict(name=log.name, rows=parts['rows'], parquet=parts['size'], lines=file_size(log.path)))

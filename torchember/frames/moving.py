@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
-from torchember.frames.belongings import Home, refuse_foreign_files, refuse_active_logs, rm
-from torchember.frames.handle import read_base_metadata
-from torchember.frames.listing import may_continue
+from torchember.frames.belongings import refuse_foreign_files, refuse_active_logs, rm
+from torchember.frames.handle import Home, is_over
 from torchember.ground.messages import printable, warn
 from torchember.ground.record import plain
 from torchember.store.anywhere import StoreError, call_store, list_folder, file_size, is_url, open_file, remove_remote
@@ -271,7 +270,7 @@ class LogCopy:
     "Copy of one log to the destination of `sync`. The method `sync` copies all new files."
     def __init__(self, moving, h, name):
         self.m,self.to,self.h,self.name,self.path = moving,moving.target,h,name,h.log/name
-        self.over = not may_continue(read_base_metadata(name, h.data)[0])
+        self.over = is_over(h.state(name))
         # sent: number of files sent to the destination; bytes: total size of these files
         self.manifest,self.sent,self.bytes = Manifest(self.to, name),0,0
         self.folder,self.files = self.manifest.folder,self.manifest.files
@@ -413,7 +412,8 @@ def sync(
     if every is not None: return Background(run, target, home, every, parquet)
     said = sync_runs(run, SyncState(home, target, parquet))
     if move:
-        for name in dict.fromkeys(n for n in Home(home).chosen(run)): remove_moved(name, home, target)
+        h = Home(home)
+        for name in h.chosen(run): remove_moved(h, name, target)
     return said
 
 # %% ../../nbs/50_frames/08_moving.ipynb #3cde4efd
@@ -430,12 +430,11 @@ def sync_runs(run, moving):
                     f"Copied files stay at the destination, and the next call of sync continues. Cause: {printable(e)}") from None
     return out
 
-def remove_moved(name, home, target):
+def remove_moved(h, name, target):
     "Verify all files of a run at the destination, then remove the local run. Raise OSError for a wrong file, ValueError for an active run."
-    h = Home(home)
     for m in h.members(name):
         refuse_active_logs(h, m)
-        if may_continue(read_base_metadata(m, h.data)[0]):
+        if not is_over(h.state(m)):
             raise ValueError(f"{printable(m)} is still being recorded, so it was not moved. End the recording first: te.close().")
         files = as_dict(as_dict(target.read_json(f'data/sync_{m}.json')).get('files'))
         wrong = [rel for rel,f in files.items()
@@ -443,7 +442,7 @@ def remove_moved(name, home, target):
         if wrong or not files:
             why = f"the file {printable(wrong[0])} at the destination differs from the sent file" if wrong else "the destination has no list of copied files"
             raise OSError(f"{printable(m)} was not removed on this machine, because {why}. Call sync again.")
-    rm(name, home)
+    rm(name, h.place)
 
 @contextmanager
 def sync_lock(h, name, target):
@@ -485,8 +484,8 @@ class Background:
 
     def runs_ended(self):
         "Return True if all copied runs have ended."
-        data = folder('torchember', self.moving.home)/'data'
-        return bool(self.said) and not any(may_continue(read_base_metadata(s['name'], data)[0]) for s in self.said)
+        h = Home(self.moving.home)
+        return bool(self.said) and all(is_over(h.state(s['name'])) for s in self.said)
 
     def try_sync(self):
         "Copy new rows and files. Return True if the copy succeeded. Warn once about each type of error."

@@ -11,7 +11,7 @@ from itertools import chain
 
 from torchember.frames.choice import Choice, to_list
 from torchember.frames.chunks import (common_kind, inspect_log, make_chunks, most_merged, most_rows,
-    output_columns, output_marks, rank_metadata, step_bounds)
+    output_columns, output_marks, step_bounds)
 from torchember.frames.handle import open_runs
 from torchember.frames.tables import not_recorded
 from torchember.ground.messages import printable, with_argument_names, unknown, warn
@@ -31,7 +31,7 @@ def inspect_run(run, per_rank, several, count_back):
     contents,names = [inspect_log(log, rows, expected) for *_,log in logs],[(name, rank) for name,rank,_ in logs]
     home = run.home if merged else None
     if merged:
-        warn_missing_ranks(run.name, rank_metadata(home, names),
+        warn_missing_ranks(run.name, run.metadata('ranks'),
             {rank: log_steps(c) for (_,rank),c in zip(names, contents, strict=True)})
     groups = ([(names, contents, logs)] if merged
         else [([n], [c], [log]) for n,c,log in zip(names, contents, logs, strict=True)])

@@ -252,10 +252,9 @@ def load_rows(run, home, name):
 
     `run`: a table, a file of `keep_run`, or an argument of `read`. `name`: name to use for a table without a name.
     """
-    if isinstance(run, pd.DataFrame): return run, str(run.attrs.get('run', name))
     if is_kept_file(run): return (df := read_kept(run)), str(df.attrs.get('run', run))
     run = open_run(run, home)
-    return run.table(), run.name
+    return run.table(), run.name or name
 
 def filter_rows(df, path, ttype):
     "Filter rows: keep only modules and tensor types that the user selected. Keep logged numbers, unless tensor types were selected."

@@ -450,7 +450,6 @@ def check_step(
     if not len(df): raise RuntimeError(no_step)
     if current is not None and df['step'].max()==finished: df = add_current_weights(df, current, finished+1)
     h = load_history(opened, df=df)
-    if (losses := opened.metadata('losses')) and not hasattr(h, 'losses'): h.losses = losses
     n,few = len(finished_steps(h)),[r.but(least=2) if r.name=='not_trained' else r for r in choose_rules(rules)]
     out = step_checks_class()(table_rows(h, reliable_findings(run_rules([*few, *step_rules], h), h, n), n))
     out.run,out.head = h.name,step_checks_title(h, n)

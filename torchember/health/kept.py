@@ -8,7 +8,7 @@ __all__ = ['keep_run']
 # %% ../../nbs/55_health/77_kept.ipynb #747e22d2
 import os
 
-from ..frames.logs import read
+from ..frames.handle import open_run
 from ..ground.messages import printable
 from ..ground.needs import needs, pd
 from ..ground.record import of_passes
@@ -50,10 +50,11 @@ def keep_run(
     if path.suffix!='.parquet': raise ValueError(f"keep_run writes a Parquet file, got {printable(path)}. Use a name that ends in .parquet.")
     if path.exists() and not overwrite:
         raise FileExistsError(f"{printable(path)} exists already, as the reference for later trainings. To replace it: keep_run(run, path, overwrite=True).")
-    df = run if isinstance(run, pd.DataFrame) else read(run, home=home)
+    run = open_run(run, home)
+    df = run.table()
     if not len(df): raise ValueError("The run has no rows yet, so there is nothing to keep. Record at least one step first.")
     out = kept_columns(df)
-    out.attrs = {'run': str(df.attrs.get('run') or getattr(getattr(run, 't', run), 'fname', path.stem if isinstance(run, pd.DataFrame) else run))}
+    out.attrs = {'run': run.name or path.stem}
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f'.{path.name}.{os.getpid()}')
     try:

@@ -12,7 +12,7 @@ from collections import defaultdict
 import numpy as np
 
 from ..ground.messages import printable
-from ..ground.needs import needs
+from ..ground.needs import pd
 
 # %% ../../nbs/42_processes/03_axes.ipynb #b9ceedf5
 most_ranks = 2**20 # largest number of ranks in valid metadata; metadata with a larger number are ignored as damaged
@@ -87,7 +87,6 @@ class Roles:
 
     Roles: 'R' replicated, 'S0' sharded along dimension 0, 'B' batch, 'P' partial sum, 'P*' other partial result, 'U' unrelated, '?' unknown"""
     def __init__(self, part): # part: the column `part` of a table, with texts such as 'dp:S0 tp:R'
-        pd = needs('pandas', for_='A table of rows')
         if not isinstance(part.dtype, pd.CategoricalDtype):
             part = pd.Series([p if isinstance(p, str) else None for p in part], dtype=object)
         codes,texts = pd.factorize(part)

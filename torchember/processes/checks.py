@@ -16,7 +16,7 @@ from .compare import differs_from, group_codes
 from .merge import describe
 from .module_names import join_names, join_ranks
 from ..ground.messages import printable
-from ..ground.needs import needs
+from ..ground.needs import pd
 
 # %% ../../nbs/42_processes/09_checks.ipynb #94ec42cc
 def steps_of_ranks(rows):
@@ -106,7 +106,6 @@ def find_drift(rows):
     at,may = rows.shards.replicas(df['ttype'])
     different = differs_from(df, at) & may
     if not different.any(): return None
-    pd = needs('pandas', for_='A table of rows')
     d = pd.DataFrame({'rank': rows.rank, 'step': df['step'].to_numpy(), 'differs': different, 'row': np.arange(len(df)),
         'tensor': group_codes(*(df[c] for c in ('path', 'ttype', 'tname', 'call') if c in df))})
     # drop the first replica of each tensor: all later replicas are compared with the first
@@ -134,7 +133,6 @@ def unknown_scale(rows):
 
 def same_batch(rows):
     "Return a message if all ranks train on the same batch (same samples) in most steps, or None. `rows`: rows of all ranks, as `RankRows`."
-    pd = needs('pandas', for_='A table of rows')
     shards = rows.shards
     inputs = shards.roles.any_of('B') & (rows.df['ttype']=='input').to_numpy()
     differs = np.any([c.differs[shards.tensor] for c in shards.comparisons] or [np.zeros(len(inputs), bool)], axis=0)

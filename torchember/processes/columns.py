@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..ground.record import of_passes
 from ..measure.summary import Parts, merge, squares
 
@@ -122,7 +122,6 @@ largest_columns = 'logit_max','logit_bound','reach','largest','median_ratio'
 def merge_other_columns(out, df, group, done) -> list: # done: names of the columns that are merged already
     """Merge all remaining columns of shards into the table `out`: keep equal values, average the user's logged numbers and numbers of passes.
     Return the names of the columns whose values were dropped because they differ"""
-    pd = needs('pandas', for_='A table of rows')
     is_averaged,lost = out['ttype'].isin(('scalar', *of_passes)).to_numpy(bool),[]
     spoiled = sum((df[c]>0).to_numpy() for c in ('nan', 'posinf', 'neginf') if c in df)>0
     for c in [c for c in df.columns if c not in done]:

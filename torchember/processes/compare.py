@@ -9,13 +9,12 @@ __all__ = ['group_codes', 'first_in_group', 'rows_by_group', 'statistic_columns'
 # %% ../../nbs/42_processes/04_compare.ipynb #c2b5ee2f
 import numpy as np
 
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..measure.summary import derived
 
 # %% ../../nbs/42_processes/04_compare.ipynb #a215d900
 def group_codes(*columns):
     "Return group codes: an array with a group number for each row. Rows with equal values in all the given columns form a group."
-    pd = needs('pandas', for_='A table of rows')
     return pd.DataFrame({i: c for i,c in enumerate(columns)}).groupby([*range(len(columns))], sort=False, dropna=False, observed=True).ngroup().to_numpy()
 
 def first_in_group(codes):

@@ -17,7 +17,7 @@ from .compare import first_dimensions, first_in_group, group_codes, rows_by_grou
 from .module_names import join_names
 from .norms import WholeModelNorms, fill_norms, rows_of_norms
 from .shards import tensor_columns
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..ground.record import of_pieces
 from ..measure.inverse import scaled, vectors_of
 from ..measure.summary import derive, derived, finite, index
@@ -26,7 +26,6 @@ from ..measure.summary import derive, derived, finite, index
 class MergePlan:
     "Plan that assigns each row of a rank to a row of the merged table. Of equal replicas, it uses only one. Steps with equal tensors can share it."
     def __init__(self, rows): # rows: a `RankRows`, the rows of all ranks
-        pd = needs('pandas', for_='A table of rows')
         shards = rows.shards
         self.axes,self.roles = rows.axes,shards.roles
         shard,partial = group_codes(shards.tensor, shards.shard),self.roles.any_of('P', 'P*')
@@ -73,7 +72,6 @@ def shard_size_message(row, n, of, numel, whole):
 
 def column_of(df, name, missing=None):
     "Return a column of a table. If the table has no such column, return a column filled with `missing`."
-    pd = needs('pandas', for_='A table of rows')
     if name in df: return df[name]
     return pd.Series([missing]*len(df), dtype=float if isinstance(missing, float) else object)
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 import numpy as np
 
 from ..ground.messages import printable
-from ..ground.needs import needs
+from ..ground.needs import pd
 
 # %% ../../nbs/42_processes/02_module_names.ipynb #6c6a73a3
 def paths_in(tree) -> list:
@@ -106,7 +106,6 @@ def display_name(module, new):
 # %% ../../nbs/42_processes/02_module_names.ipynb #637cef36
 def rename_modules(df, rank, names, where=None): # rank: rank of each row; where: mask of the rows to change
     "Rename modules in a copy of the table `df`: return it with new paths and display names. `names`: rank -> dict from old to new paths."
-    pd = needs('pandas', for_='A table of rows')
     path,module = (df[c].astype(object).to_numpy(copy=True) for c in ('path', 'module'))
     at = np.arange(len(df)) if where is None else np.flatnonzero(where)
     pairs = pd.DataFrame({'rank': rank[at], 'path': path[at], 'module': module[at]})

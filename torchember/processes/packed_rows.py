@@ -11,7 +11,7 @@ import hashlib, json
 
 import numpy as np
 
-from ..ground.needs import needs
+from ..ground.needs import pd
 from ..ground.record import identity, of_pieces
 from ..measure.summary import derived
 from .checks import DriftWatch
@@ -153,7 +153,6 @@ class StepLayout:
 
 def fixed_table(records):
     "Return a table of the fixed values of rows (names, dtype, shape). Repeated strings become categories. `records`: rows as dicts."
-    pd = needs('pandas', for_='A table of rows')
     df = pd.DataFrame.from_records(records)
     df = df.drop(columns=[c for c in df if c in derived and c!='exponents'])
     own = df['path'] if 'path' in df else [None]*len(df)
@@ -166,7 +165,6 @@ def fixed_table(records):
 # %% ../../nbs/42_processes/20_packed_rows.ipynb #094b3739
 def as_rows(df, layout) -> list:
     "Return a merged table as rows (dicts), in the form in which a run of a single process writes them."
-    pd = needs('pandas', for_='A table of rows')
     columns = {}
     for c in df.columns:
         v = (df[c].astype(object) if isinstance(df[c].dtype, pd.CategoricalDtype) else df[c]).to_numpy()

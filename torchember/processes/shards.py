@@ -14,7 +14,7 @@ import numpy as np
 from .axes import RankAxes, Roles, parse_part, validate_metadata
 from .compare import Comparison, first_dimensions, first_in_group, group_codes, without_statistics
 from .module_names import join_names, whole_model_names, names_of_stages, rename_modules
-from ..ground.needs import needs
+from ..ground.needs import pd
 
 # %% ../../nbs/42_processes/05_shards.ipynb #1c585153
 def fill_parts(df, rank):
@@ -89,7 +89,6 @@ class Shards:
 
         `copies`: mesh axis -> mask of the rows that are replicas."""
         shard = np.zeros(len(self.rank), int)
-        pd = needs('pandas', for_='A table of rows')
         alike = pd.DataFrame({'kind': self.roles.code, 'rank': self.rank, **copies}).groupby(['kind', 'rank', *copies],
             sort=False)
         for rows in alike.indices.values():

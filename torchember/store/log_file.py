@@ -8,23 +8,12 @@ __all__ = []
 # %% ../../nbs/30_store/11_log_file.ipynb #71390a83
 import os, threading, time
 from collections import deque
-from typing import Protocol
 
 from torchember.ground.messages import printable
 from torchember.store.anywhere import file_size, file_exists, path_exists, is_url, open_file
 from torchember.store.base import open_without_links, read_meta, replace
 from torchember.store.lines import line_blocks, is_step, parse
 from torchember.store.parts import blocks_of_run, layouts_in_parts, call_with_current_files, summarize_parts
-
-# %% ../../nbs/30_store/11_log_file.ipynb #22d83319
-class LogStore(Protocol):
-    "Interface of an object that stores the rows of one log, such as `JsonLines`."
-    def append(self, lines:bytes, rows:int): "Queue JSON lines for the next write. `rows`: number of lines."
-    def flush(self): "Write all queued lines to the file. Raise OSError if this fails."
-    def rows(self, after=(0, 0)): "Yield all rows of the log in blocks, including queued rows. `after`: (bytes, rows) to skip at the start."
-    def tail(self) -> int: "Return the last step, found at the tail of the log: its number, or -1 if there are no steps."
-    def layouts(self): "Return the distinct layouts (tuples of keys) of the log's rows, or None if this requires reading the rows."
-    def metadata(self, kind:str): "Return the run's metadata of one kind, such as 'base'. Raise KeyError if there are no metadata of this kind."
 
 # %% ../../nbs/30_store/11_log_file.ipynb #8eb0cabf
 def append_lines(path, data:bytes, sync=False):

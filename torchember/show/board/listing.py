@@ -8,26 +8,13 @@ __all__ = ['Listing']
 # %% ../../../nbs/62_board/10_listing.ipynb #5ea5ab54
 import math, os, subprocess, sys
 from secrets import token_hex
-from socket import gethostname
-from time import time
 
-from ...frames.handle import may_have_orphan_box, log_files, older_runs, open_run, rank_pattern, read_base_metadata
+from ...frames.handle import Home, matching_runs, may_have_orphan_box, ranks_among
 from ...frames.listing import group_ranks, runs_without_log
 from .some_steps import run_of_steps, spaced_steps
 from ..findings import shorten_sentence
 from ..live.following import FollowedLog
 from ...store.anywhere import is_url
-from ...store.base import folder
-
-# %% ../../../nbs/62_board/10_listing.ipynb #01b825e9
-silence_seconds = 300. # a run on another machine is called silent after this many seconds without a new row
-
-def run_state(about:dict, base:dict, written:float=0.) -> str:
-    "Return the state of a run: 'running', 'ended', 'died' (did not record its end), or 'silent' (wrote nothing for 5 minutes)."
-    if about.get('running'): return 'running'
-    if 'end' in base or not base: return 'ended'
-    if base.get('host')==gethostname(): return 'died'
-    return 'running' if time()-written<silence_seconds else 'silent'
 
 # %% ../../../nbs/62_board/10_listing.ipynb #de82b0ce
 def recover_rows(place):
@@ -42,36 +29,32 @@ def recover_rows(place):
 class Listing:
     "Table of the runs in a folder of logs. `rows`: a dict for each run. The method `look` reads the files, and updates these dicts."
     def __init__(self, home=None, names=()): # names: names or globs of the runs to list; default all runs
-        self.place,self.wanted,self.logs,self.version,self.rows = folder('torchember', home),tuple(names),{},0,[]
+        self.home,self.wanted,self.logs,self.version,self.rows = Home(home),tuple(names),{},0,[]
         # random text that begins each version number, so that two listings never have equal version numbers
         self.version_prefix = token_hex(4)
 
     def matches(self, name):
         "Return True if the name of a log matches one of the names or globs given by the user, so that the board shows the log."
-        from fnmatch import fnmatchcase
-        m = rank_pattern.fullmatch(name)
-        return not self.wanted or any(n==w or fnmatchcase(n, w) for w in self.wanted
-            for n in (name, *([m[1]] if m else [])))
+        return not self.wanted or any(matching_runs(w, [name]) for w in self.wanted)
 
     def is_inside(self, name):
         "Return True if a log is inside the log folder. For security, the board does not show symbolic links to files outside."
-        return (self.place/'log'/name).resolve().is_relative_to(self.place.resolve())
+        return (self.home.log/name).resolve().is_relative_to(self.home.place.resolve())
 
     def look(self) -> bool:
         "Look for new rows in all logs, and update the table of runs. Return True if the table has changed."
-        if not self.version: recover_rows(self.place)
-        names = {n for n in (*log_files(self.place/'log'), *older_runs(self.place/'log'))
-            if self.matches(n) and self.is_inside(n)}
+        if not self.version: recover_rows(self.home.place)
+        names = {n for n in (*self.home.log_files(), *self.home.older_runs()) if self.matches(n) and self.is_inside(n)}
         gone = self.logs.keys()-names
         for n in gone: self.logs.pop(n).close()
         news = bool(gone)
         for n in sorted(names):
-            if n not in self.logs: self.logs[n],news = FollowedLog(n, self.place),True
+            if n not in self.logs: self.logs[n],news = FollowedLog(n, self.home),True
             log = self.logs[n]
             ran = bool(log.about and log.about.get('running'))
-            if ran and log.has_died: recover_rows(self.place)
+            if ran and self.home.state(n)=='died': recover_rows(self.home.place)
             if log.look(always=ran): log.version,news = log.version+1,True
-        if not news and self.version and all(r['state']!='running' or r['seen'] for r in self.rows): return False
+        if not news and self.version: return False
         before,self.rows = self.rows,self.make_rows()
         self.version += (changed := news or not self.version or before!=self.rows)
         return changed
@@ -79,15 +62,13 @@ class Listing:
     def make_rows(self):
         "Return the rows of the table of runs, the newest run first. A row is a dict. All ranks of a run share one row."
         about = [log.about for log in self.logs.values() if log.about]
-        rows = group_ranks(about+[r for r in runs_without_log(self.place, {*self.logs}) if self.matches(r['name'])],
-            self.place)
+        h = Home(self.home.place) # a new index of the files in the home
+        rows = group_ranks(about+[r for r in runs_without_log(h, {*self.logs}) if self.matches(r['name'])], h)
         return sorted((self.make_row(r) for r in rows), key=lambda r: r['start'] or '', reverse=True)
 
     def logs_of(self, name):
         "Return the `FollowedLog` of each rank of a run, by ascending rank."
-        if name in self.logs: return [self.logs[name]]
-        ranks = [(int(m[2]), log) for n,log in self.logs.items() if (m := rank_pattern.fullmatch(n)) and m[1]==name]
-        return [log for _,log in sorted(ranks, key=lambda o: o[0])]
+        return [self.logs[n] for n in ([name] if name in self.logs else ranks_among(self.logs, name).values())]
 
     def make_row(self, about):
         "Make the table row of a run, as a dict. The loss is the mean of the ranks' finite losses; curve and findings are of the first rank."
@@ -98,24 +79,23 @@ class Listing:
         last = sum(same)/len(same) if same else None # mean loss of the ranks whose loss is finite, or None
         causes = first.findings.causes if first else []
         bad = next((shorten_sentence(log.trouble, 200) for log in logs if log.first_bad), None)
-        state = run_state(about, read_base_metadata(first.name, self.place/'data')[0], first.written) if first else 'ended'
         errors,warnings = ([f for f in causes if f['severity']==s] for s in ('error', 'warning'))
         sentences = [*(shorten_sentence(f['text'], 200) for f in errors), *([bad] if bad else []),
             *(shorten_sentence(f['text'], 200) for f in warnings)]
         return dict(name=about['name'], model=about.get('model'), start=about.get('start'), end=about.get('end'),
             problem=about.get('problem'),
-            **{c: int(about[c]) for c in ('ranks', 'steps', 'rows', 'size')}, seen=bool(about.get('running')),
-            state=state, version=f'{self.version_prefix}.{sum(log.version for log in logs)}',
+            **{c: int(about[c]) for c in ('ranks', 'steps', 'rows', 'size')},
+            state=about['state'], version=f'{self.version_prefix}.{sum(log.version for log in logs)}',
             loss=loss and [loss[0], last], spark=loss[1].values() if loss else [],
             errors=len(errors) or int(bool(bad)), warnings=len(warnings), finding=next(iter(sentences), None))
 
     def source(self, row:dict, most:int): # most: approximate maximum number of tensor rows to read
         "Open the source of a run's picture. Return the run, and a list of steps to read: None for a small run, to read all steps."
         name,logs = row['name'],self.logs_of(row['name'])
-        if row['rows']<=most: return open_run(name, self.place), None
+        if row['rows']<=most: return self.home.open(name), None
         notable = {step for log in logs for step in log.notable_steps}
         steps = spaced_steps(row['steps']-1, max(most*row['steps']//row['rows'], 2), notable)
-        return run_of_steps(name, self.place, steps, {log.name: log.kept.lines for log in logs}), steps
+        return run_of_steps(self.home, name, steps, {log.name: log.kept.lines for log in logs}), steps
 
     def close(self):
         "Close the files of all logs."

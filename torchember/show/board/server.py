@@ -241,7 +241,8 @@ def board(
     shown = 'localhost' if host in ('0.0.0.0', '::') else f'[{host}]' if ':' in host else host
     address = f'http://{shown}:{s.getsockname()[1]}/?token={b.token}'
     server = make_server(b)
-    print(f'{address}\nFollows {"runs of" if not runs else " ".join(map(printable, runs))+" in"} {printable(b.listing.place)}. End it with Ctrl-C.', flush=True)
+    what,where = ' '.join(map(printable, runs))+' in' if runs else 'runs of',printable(b.listing.home.place)
+    print(f'{address}\nFollows {what} {where}. End it with Ctrl-C.', flush=True)
     if browser: webbrowser.open(address)
     try: server.run(sockets=[s])
     except KeyboardInterrupt: pass # no error message, because Ctrl-C is the usual way to stop the board

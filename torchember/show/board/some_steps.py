@@ -11,7 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ...frames.handle import Run, open_log, rank_logs
+from ...frames.handle import Run, open_log
 from ...store.anywhere import open_regular
 from ...store.jsonl import emberTracker
 from ...store.parts import Part, part_file, parts_and_lines
@@ -116,10 +116,7 @@ def spaced_steps(last:int, most:int, also=()) -> list:
     return sorted({*np.linspace(0, last, max(min(most, last+1), 2)).round().astype(int).tolist(),
         *(s for s in also if 0<=s<=last)})
 
-def run_of_steps(name:str, home, steps:list, kept:dict): # kept: name of a log -> lines to include
-    "Open a run of one or several processes so that only the given steps are read."
-    def one(n):
-        "Open one log, with the name `n`, and read only the given steps."
-        return RunOfSelectedSteps(n, home, steps, kept.get(n, ()))
-    ranks = rank_logs(name, home)
-    return Run(name, {r: open_log(one(n)) for r,n in ranks.items()}) if ranks and name not in kept else one(name)
+def run_of_steps(h, name:str, steps:list, kept:dict): # h: `Home` of the run; kept: name of a log -> lines to include
+    "Open a run of one or several processes so that only the given steps are read. Return a `Run`."
+    logs = {None: name} if name in kept else h.rank_logs(name) or {None: name}
+    return Run(name, {r: open_log(RunOfSelectedSteps(n, h.place, steps, kept.get(n, ()))) for r,n in logs.items()})

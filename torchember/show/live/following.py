@@ -13,8 +13,7 @@ import numpy as np
 
 from ...ground.not_finite import counts, has_nonfinite
 from ...ground.record import beside_training, builtin_scalar_name, line_of, load_row, restore
-from ...frames.handle import read_base_metadata
-from ...frames.listing import is_running, try_describe_log
+from ...frames.listing import try_describe_log
 from ..findings import OpenFindings
 from ..run_summary import nonfinite_sentence
 from ...sinks.sink import logged_numbers, built_in_columns
@@ -224,8 +223,8 @@ def may_have_grown(before, now): # before, now: (inode, size, modification time)
 class FollowedLog:
     "Log that is followed while it grows. Has its curves of logged numbers, open findings, first non-finite tensor and metadata."
     most = 1<<26 # maximum number of bytes that one call of `look` reads
-    def __init__(self, name, place): # place: folder of logs
-        self.name,self.place,self.path = name,place,place/'log'/name
+    def __init__(self, name, home): # home: `Home` of the log
+        self.name,self.home,self.path = name,home,home.log/name
         # files: state of the log files at the last call of `look`; about: metadata of the run, as returned by `runs`
         self.files = self.about = self.tail = None
         self.version = 0 # version: increases with each change of the log, so that readers notice changes
@@ -244,7 +243,7 @@ class FollowedLog:
             try: s = f.stat()
             except OSError: return None
             return s.st_ino, s.st_size, s.st_mtime_ns
-        return state(self.path), state(self.place/'data'/f'base_{self.name}.json')
+        return state(self.path), state(self.home.data/f'base_{self.name}.json')
 
     def look(self, always:bool=False) -> bool: # always: True to check whether the process of the run exists, even if no file has changed
         "Look for new rows of the log, and read them. Return True if anything has changed, such as the state of the run."
@@ -253,7 +252,7 @@ class FollowedLog:
         if self.files and not may_have_grown(self.files[0], files[0]): self.restart()
         before,was_behind,self.files = self.about,self.is_behind,files
         self.read()
-        self.about = try_describe_log(self.name, self.place)
+        self.about = try_describe_log(self.home, self.name)
         return self.about!=before or was_behind or self.is_behind
 
     def read(self):
@@ -283,12 +282,6 @@ class FollowedLog:
         return sorted({step+d for step in begins for d in (-1, 0, 1)})
 
     @property
-    def has_died(self):
-        "True if the process of the run has died: it no longer exists, but did not record the end of the run."
-        base = read_base_metadata(self.name, self.place/'data')[0]
-        return 'end' not in base and not is_running(base)
-
-    @property
     def trouble(self):
         "Text about the trouble of a run: its first non-finite tensor. None if all tensors are finite."
         return self.first_bad and nonfinite_sentence(self.first_bad)
@@ -299,11 +292,6 @@ class FollowedLog:
         names = [k for k in self.numbers if not builtin_scalar_name(k)]
         name = next((k for k in names if 'loss' in k.lower()), next(iter(names), None))
         return name and (name, self.numbers[name])
-
-    @property
-    def written(self):
-        "Time at which the log file was last written, in seconds since 1970."
-        return self.files[0][2]/1e9 if self.files and self.files[0] else 0.
 
     def close(self):
         "Close the log file."

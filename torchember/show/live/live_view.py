@@ -14,8 +14,7 @@ from shutil import get_terminal_size
 
 from ...ground.child import environment_of_child, interpreter_flags, path_of_child
 from ...ground.progress import in_notebook, in_terminal
-from ...frames.handle import Run, open_run, rank_pattern, read_base_metadata
-from ...frames.listing import may_continue
+from ...frames.handle import LogReader, Run, is_over, open_run, run_of_log
 from ...ground.needs import needs
 from ...ground.messages import EmberWarning, an, printable, warn
 from ..board.listing import Listing
@@ -375,26 +374,25 @@ def live(
     views = getattr(run, 'views', None)
     if wait and views is not None and run.armed:
         raise ValueError("live(te, wait=True) would wait forever, because the training begins only after the call returns. Leave out wait: te.live().")
-    several = None
+    several = False
     if isinstance(run, str|Run):
-        run = open_run(run, home)
-        several = run if run.is_ranked else None
-        run = run.logs[run.ranks[0]].t if several else run.t
+        opened = open_run(run, home)
+        several,run = opened.is_ranked,opened.log and opened.log.t
     t = run.t if hasattr(run, 't') else run if isinstance(run, tracker) else None
     if not isinstance(t, tracker):
         raise TypeError(f"live needs a torchEmber, its tracker te.t, or the name of a run, got {an(run)}.")
     if views is None: t.require_exists()
     for v in views or (): v.close(last=False)
-    ref,file = weakref.ref(t if views is None else run),t.file
-    is_recorded_here = t.source is not None and 'end' not in read_base_metadata(t.fname, t.data)[0]
+    ref,log = weakref.ref(t if views is None else run),LogReader(t.log_path, t)
+    is_recorded_here,file = t.source is not None and 'end' not in log.base,t.file
     def name(): # returns the run name without the rank. The name may change until the first row is written
         "Return the name of the run without the rank. The name may change until the first row is written."
-        if several: return several.name
-        return m[1] if is_recorded_here and (m := rank_pattern.fullmatch(file.path.name)) else file.path.name
+        if several: return opened.name
+        return run_of_log(file.path.name) if is_recorded_here else file.path.name
     view = Live(t.dir, name, screen_for(name()), every,
         (lambda: ref() is not None) if is_recorded_here else lambda: True)
     if views is not None: views.append(view)
     view.begin()
-    if wait or wait is None and views is None and may_continue(base := read_base_metadata(t.fname, t.data)[0]) and base.get('pid')!=os.getpid():
+    if wait or wait is None and views is None and not is_over(log.state) and log.base.get('pid')!=os.getpid():
         view.wait()
     return view

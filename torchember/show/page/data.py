@@ -16,7 +16,7 @@ import numpy as np
 from ...ground.progress import progress
 from ...frames.choice import no_rows_message
 from ...frames.listing import describe_log, describe_ranks
-from ...frames.handle import open_run, read_base_metadata
+from ...frames.handle import Home, is_dataframe, open_run
 from ...frames.logs import read
 from ...ground.messages import printable
 from ...ground.record import builtin_scalar_name
@@ -168,7 +168,7 @@ def check_health(run, table=None, rows=None) -> dict: # table: the rows if `run`
     failed = []
     try:
         rules = choose_rules('default')
-        h = load_history(rows_by_module(run if table is None else table) if is_table(run) else run, df=rows)
+        h = load_history(rows_by_module(run if table is None else table) if is_dataframe(run) else run, df=rows)
         fails = lambda r, e: failed.append(f"The rule {r.name} failed: {short_text(f'{type(e).__name__}: {e}', 200)}")
         found = order_findings(run_rules(rules, h, fails), rules, len(h.steps), h.graph)
         findings = findings_table(found, h, rules)
@@ -177,10 +177,6 @@ def check_health(run, table=None, rows=None) -> dict: # table: the rows if `run`
     except Exception as e:
         why = short_text(f'{type(e).__name__}: {e}', 300)
         return {'findings': [], 'more': 0, 'failed': [*failed, f"The rules could not check this run: {why}"]}
-
-def is_table(run):
-    "Return True if `run` is a table of rows."
-    return hasattr(run, 'columns')
 
 def rows_by_module(df):
     "Return the table with a column `module` for the health rules, which identify modules by it. Older tables may lack it."
@@ -212,7 +208,7 @@ def nest_findings(found):
 # %% ../../../nbs/60_show/96_page_data.ipynb #d11a48b2
 def page_of(run, path=None, ttype=None, stats=None) -> dict:
     "Return the page of a run as a dict of JSON types, for an HTML page: all layers, tensor types and statistics, or some of them."
-    every = None if is_table(run) else read(run_of(run)) # all rows are read, because the health rules need them
+    every = None if is_dataframe(run) else read(run_of(run)) # all rows are read, because the health rules need them
     table = (rows_to_draw(run, rows=every) if ttype is None
         else rows_to_draw(run, ttype=[*to_ttypes(ttype), 'scalar']))
     if not len(table): raise ValueError(no_rows_message(name_of_run(table) or 'The table'))
@@ -289,8 +285,8 @@ def describe_run(run, table):
     run = open_run(run)
     structure,t = run.structure(),run.t
     if t is None: return out | (describe_ranked_run(run) if run.is_ranked else {}), structure
-    base = read_base_metadata(t.fname, t.data)[0]
-    try: about_run = describe_log(t.fname, t.dir)
+    base = run.log.base
+    try: about_run = describe_log(Home(t.dir), t.fname)
     except OSError: about_run = {}
     known = {'model': about_run.get('model') or out['model'], 'size': about_run.get('size'),
         'running': about_run.get('running', False),
@@ -300,7 +296,7 @@ def describe_run(run, table):
 
 def describe_ranked_run(source):
     "Describe a run recorded by several processes (ranks): return its metadata."
-    about_run,bases = describe_ranks(source),[read_base_metadata(log.name, log.t.data)[0] for log in source.logs.values()]
+    about_run,bases = describe_ranks(source),[log.base for log in source.logs.values()]
     known = {k: about_run.get(k) for k in ('model', 'ranks', 'size', 'running', 'start', 'end')} | {'user': bases[0].get('user'),
         'seconds': max((b['seconds'] for b in bases if 'seconds' in b), default=None)}
     return {k: v for k,v in known.items() if v is not None}
