@@ -15,11 +15,13 @@ from ..capture.private_torch import is_unscaled, loss_scale
 from ..ground.record import flowing
 from ..measure.planning import WatchedLists
 from .buffers import Buffers
+from .early_clips import EarlyClips
+from .left_gradients import LeftoverGradients
 from .gradients import Gradients
 from .optimizer import Updates
 from .learning_rates import LearningRates
 from .output_facts import OutputFacts
-from .parameters import OldGradients, Parameters, grad_of
+from .parameters import Parameters, grad_of
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
 def flow_classes(ttypes):
@@ -118,9 +120,11 @@ class Sources:
         metadata of the parameters.
         """
         self.ttypes,self.buffer,self.watch = ttypes,buffer,watch
-        self.states = [] # `ModuleState`s of the recorded modules, root first
         self.sampled = [] # some weights, to detect steps of unknown optimizers: a step changes their version counters
-        self.parameters = Parameters(buffer, ttypes, note)
+        # checks of gradients that the training loop may forget to remove, or clip too early
+        self.checks = LeftoverGradients(watch.optimizers if watch else ()), EarlyClips()
+        outputs = [OutputFacts(steps)] if 'output' in ttypes else []
+        self.parameters = Parameters(buffer, ttypes, note, [f.facts for f in (*outputs, *self.checks)])
         self.optimizers = KnownOptimizers(watch, self.parameters)
         self.gradients = Gradients(ttypes, steps, notify)
         self.updates = Updates(buffer, self.parameters, ttypes)
@@ -135,11 +139,9 @@ class Sources:
         # True: gradients are measured later, because they are complete only when the optimizer steps
         self.parameter_types = {False: among('weight', 'weight_grad'), True: among('weight')}
         # objects that measure the tensors of module calls
-        self.at_calls = [source(buffer, ttypes) for source in flow_classes(ttypes)]
-        if self.gradients.ttypes: self.at_calls.append(self.gradients)
-        if 'output' in ttypes:
-            self.at_calls.append(OutputFacts(steps))
-            self.parameters.known.more.append(self.at_calls[-1].facts)
+        self.at_calls = [*(source(buffer, ttypes) for source in flow_classes(ttypes)), *([self.gradients] if self.gradients.ttypes else ()), *outputs]
+
+    states = property(lambda self: self.parameters.states, doc="`ModuleState`s of the recorded modules, root first.")
 
     # ---- The following methods are called when recording of a model starts or stops
 
@@ -155,12 +157,7 @@ class Sources:
         `again`: True if the same model was recorded before, with other modules.
         """
         if not states: self.note_parameters(search=True)
-        self.states,self.parameters.plan = states,None
-        self.parameters.states = states
-        if not again:
-            self.parameters.old_gradients = OldGradients()
-            self.parameters.old_gradients.note_existing([*self.parameters.each(), *(self.followed.as_parameters(states[0]) if states else ())])
-        self.parameters.gathered.find_unrecorded(states, {id(p) for *_,p in self.parameters.each()})
+        self.parameters.use_modules(states, again, self.followed.as_parameters(states[0]) if states else ())
         if states: self.note_parameters(search=not again)
         else: self.sampled = []
 

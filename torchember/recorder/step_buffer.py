@@ -417,7 +417,6 @@ class StepBuffer:
         self.micro = 0 # number of the current micro-batch. Custom rows of micro-batches cannot be merged
         self.uses = 0 # number of calls of `use`; each call makes earlier taps invalid
         self.on_device = False # True if an earlier step measured a tensor that was not on the CPU
-        self.gradients = None # result of `Parameters.gradient_counts` at the end of the step
         self.functions = Functions(self.notices, self.calls, lock)
         self.shards,self.rows = LocalShards(ranks, self.notices),StepRows(self.notices, lock)
 
@@ -517,5 +516,5 @@ class StepBuffer:
 
     def handle_step_end(self):
         self.rows.handle_step_end()
-        self.micro,self.gradients = 0,None
+        self.micro = 0
         self.on_device = any(b.device.type!='cpu' for b in self.rows.arena.blocks)

@@ -239,6 +239,18 @@ class Steps:
 
     # ---- The following methods close the current step
 
+    def end_manually(self):
+        "From now on, only `te.step()` or the optimizers end a step: a new pass no longer does."
+        self.manual = True
+
+    def skip_number(self):
+        "Skip the number of a step without content, so that the step counts, too."
+        self.number += 1
+
+    def note_failed(self):
+        "Note that the last pass raised an exception. The next pass replaces the failed pass."
+        self.state.failed = True
+
     def confirm_training(self):
         "Confirm that passes with gradients in `eval()` mode are training, because the user ends the step after them."
         self.state.measured = self.state.measured or self.state.eval_grads
