@@ -154,6 +154,10 @@ class ModuleState:
         if changed and self.patch is not None: self.patch.set_states(self.patch.states)
         elif self.patch is not None: self.patch.renew_plan()
 
+    def redirect(self, listener):
+        "Redirect the events of this module to another listener from now on, as while a CUDA graph is captured."
+        self.listener = listener
+
     def renew_taps(self, taps):
         "Replace the taps (places of measured tensors) of this module. Also renew the plan of the module's calls, because it refers to the old taps."
         self.taps = taps

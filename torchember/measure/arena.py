@@ -334,7 +334,10 @@ class Arena:
                 b.head[at, EVENT] = 0
                 self.filled -= len(at)*(b.length//width)
             self.seen.clear()
-        for s in earlier: s.parts = [(h, with_empty_rows(rows_of_pass(h, micro, once), h, np.array(v, dtype=np.float64), self.taps)) for h,v in s.parts]
+        def empty(heads, vectors):
+            "Return the summary vectors with empty rows for the failed pass."
+            return with_empty_rows(rows_of_pass(heads, micro, once), heads, np.array(vectors, dtype=np.float64), self.taps)
+        for s in earlier: s.replace_vectors(empty)
 
     def renumber(self, micro):
         "Set the micro-batch number of all rows of the arena, and of all further rows of this pass, to `micro`."

@@ -35,6 +35,11 @@ class Calls:
         self.current = None # `moduleTrack` of the module that is being recorded, or was recorded last
         self.box = None # `BlackBox` that stores the running calls for use after a crash
 
+    def use_black_box(self, box):
+        "Note the running calls in a black box from now on. `box`: its `black_box.Position`, None for no black box."
+        # the box is an attribute, not a function that finds it, because each module call reads it twice: a function would add about 60 ns
+        self.box = box
+
     def begin(self, outermost, skipped):
         "Begin a pass in this thread. `outermost`: `ModuleState` of the called module. `skipped`: True if the pass is not recorded."
         here = self.here

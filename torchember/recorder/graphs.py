@@ -273,7 +273,7 @@ class Graphs(CapturedEvents):
         self.depth,self.stack = 0,[]
         self.tape = Tape(GraphRows(graph, devices.chosen_device()), self.events.buffer.rows.arena)
         # switch the recorder's listener off, so that hooks of earlier passes measure nothing during the capture
-        self.was_on,self.events.on = self.events.on,False
+        self.was_on = self.events.listen(False)
         self.set_listeners(self, self)
 
     def graph_ends(self, graph, whole):
@@ -285,7 +285,8 @@ class Graphs(CapturedEvents):
 
     def end_capture(self) -> Tape:
         "End the capture of a CUDA graph: send events to the recorder again, and return the `Tape` of the capture."
-        tape,self.tape,self.events.on = self.tape,None,self.was_on
+        tape,self.tape = self.tape,None
+        self.events.listen(self.was_on)
         tape.rows.end()
         self.set_listeners(self.events, self.optimizer_events)
         self.events.buffer.rows.forget_cached_summaries()

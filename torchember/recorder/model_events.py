@@ -238,6 +238,11 @@ class ModelEvents(Listener):
     lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)),
         doc="Number of earlier steps that may be micro-batches of the open step.")
 
+    def listen(self, on) -> bool:
+        "Listen to module calls from now on, or no longer. Return True if calls were listened to before."
+        was,self.on = self.on,on
+        return was
+
     def turn(self, on):
         "Turn the measurement of module calls on if the current step is measured, else off."
         self.on = on

@@ -332,7 +332,7 @@ class Decision:
         try: return self.schedule(step)
         except Exception as e:
             if self.notices.on_error=='raise': raise
-            self.notices.errors += 1
+            self.notices.note_error()
             self.notices.once('schedule', f"The schedule {self.schedule} raised an exception at step {step}: {type(e).__name__}: {e}. "
                 "Steps at which the schedule raises an exception are not recorded.",
                 'info')
