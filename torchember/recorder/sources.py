@@ -21,6 +21,7 @@ from .gradients import Gradients
 from .optimizer import Updates
 from .learning_rates import LearningRates
 from .output_facts import OutputFacts
+from .parameter_plan import ModuleParameter
 from .parameters import Parameters, grad_of
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
@@ -31,8 +32,8 @@ def flow_classes(ttypes):
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #55432f28
 def _as_parameter(root, name, x): # root: `moduleTrack` of the root module
-    "Return a tuple that describes a tensor outside of all modules like a parameter of the root module."
-    return root, 0, ('variable', name), x
+    "Describe a tensor outside of all modules like a parameter of the root module: return a `ModuleParameter`."
+    return ModuleParameter(root, 0, ('variable', name), x)
 
 class FollowedTensors:
     "Measures tensors that belong to no module, and their gradients, at the end of each step."
@@ -49,7 +50,7 @@ class FollowedTensors:
         if x is not None and states: self.parameters.old_gradients.note_existing([_as_parameter(states[0], name, x)])
 
     def as_parameters(self, root):
-        "Return the followed tensors (tensors outside of modules) in the form of parameters: tuples as from `Parameters.each`."
+        "Return the followed tensors (tensors outside of modules) in the form of parameters: as `ModuleParameter`s."
         return [_as_parameter(root, n, x) for n,x in self.tensors.items()]
 
     def measure_all(self, root):
@@ -102,13 +103,13 @@ class KnownOptimizers:
         trained = self.all_ids({id(o): o for o in (*self.watch.given, *self.watch.optimizers)}.values())
         plan = plan or self.parameters.current_plan()
         if plan is not None and plan.is_within(trained): return set()
-        return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in trained and grad_of(p) is not None}
+        return {i for p in self.parameters.each() if (i := id(p.tensor)) not in trained and grad_of(p.tensor) is not None}
 
     def unmeasured(self, stepped) -> set|None:
         "Return the ids of parameters whose gradients are not measured yet; None means all. `stepped`: ids of the optimizers that have stepped."
         if not stepped: return None
         measured = {id(p) for o in self.watch.optimizers if id(o) in stepped for p in parameters_of(o)} | self.unused_gradients()
-        return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in measured}
+        return {id(p.tensor) for p in self.parameters.each()}-measured
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #fe964441
 class Sources:
@@ -131,7 +132,7 @@ class Sources:
         self.rates = LearningRates(watch.optimizers if watch else ())
         self.followed = FollowedTensors(ttypes, self.parameters, buffer)
         # objects that measure tensors at the end of each step, such as `Buffers`
-        self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)]
+        self.at_step_end = [source for source in (Buffers(buffer),) if source.ttype in ttypes]
         def among(*some):
             "Return the tensor types among `some` that are recorded."
             return [t for t in some if t in ttypes]
