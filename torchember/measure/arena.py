@@ -255,13 +255,11 @@ class Arena:
         self.clock = itertools.count(1) # counter of event numbers: each measured tensor gets the next number, which shows the order of measurements
         # a reentrant lock, because a signal handler may call the arena in a thread that has the lock already
         self.lock = threading.RLock()
-        # id of a measured tensor -> the row with its summary, so that the tensor is not measured again: a tuple of 8 fields,
-        # because a NamedTuple would add 0.3 µs to each row
+        # id of a measured tensor -> row with its summary, to measure it once. A tuple, because a NamedTuple would add 0.3 µs to each row
         self.seen = {}
         self.micro = 0 # number of the current micro-batch in its step
         # filled: approximate number of used rows; turn: number of calls of `take`; shared: number of tensors that were not measured
-        # again, because an earlier row has the summary of the same tensor. Functions that write a row add to `filled` and `shared`
-        # themselves, because a method would add 20 ns to each row
+        # again, because an earlier row has the summary of the same tensor
         self.filled,self.shared,self.turn = 0,0,0
         # black box (memory-mapped file) that provides memory for rows and is notified of each new tap; None without one
         self.box = None
@@ -301,9 +299,8 @@ class Arena:
         tap.use_rows(RowRange(block, block.reserve(n), n))
 
     def count_rows(self, filled:int, shared:int):
-        "Count rows that compiled code wrote: all of them, and those with the summary of an earlier row."
-        self.filled += filled
-        self.shared += shared
+        "Count rows that compiled code wrote. Python code that writes a row counts it itself, because a method would add 20 ns to each row."
+        self.filled,self.shared = self.filled+filled,self.shared+shared
 
     def in_graph(self):
         "Return True if a kernel launch would become part of a CUDA graph, because a graph is being captured on a device of the arena."
@@ -341,10 +338,7 @@ class Arena:
                 b.head[at, EVENT] = 0
                 self.filled -= len(at)*(b.length//width)
             self.seen.clear()
-        def empty(heads, vectors):
-            "Return the summary vectors with empty rows for the failed pass."
-            return with_empty_rows(rows_of_pass(heads, micro, once), heads, np.array(vectors, dtype=np.float64), self.taps)
-        for s in earlier: s.replace_vectors(empty)
+        for s in earlier: s.replace_vectors(lambda h, v: with_empty_rows(rows_of_pass(h, micro, once), h, np.array(v, dtype=np.float64), self.taps))
 
     def renumber(self, micro):
         "Set the micro-batch number of all rows of the arena, and of all further rows of this pass, to `micro`."

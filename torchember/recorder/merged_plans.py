@@ -214,7 +214,7 @@ class MergedGradients:
             if xs[p.tensor] is None: numbers[i] = -1; continue # the backward did not compute this gradient
             call,phase,backward = self.found[i] = p.state.pending.next_call(p.ttype, p.tname, p.state.calls)
             numbers[i] = call if phase is None and not backward else -1
-            self.events.steps.note_content()
+            self.events.steps.state.note_content()
         self.rows.write(xs, lambda place: self.write_by_python(place, xs[place.tensor]), on_device=self.events.buffer.on_device)
 
     def write_by_python(self, place, x):

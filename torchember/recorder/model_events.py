@@ -122,7 +122,7 @@ class PassEvents:
         shared = self.calls.recorded>0
         if not shared: begin_pass(self.pipe, path, phase, state.root, grad, self.functions.joins(phase))
         if training and grad: self.sources.begin_training()
-        self.steps.note_content(training and grad, bool(not shared and phase and grad))
+        self.steps.state.note_content(training and grad, bool(not shared and phase and grad))
         if self.pipe.box is not None: self.pipe.box.begin_pass(self.steps.number, self.pipe.gate.on)
         if self.pipe.gate.on:
             self.calls.start_log(self.steps.pass_, shared and self.steps.state.begins_pass(path, phase))
@@ -136,7 +136,7 @@ class PassEvents:
     def fail(self, here):
         "Mark the pass as failed, because its outermost module raised an exception. Do nothing while other threads are in this pass."
         if here.depth==1 and not here.skipped and self.calls.recorded==1:
-            self.steps.note_failed()
+            self.steps.state.note_failed()
             for numbers in self.numbers.values(): numbers.fail()
 
     def end(self, here, compiled):
@@ -339,7 +339,7 @@ class ModelEvents(Listener):
     @timed
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
         if not self.on or not self.sources.states: return
-        self.steps.note_content()
+        self.steps.state.note_content()
         self.buffer.measure(state, ttype, tname, grad, None, call, phase, backward, self.sources.optimizers.scale())
 
     @timed
@@ -372,13 +372,13 @@ class OptimizerEvents(Listener):
         if self.pipe.box is not None: self.pipe.box.set_phase(OPTIMIZER)
         if self.pipe.gate.on: self.measure_gradients(optimizer, scale, unchanged)
         # an optimizer step counts as content of the training step, even without a recorded pass
-        else: self.pipe.steps.note_content()
+        else: self.pipe.steps.state.note_content()
 
     @timed
     def measure_gradients(self, optimizer, scale, unchanged):
         "Measure the gradients and learning rates for an optimizer's step."
         with self.lock:
-            self.pipe.steps.note_content()
+            self.pipe.steps.state.note_content()
             self.sources.complete(optimizer, scale)
             self.pipe.read_pending()
             if self.pipe.gate.writes: self.sources.rates.note(optimizer)
@@ -391,7 +391,7 @@ class OptimizerEvents(Listener):
             if not self.pipe.gate.on: return
             self.pipe.remover.clips.note_clip(parameters, self.pipe.remover.refused.parameters, self.pipe.steps.number)
             if 'unclipped_grad' not in self.sources.ttypes: return
-            self.pipe.steps.note_content()
+            self.pipe.steps.state.note_content()
             ids = {id(p) for p in parameters}
             self.sources.parameters.clips(ids, self.sources.optimizers.scale_of(ids))
             self.pipe.read_pending()

@@ -196,7 +196,7 @@ class StepController:
         if self.buffer.rows.arena.in_graph(): return # while a CUDA graph is captured, no values can be read from the GPU
         if not by_pass: self.provisional.clear()
         if not self.steps.opened: return
-        if boundary: self.steps.confirm_training()
+        if boundary: self.steps.state.confirm_training()
         if self.steps.is_evaluation: return None if boundary else self.end_evaluation()
         self.remover.remove_failed()
         if not by_pass and self.gate.on: self.remover.remove_at_end()
@@ -345,7 +345,7 @@ def finish(pipe):
 def measure_now(pipe):
     "Measure the current values of weights, their gradients, updates and optimizer states."
     if pipe.steps.is_evaluation: pipe.end_evaluation()
-    pipe.steps.note_content(measured=True)
+    pipe.steps.state.note_content(measured=True)
     pipe.gate.note_content()
     pipe.buffer.set_micro_batch(pipe.steps.micro)
     pipe.sources.measure_again()
