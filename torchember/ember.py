@@ -263,12 +263,12 @@ def weight_reader(root):
 # %% ../nbs/57_ember.ipynb #111be30d
 class ArmedModel(RecordedRun):
     "Run that is being recorded, with its armed model (model with hooks). `arm` starts recording, and `disarm` stops it."
+    tracks = property(lambda self: self.recorder.model.tracks, doc="`moduleTrack` (name and path) of each module, the root first")
     modules = property(lambda self: {t.name: t for t in self.tracks}, doc="Display name -> `moduleTrack`")
 
-    # tracks: a `moduleTrack` (name and path of a module) for each module, the root first
-    def __init__(self, t, recorder, model, tracks, include=None, exclude=None):
+    def __init__(self, t, recorder, model, include=None, exclude=None):
         super().__init__(t, recorder)
-        self.model,self.model_name,self.tracks = model,type(tracks[0].module).__name__,tracks
+        self.model,self.model_name = model,type(self.tracks[0].module).__name__
         self.include,self.exclude,self.armed = include,exclude,False
 
     def watched(self, tracks):
@@ -284,10 +284,8 @@ class ArmedModel(RecordedRun):
         if self.armed or disabled(): return self
         warn_missing()
         stop_earlier_recording(unwrap(self.model))
-        self.tracks,self.armed = tracks(unwrap(self.model)),True
-        try:
-            self.recorder.arm(self.tracks, self.watched(self.tracks), lambda: self,
-                {'disarm': lambda: (self.disarm(), self.model)[1]})
+        ts,self.armed = tracks(unwrap(self.model)),True
+        try: self.recorder.arm(ts, self.watched(ts), lambda: self, {'disarm': lambda: (self.disarm(), self.model)[1]})
         except BaseException:
             self.disarm() # after an error, all changes of the model are undone
             raise
@@ -394,14 +392,14 @@ class ArmedModel(RecordedRun):
         return locate(step_fn, self.model)
 
 # %% ../nbs/57_ember.ipynb #b57e800d
-def create_or_resume_run(kind, name, resume, home, store='jsonl'):
+def create_or_resume_run(kind, name, resume, home, store='jsonl', source=None): # arguments: as in `new_run`
     "Create or resume a run. Return the run, the rank of this process (None if it is the only one), and the number of processes."
     name,rank,world = name_of_rank(kind, name)
     if resume:
         release_run(name)
         # Rows that a dead process has left in its black box (file of recent steps) are added to the log
         recover_all(folder('torchember', home))
-    return new_run(kind, name, resume, home, store, world), rank, world
+    return new_run(kind, name, resume, home, store, world, source), rank, world
 
 def first_step_number(t, resume, first_step):
     "Return the number of the first step to record. Raise a ValueError if a resumed run contains this step already."
@@ -526,21 +524,19 @@ class torchEmber(ArmedModel):
         ts = tracks(inner)
         watched_modules(ts, include, exclude) # raises an error for an invalid `include` or `exclude`, before the run is created
         if isinstance(stream, list|tuple|set): watched_modules(ts, stream, None)
-        t,rank,world = create_or_resume_run(type(inner).__name__, name, resume, home, store)
+        t,rank,world = create_or_resume_run(type(inner).__name__, name, resume, home, store, weak_source(self))
         first = first_step_number(t, resume, first_step)
         ranks = None if rank is None else Ranks(model, rank, world, lambda meta: t.amend('ranks', meta))
         # 'numel' (number of elements) is recorded, too, because it is needed to merge the shards of several ranks
         if ranks and not callable(stats) and not {'shape', 'numel'}.intersection(stats): stats = (*stats, 'numel')
         super().__init__(t, Recorder(t, Settings(ttypes, stats, when, only_training, on_error, first, rank,
             ranks, None if overhead is None else Budget(overhead), optimizers, scaler, ends, ts[0].name,
-            blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs, numbers)), model, ts, include, exclude)
+            blackbox, lambda meta: t.amend('parameters', meta), cuda_graphs, numbers), ts), model, include, exclude)
         self.views = [] # live views that show the run; `close` ends them
         known,is_on = self.recorder.sources.parameters.known,not disabled()
         if resume: known.resume_from(read_parameters(t))
-        t.source = weak_source(self.recorder)
         warn_of_first_nonfinite(t.file)
         if reduce and ranks and is_on and (whole := merge_ranks(t, rank, world, self.mod_tree())):
-            t.whole = whole
             t.file.listeners.add(whole)
         is_first,r = not rank and is_on,self.recorder
         self.rules = RuleWatch(t, rules, on_finding, r.stop, recording=r.seconds, alarm=r.write_black_box_steps) if rules and is_first else None

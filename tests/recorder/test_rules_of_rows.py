@@ -250,7 +250,7 @@ def test_each_buffer_once_at_the_first_module_that_has_it_and_is_watched():
     modules = Holds(x=None, y=shared),Holds(y=torch.zeros(2), z=shared),Holds(w=shared, v=torch.ones(1))
     class State:
         def __init__(self, m, watched=True): self.track,self.module,self.watched,self.buffers = self,m,watched,m._buffers
-    def found(*watched): return [(s.module, n) for s,_,n,_ in Buffers(None).each([State(m, w) for m,w in zip(modules, watched, strict=True)])]
+    def found(*watched): return [(s.module, n) for s,n,_ in Buffers(None).each([State(m, w) for m,w in zip(modules, watched, strict=True)])]
     a,b,c = modules
     assert found(True, True, True)==[(a, 'y'), (b, 'y'), (c, 'v')]
     assert found(False, True, True)==[(b, 'y'), (b, 'z'), (c, 'v')] and found(False, False, True)==[(c, 'w'), (c, 'v')]

@@ -37,7 +37,7 @@ def busy(manual=True):
     s = Steps(5, manual, {1, 2})
     for i in range(3): s.begin('', None, i)
     s.begin('head', 'eval', 9)
-    s.note_content(training=True, eval_grads=True, measured=True)
+    s.state.note_content(training=True, eval_grads=True, measured=True)
     s.state.failed = True
     s.optimizers.note_step(1)
     return s

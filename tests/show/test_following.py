@@ -301,8 +301,7 @@ def test_an_ember_has_one_view(tmp_path, monkeypatch):
         def close(self, last): self.done.append(('close', last))
     monkeypatch.setattr(live_view, 'Live', View)
     monkeypatch.setattr(live_view, 'screen_for', lambda name: name)
-    t = emberTracker('r', tmp_path)
-    t.source = lambda close: None # A tracker with a source records in this process
+    t = emberTracker('r', tmp_path, source=lambda close: None) # A tracker with a source records in this process
     class Ember: pass
     te = Ember()
     te.t,te.views,te.armed = t,[],True

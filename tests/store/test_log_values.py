@@ -107,8 +107,7 @@ def test_hostile_keys_in_rows_marks_and_metadata(tmp_path, fast, library):
 
 
 def test_marks_that_are_not_finite_or_not_numbers(tmp_path):
-    t = emberTracker('a', tmp_path)
-    t.source = lambda close: None
+    t = emberTracker('a', tmp_path, source=lambda close: None)
     for _ in range(2): t.mark(lr=math.nan, array=np.ones(2), tensor=torch.ones(2), on=True)
     t + {'mean': math.inf}
     [row] = t.lines()

@@ -132,7 +132,11 @@ class Snapshot:
 
     `taps`: all taps of the arena. `earlier`: `Snapshot`s of the same step from earlier calls of `Arena.take`."""
     # number: number that the black box has given to its copy of these rows, 0 if it has no copy
-    def __init__(self, parts, taps, earlier): self.parts,self.taps,self.earlier,self.number = parts,taps,earlier,0
+    def __init__(self, parts, taps, earlier, number:int=0): self.parts,self.taps,self.earlier,self.number = parts,taps,earlier,number
+
+    def replace_vectors(self, change):
+        "Replace the summary vectors by the results of `change(heads, vectors)`."
+        self.parts = [(h, change(h, v)) for h,v in self.parts]
 
     def __len__(self): return sum(len(h) for h,_ in self.parts)
 

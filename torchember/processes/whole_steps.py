@@ -109,6 +109,10 @@ class PacketMaker:
     # sent: metadata that were sent last; step: step of the last packet; nth: index of this packet among the packets of its step
     def __init__(self): self.sent,self.step,self.nth = {},None,0
 
+    def send(self, add, rows, metadata, **head):
+        "Make the packet of some rows, and send it by `add`, which returns True for a sent packet. Then the packets that follow leave out its metadata."
+        if add(self.make(rows, metadata, **head)): self.sent = metadata
+
     def make(self, rows, metadata, **head):
         "Make the packet of some rows. It also contains the fields of `metadata` that changed since the last packet."
         p = Packet.of(rows, **{k: v for k,v in metadata.items() if self.sent.get(k)!=v}, **head)
@@ -209,8 +213,7 @@ class Sharing:
         # report rows without a tensor, such as findings, only from the first rank, without merging
         if self.rank==0 and len(good)<len(rows): self.report([r for r in rows if not any(r is g for g in good)])
         if not good and not head: return
-        metadata = self.about()
-        if self.channel.add(self.maker.make(good, metadata, **head)): self.maker.sent = metadata
+        self.maker.send(self.channel.add, good, self.about(), **head)
 
     def report_complete(self):
         "Report all complete steps, on the first rank only."

@@ -156,6 +156,15 @@ class BlackBoxHeader:
         self.memory = file.allocate(NOTES+2*most_text)[1]
         self.words = self.memory.cast('q')
 
+    def leave(self):
+        "Leave the files to the parent process, in a forked process."
+        self.file = None
+
+    def remove(self):
+        "Delete the files of the black box."
+        file,self.file = self.file,None
+        file.remove()
+
     def explain(self, **fields):
         """Explain a part of the black box, such as the tensor of a row, by a new line in its text file.
 
@@ -399,17 +408,15 @@ class BlackBox:
 
     def handle_fork(self):
         "Stop writing to the black box in a forked child process, because the file belongs to the parent process."
-        self.header.file = None
+        self.header.leave()
 
     def end(self):
         "End the use of the black box: delete it, because the log file has the whole run."
-        file = self.header.file
-        if file is None or self.pid!=os.getpid(): return
+        if self.header.file is None or self.pid!=os.getpid(): return
         if self.fault is not None:
             faulthandler.disable()
             self.fault.close()
-        self.header.file = None
-        file.remove()
+        self.header.remove()
 
 def write_faults(path): # returns the open file; None if faulthandler is already in use
     "Write faults to a file: if the process crashes, for example by a segmentation fault, Python writes the call stacks of all threads."

@@ -10,18 +10,18 @@ from torch.nn.parameter import is_lazy
 
 class Buffers:
     "Measures the buffers of a model's modules."
-    ttypes = ('buffer',)
+    ttype = 'buffer'
     def __init__(self, buffer): self.buffer = buffer # buffer: `StepBuffer` that collects the rows
 
     def each(self, states): # states: the `ModuleState` of each recorded module
-        "Yield a tuple (module state, tensor type, name, tensor) for each buffer. A shared buffer is yielded once, for its first module."
+        "Yield a tuple (module state, name, tensor) for each buffer. A shared buffer is yielded once, for its first module."
         seen = set()
         for st in states:
             for n,b in st.track.buffers.items() if st.watched else ():
                 if b is None or is_lazy(b) or id(b) in seen: continue
                 seen.add(id(b))
-                yield st, 'buffer', n, b
+                yield st, n, b
 
     def measure_all(self, states):
         "Measure the current values of all buffers."
-        for st,ttype,n,b in self.each(states): self.buffer.measure(st, ttype, n, b, n, once=True, replace=True)
+        for st,n,b in self.each(states): self.buffer.measure(st, self.ttype, n, b, n, once=True, replace=True)

@@ -6,6 +6,8 @@
 __all__ = ['Gradients']
 
 # %% ../../nbs/40_recorder/40_gradients.ipynb #c6a2d568
+from contextlib import contextmanager
+
 from ..capture.backward import hook_gradients
 
 # %% ../../nbs/40_recorder/40_gradients.ipynb #9984be31
@@ -50,6 +52,13 @@ class Gradients:
         for ttype,named in (('input_grad', inputs), ('output_grad', outputs)):
             if ttype not in self.ttypes: continue
             self.handles += hook_gradients(named, lambda n, g, ttype=ttype: state.grads_arrived(ttype, [(n, g)]), (id(state), ttype), True, state.key, ttype)
+
+    @contextmanager
+    def keeping_hooks(self, keep:bool):
+        "Return a context in which the end of a step keeps the gradient hooks of that step. `keep`: False for a context without effect."
+        self.keeps_hooks = keep
+        try: yield
+        finally: self.keeps_hooks = False
 
     def handle_step_end(self):
         "Remove the gradient hooks on leaf tensors at the end of a step, unless this step may become a micro-batch of the next step."

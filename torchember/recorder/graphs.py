@@ -168,8 +168,8 @@ class CapturedEvents(Listener):
         "Add the gradients of some parameters, before clipping, to the `Tape` of the captured CUDA graph."
         if 'unclipped_grad' not in self.events.sources.ttypes: return
         ids = {id(p) for p in parameters}
-        for st,tname,n,grad in self.events.sources.parameters.unclipped(ids):
-            self.tape.add('clips', st, tname, n, self.tensor(st, 'unclipped_grad', tname, grad))
+        for p in self.events.sources.parameters.unclipped(ids):
+            self.tape.add('clips', p._replace(tensor=self.tensor(p.state, 'unclipped_grad', f'grad_{p.position}', p.tensor)))
 
     # ---- The following methods handle reused memory and tensors that cannot be measured
 
@@ -230,9 +230,9 @@ class Player:
         at = call.at if isinstance(call, Call) else (call, None)
         if at is not None: self.events.gradient(state, ttype, tname, x, *at, backward)
 
-    def clips(self, state, tname, pname, x):
+    def clips(self, p): # p: a `ModuleParameter` with the gradient as tensor
         "Measure the gradient of a parameter before it is clipped."
-        if self.events.on: self.events.sources.parameters.measure_unclipped(state, tname, pname, x)
+        if self.events.on: self.events.sources.parameters.measure_unclipped(p)
 
     def step_begins(self, optimizer):
         "Notify the recorder of the start of an optimizer's step."
@@ -273,7 +273,7 @@ class Graphs(CapturedEvents):
         self.depth,self.stack = 0,[]
         self.tape = Tape(GraphRows(graph, devices.chosen_device()), self.events.buffer.rows.arena)
         # switch the recorder's listener off, so that hooks of earlier passes measure nothing during the capture
-        self.was_on,self.events.on = self.events.on,False
+        self.was_on = self.events.listen(False)
         self.set_listeners(self, self)
 
     def graph_ends(self, graph, whole):
@@ -285,7 +285,8 @@ class Graphs(CapturedEvents):
 
     def end_capture(self) -> Tape:
         "End the capture of a CUDA graph: send events to the recorder again, and return the `Tape` of the capture."
-        tape,self.tape,self.events.on = self.tape,None,self.was_on
+        tape,self.tape = self.tape,None
+        self.events.listen(self.was_on)
         tape.rows.end()
         self.set_listeners(self.events, self.optimizer_events)
         self.events.buffer.rows.forget_cached_summaries()

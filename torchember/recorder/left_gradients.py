@@ -45,6 +45,12 @@ class LeftoverGradient:
             if not self.cleared and self.first is None: self.first = max(step-1, 0)
         self.begun,self.cleared,self.backwards = True,False,0
 
+    def note_backward(self, p):
+        "Note that a backward begins, which will change the gradient of the parameter `p`."
+        self.version = p._version
+        self.backwards += 1
+        self.cleared = self.cleared or may_be_cleared(p)
+
     def restart(self):
         "Ignore the interval since the optimizer's last step, because some of its backwards were not checked. The next step begins a new interval."
         self.begun = False
@@ -91,10 +97,8 @@ class LeftoverGradients:
             if c is None: c = self.counts[id(p)] = LeftoverGradient(p._version, id(p) not in self.at_start and not may_be_cleared(p))
             if c.is_late: continue
             moved = bool(self.owners.get(id(p), set()) & self.stepped) if self.optimizers else p._version!=c.version
-            c.version = p._version
             if moved: c.end_interval(step)
-            c.backwards += 1
-            if not c.cleared: c.cleared = may_be_cleared(p)
+            c.note_backward(p)
         self.stepped.clear()
 
     def facts(self, found) -> dict: # found: result of `every_parameter`

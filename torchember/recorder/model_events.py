@@ -122,7 +122,7 @@ class PassEvents:
         shared = self.calls.recorded>0
         if not shared: begin_pass(self.pipe, path, phase, state.root, grad, self.functions.joins(phase))
         if training and grad: self.sources.begin_training()
-        self.steps.note_content(training and grad, bool(not shared and phase and grad))
+        self.steps.state.note_content(training and grad, bool(not shared and phase and grad))
         if self.pipe.box is not None: self.pipe.box.begin_pass(self.steps.number, self.pipe.gate.on)
         if self.pipe.gate.on:
             self.calls.start_log(self.steps.pass_, shared and self.steps.state.begins_pass(path, phase))
@@ -136,7 +136,7 @@ class PassEvents:
     def fail(self, here):
         "Mark the pass as failed, because its outermost module raised an exception. Do nothing while other threads are in this pass."
         if here.depth==1 and not here.skipped and self.calls.recorded==1:
-            self.steps.state.failed = True
+            self.steps.state.note_failed()
             for numbers in self.numbers.values(): numbers.fail()
 
     def end(self, here, compiled):
@@ -238,6 +238,11 @@ class ModelEvents(Listener):
     lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)),
         doc="Number of earlier steps that may be micro-batches of the open step.")
 
+    def listen(self, on) -> bool:
+        "Listen to module calls from now on, or no longer. Return True if calls were listened to before."
+        was,self.on = self.on,on
+        return was
+
     def turn(self, on):
         "Turn the measurement of module calls on if the current step is measured, else off."
         self.on = on
@@ -334,7 +339,7 @@ class ModelEvents(Listener):
     @timed
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
         if not self.on or not self.sources.states: return
-        self.steps.note_content()
+        self.steps.state.note_content()
         self.buffer.measure(state, ttype, tname, grad, None, call, phase, backward, self.sources.optimizers.scale())
 
     @timed
@@ -367,13 +372,13 @@ class OptimizerEvents(Listener):
         if self.pipe.box is not None: self.pipe.box.set_phase(OPTIMIZER)
         if self.pipe.gate.on: self.measure_gradients(optimizer, scale, unchanged)
         # an optimizer step counts as content of the training step, even without a recorded pass
-        else: self.pipe.steps.note_content()
+        else: self.pipe.steps.state.note_content()
 
     @timed
     def measure_gradients(self, optimizer, scale, unchanged):
         "Measure the gradients and learning rates for an optimizer's step."
         with self.lock:
-            self.pipe.steps.note_content()
+            self.pipe.steps.state.note_content()
             self.sources.complete(optimizer, scale)
             self.pipe.read_pending()
             if self.pipe.gate.writes: self.sources.rates.note(optimizer)
@@ -386,7 +391,7 @@ class OptimizerEvents(Listener):
             if not self.pipe.gate.on: return
             self.pipe.remover.clips.note_clip(parameters, self.pipe.remover.refused.parameters, self.pipe.steps.number)
             if 'unclipped_grad' not in self.sources.ttypes: return
-            self.pipe.steps.note_content()
+            self.pipe.steps.state.note_content()
             ids = {id(p) for p in parameters}
             self.sources.parameters.clips(ids, self.sources.optimizers.scale_of(ids))
             self.pipe.read_pending()
@@ -409,6 +414,6 @@ class OptimizerEvents(Listener):
     def step_skipped(self, optimizer):
         "Handle a step of an optimizer that a `GradScaler` skipped: count it, and handle its end."
         self.pipe.writer.note_skipped()
-        self.pipe.tally.skipped += 1
+        self.pipe.tally.note_skipped()
         self.sources.updates.handle_step_end()
         self.step_ends(optimizer)

@@ -28,7 +28,7 @@ class Updates:
     def after(self, optimizer):
         "Measure weight updates and optimizer states after this optimizer's step."
         if not self.copies and 'optimizer' not in self.ttypes: return
-        for st,i,n,p in self.parameters.each({id(p) for p in parameters_of(optimizer)}):
+        for st,i,n,p in self.parameters.each({id(p) for p in parameters_of(optimizer)}): # fields of a `ModuleParameter`
             old = self.copies.pop(id(p), None)
             if old is not None:
                 w = f'weight_{i}'

@@ -13,8 +13,6 @@ from ..capture.private_torch import is_wrapped, running_backward
 from .black_box import BETWEEN
 from .budget import duration
 from ..ground.choose import at, schedule
-from .early_clips import EarlyClips
-from .left_gradients import LeftoverGradients
 from .refused import RefusedPasses
 from .row_writer import ProvisionalStep, write_refused
 from .steps import Decision, ProvisionalSteps
@@ -76,15 +74,17 @@ class PassRemover:
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
-        self.left = LeftoverGradients(sources.watch.optimizers if sources.watch else ())
-        self.clips = EarlyClips()
+        self.left,self.clips = sources.checks
         self.task = -1 # id of the last backward that reached a logged loss
-        sources.parameters.known.more += [self.left.facts, self.clips.facts]
 
     def choose_parameters(self, model):
         "Choose the parameters whose gradients are checked. Called before recording of the model begins."
         self.refused.choose_parameters(model)
         self.left.prepare(self.refused.parameters)
+
+    def handle_fork(self, lock):
+        "Use a new lock in a forked process, because a thread of the parent process may hold the old lock."
+        self.lock = lock
 
     def note_backward(self):
         "Note that a backward begins: remove earlier passes with discarded gradients, because the backward will change the gradients."
@@ -108,7 +108,7 @@ class PassRemover:
 
     def remove_last(self):
         "Remove the last pass and its rows from the current step, because the pass failed."
-        self.tally.failed += 1
+        self.tally.note_failed()
         number = self.steps.remove_failed()
         self.buffer.drop_failed_pass(number)
         self.refused.forget(number)
@@ -125,9 +125,8 @@ class PassRemover:
         steps,buffer,refused,watch = self.steps,self.buffer,self.refused,self.sources.watch
         if not refused.passes or not steps.manual or watch is not None and watch.busy or buffer.rows.arena.in_graph(): return
         for p in refused.unreached() if unreached else refused.removed():
-            refused.forget(p.number)
-            refused.taken += 1
-            self.tally.refused += 1
+            refused.take(p)
+            self.tally.note_refused()
             # True if the step has no other pass, and no rows in the log that the next pass would replace
             empty = steps.remove_refused(p.number) and not buffer.rows.is_partly_logged
             write_refused(self.writer, buffer, steps, p, refused.first_after(p), empty, self.gate.writes)
@@ -139,7 +138,7 @@ class PassRemover:
         If the training loop itself copies gradients into the parameters, the gradients of useful passes look unused, too.
         Then subtract the passes that were removed in this step from the count of removed passes.
         """
-        self.tally.refused -= self.refused.stop_if_copied()
+        self.tally.note_refused(-self.refused.stop_if_copied())
         self.remove_refused(unreached=True)
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #b684a4b7
@@ -197,7 +196,7 @@ class StepController:
         if self.buffer.rows.arena.in_graph(): return # while a CUDA graph is captured, no values can be read from the GPU
         if not by_pass: self.provisional.clear()
         if not self.steps.opened: return
-        if boundary: self.steps.confirm_training()
+        if boundary: self.steps.state.confirm_training()
         if self.steps.is_evaluation: return None if boundary else self.end_evaluation()
         self.remover.remove_failed()
         if not by_pass and self.gate.on: self.remover.remove_at_end()
@@ -207,7 +206,7 @@ class StepController:
     def finish_step(self, boundary, wait=False):
         "Finish the current step: measure the missing tensors (such as buffers), count the gradients for the norm, and queue the rows for the log."
         if boundary: self.cost.note_end()
-        sources,hint = self.sources,self.sources.parameters.hint
+        sources,hint,gradients = self.sources,self.sources.parameters.hint,None
         if self.gate.on:
             try:
                 if boundary: sources.parameters.measure_complete(sources.optimizers.unmeasured(self.steps.optimizers.stepped))
@@ -216,10 +215,10 @@ class StepController:
             except BaseException:
                 self.flush(True)
                 raise
-            self.buffer.gradients = sources.parameters.gradient_counts(self.steps.manual)
+            gradients = sources.parameters.gradient_counts(self.steps.manual)
             if rates := sources.rates.take(): self.writer.extra.note_rates(rates, self.buffer)
             hint.handle_step_end(bool(self.steps.passes[None]), sources.states, self.steps.manual, sources.ttypes, boundary)
-        if self.gate.has_content or self.buffer.rows.size or self.writer.log.file_is_open: self.flush(True, wait)
+        if self.gate.has_content or self.buffer.rows.size or self.writer.log.file_is_open: self.flush(True, wait, gradients)
 
     def measure_at_end(self):
         "Measure each buffer and each followed tensor (outside of modules) at the end of the step. Skip the buffers if the step had only evaluations."
@@ -243,14 +242,14 @@ class StepController:
 
     # ---- The following methods put rows into the queue of the log
 
-    def flush(self, over:bool=False, wait:bool=False):
+    def flush(self, over:bool=False, wait:bool=False, gradients=None):
         """Flush all rows measured so far: queue them for the log, without waiting until the rows are written.
 
         `over`: True if the step is over. `wait`: True to write the rows later, because the step may turn out to be a
-        micro-batch.
+        micro-batch. `gradients`: result of `Parameters.gradient_counts` at the end of the step, or None.
         """
         if not over: self.remover.remove_refused()
-        if not self.buffer.rows.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.box_only)
+        if not self.buffer.rows.arena.in_graph(): self.writer.write(self.buffer, self.steps, over, wait, self.gate.box_only, gradients)
 
     def flush_large(self):
         "Flush the rows of a large step: queue them if there are more than `most_rows`, to limit the memory of a very long step."
@@ -262,7 +261,7 @@ class StepController:
 
     def handle_fork(self, lock):
         "Stop recording in a forked process. `lock`: new lock, because a thread of the parent process may hold the old one."
-        self.remover.lock = lock
+        self.remover.handle_fork(lock)
         for part in (self.gate, self.cost, self.steps): part.handle_fork()
         for part in (self.writer, self.box) if self.box is not None else (self.writer,): part.leave()
         self.buffer.leave(lock)
@@ -277,7 +276,7 @@ def begin_pass(pipe, path:str, phase, root:bool, grad:bool, joins:bool=False):
     """
     steps,remover,buffer = pipe.steps,pipe.remover,pipe.buffer
     if steps.ends_evaluation(phase, grad): pipe.end_evaluation()
-    pipe.tally.called = True
+    pipe.tally.note_pass()
     if steps.state.failed: remover.remove_last()
     if phase is None: remover.remove_refused()
     weights = pipe.sources.weight_versions(root, steps)
@@ -303,9 +302,8 @@ def close_by_pass(pipe, following):
     known = known and not pipe.buffer.rows.is_partly_logged # a step with rows in the log cannot become a micro-batch
     known = known and not pipe.remover.refused.removed() # a pass with discarded gradients cannot be a micro-batch
     weights,noted,without = steps.state.weights if known else None,writer.extra.noted[steps.number],hint.steps_without
-    gradients.keeps_hooks = pipe.provisional.may_join(weights, following)
-    try: pipe.close_step(wait=pipe.provisional.has_earlier(weights), by_pass=True)
-    finally: gradients.keeps_hooks = False
+    with gradients.keeping_hooks(pipe.provisional.may_join(weights, following)):
+        pipe.close_step(wait=pipe.provisional.has_earlier(weights), by_pass=True)
     pipe.provisional.add(weights, ProvisionalStep(writer.last, writer.ended, noted, hint.steps_without-without))
 
 def join_passes(pipe):
@@ -315,7 +313,7 @@ def join_passes(pipe):
     if not earlier: return
     number = steps.number
     pipe.tally.subtract_steps(len(earlier))
-    pipe.sources.parameters.hint.steps_without -= sum(e.without for e in earlier)
+    pipe.sources.parameters.hint.subtract_steps(sum(e.without for e in earlier))
     steps.merge_previous_steps(len(earlier))
     if pipe.buffer.rows.box is not None: pipe.buffer.rows.box.slots.drop([e.measured.snapshot.number for e in earlier if e.measured is not None])
     pipe.writer.join(number, steps.number, earlier)
@@ -330,9 +328,9 @@ def end_step(pipe, empty=False) -> bool:
     """
     opened,steps = pipe.steps.opened,pipe.steps
     if not steps.manual: join_passes(pipe)
-    steps.manual = True
+    steps.end_manually()
     pipe.close_step(boundary=True)
-    if empty and not opened: steps.number += 1
+    if empty and not opened: steps.skip_number()
     pipe.raise_error()
     return opened
 
@@ -347,7 +345,7 @@ def finish(pipe):
 def measure_now(pipe):
     "Measure the current values of weights, their gradients, updates and optimizer states."
     if pipe.steps.is_evaluation: pipe.end_evaluation()
-    pipe.steps.note_content(measured=True)
+    pipe.steps.state.note_content(measured=True)
     pipe.gate.note_content()
     pipe.buffer.set_micro_batch(pipe.steps.micro)
     pipe.sources.measure_again()

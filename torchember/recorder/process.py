@@ -53,12 +53,12 @@ def release_run(name):
         if getattr(r, 'owner', None): r.owner().disarm()
         r.t.barrier()
 
-def weak_source(recorder):
-    "Return a function that calls `recorder.source` by a weak reference, so that the run, which keeps the function, keeps no recorder."
-    ref = weakref.ref(recorder)
+def weak_source(ember):
+    "Return a function that calls `source` of an ember's recorder by a weak reference, so that the run, which keeps the function, keeps no ember."
+    ref = weakref.ref(ember)
     def source(close):
-        "Call `recorder.source`. Do nothing if the recorder was deleted."
-        if (r := ref()) is not None: r.source(close)
+        "Call `recorder.source`. Do nothing before the ember has a recorder, and after the ember was deleted."
+        if (r := getattr(ref(), 'recorder', None)) is not None: r.source(close)
     return source
 
 # %% ../../nbs/40_recorder/70_process.ipynb #ccba5439

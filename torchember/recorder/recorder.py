@@ -10,7 +10,7 @@ import threading
 from dataclasses import dataclass
 from functools import partial
 
-from .budget import SilentListener, timed
+from .budget import timed
 from ..capture.forward import arm, disarm
 from ..capture.tree import tracks
 from ..capture.clipping import ClippingWatch
@@ -92,13 +92,17 @@ def statistics_of_types(stats) -> dict:
     own = dict.fromkeys(LossReader.ttypes, stat_names('basic')) if callable(stats) else {}
     return dict.fromkeys(recorded, stats) | own
 
-def make_step_controller(t, s, lock, gradient, turn, look_for_modules):
-    """Create the `StepController` of a recorder. `t`: run; `s`: `Settings`.
+class CurrentListener:
+    "Listener that passes each event on to the listener that `find` returns at this moment."
+    def __init__(self, find): self.find = find
+    def __getattr__(self, name): return getattr(self.find(), name)
+
+def make_step_controller(t, s, lock, gradient, turn, look_for_modules, listener=None):
+    """Create the `StepController` of a recorder. `t`: run; `s`: `Settings`; `listener`: listener of the optimizers in `s`, if there are any.
 
     `gradient`: called with each gradient; `turn`: called to switch measuring on or off; `look_for_modules`: called to find new modules.
     """
-    # `SilentListener` does nothing, and is replaced when `ArmedModel` sets the listeners
-    watch = OptimizerWatch(s.optimizers, s.scaler, SilentListener(False)) if s.optimizers else None
+    watch = OptimizerWatch(s.optimizers, s.scaler, listener) if s.optimizers else None
     awaited = {id(o) for o in watch.optimizers} if watch and s.ends!='step' else ()
     steps,cost,held = Steps(s.first_step, watch is not None or s.ends=='step', awaited),Cost(s.budget),steps_in_black_box(s.blackbox)
     writer = RowWriter(t, s.rank, s.root_name, held)
@@ -112,12 +116,14 @@ def make_step_controller(t, s, lock, gradient, turn, look_for_modules):
 # %% ../../nbs/40_recorder/80_recorder.ipynb #a0c1d2e3
 class ArmedModel:
     "Model with the recorder's listeners: installs (arms) the listeners, and removes them again."
-    def __init__(self, events, optimizer_events, watches, sources, cost, graphs=None):
-        self.events,self.optimizer_events,self.sources,self.cost = events,optimizer_events,sources,cost
+    def __init__(self, events, optimizer_events, watches, sources, cost, graphs=None, tracks=()):
+        self.events,self.sources,self.cost = events,sources,cost
+        # listener that gets the events of optimizers and clipping now: another one while a CUDA graph is captured
+        self.optimizer_listener = optimizer_events
         # watches: `OptimizerWatch` and `ClippingWatch`, if needed; graphs: `Graphs` or `UnrecordedGraphs` on a GPU
         self.watches,self.graphs = watches,graphs
         # tracks: `moduleTrack`s of all modules, root first; owner: function that returns the `torchEmber`
-        self.tracks,self.owner = (),None
+        self.tracks,self.owner = tracks,None
         # watches modules that have no hooks of torchember: child modules that are added to these modules must be recorded
         self.containers = Containers()
         self.same_modules = None # `WatchedDicts` of all modules, to detect changed modules quickly; None before it is made
@@ -137,7 +143,6 @@ class ArmedModel:
         self.events.pipe.remover.choose_parameters(root)
         self.sources.armed(arm(tracks, self.events, watched, methods))
         self.containers = Containers(tracks, self.sources.states)
-        self.set_listeners(self.events, self.optimizer_events)
         for w in (*self.watches, *self.numbers.values()): w.attach()
         if self.graphs is not None: self.graphs.watch.attach()
 
@@ -185,7 +190,6 @@ class ArmedModel:
         states |= {st.track.id: st for st in new}
         for t in ts:
             if t.id in states: states[t.id].move(t, t.id in watched)
-        owner.tracks = ts
         self.use_modules(ts)
         self.sources.armed([states[t.id] for t in ts if t.id in states], True)
         self.containers = Containers(ts, self.sources.states)
@@ -193,8 +197,8 @@ class ArmedModel:
     def set_listeners(self, events, optimizer_events):
         "Set the listeners of the model and of the optimizers. During a CUDA graph capture, the listeners are those of `Graphs`."
         self.events.planned.stop()
-        for st in self.sources.states: st.listener = events
-        for w in self.watches: w.listener = optimizer_events
+        for st in self.sources.states: st.redirect(events)
+        self.optimizer_listener = optimizer_events
 
     def disarm(self):
         "Disarm the model: remove the listeners, to leave every module as it was before recording."
@@ -211,14 +215,17 @@ class ArmedModel:
         self.cost.pause()
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #9e5eebef
-def make_model(events, optimizer_events, pipe, settings, drain):
-    "Make the `ArmedModel` of a recorder. `drain`: function that writes all queued rows before a CUDA graph is captured."
+def make_model(events, optimizer_events, pipe, settings, drain, tracks=(), listener=None):
+    """Make the `ArmedModel` of a recorder. `drain`: function that writes all queued rows before a CUDA graph is captured.
+
+    `tracks`: `moduleTrack`s of the model, root first. `listener`: listener of clipping.
+    """
     watch,graphs = pipe.sources.watch,None
     watches = [] if watch is None else [watch]
-    if {'weight_grad', 'unclipped_grad'} & set(settings.ttypes): watches.append(ClippingWatch(optimizer_events))
+    if {'weight_grad', 'unclipped_grad'} & set(settings.ttypes): watches.append(ClippingWatch(listener))
     if settings.cuda_graphs: graphs = Graphs(events, optimizer_events, settings.ttypes, lambda *some: model.set_listeners(*some), drain)
     elif devices.accelerator(): graphs = UnrecordedGraphs(drain)
-    model = ArmedModel(events, optimizer_events, watches, pipe.sources, pipe.cost, graphs)
+    model = ArmedModel(events, optimizer_events, watches, pipe.sources, pipe.cost, graphs, tracks)
     return model
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #631f32d8
@@ -238,14 +245,15 @@ def loggable(numbers, notices):
 # %% ../../nbs/40_recorder/80_recorder.ipynb #f53e8207
 class Recorder:
     "Records a model: turns the model's events during training into rows of a run."
-    def __init__(self, t, settings):
-        "Create a recorder for the run `t`, with these `Settings`."
+    def __init__(self, t, settings, tracks=()):
+        "Create a recorder for the run `t`, with these `Settings`. `tracks`: `moduleTrack`s of the model, root first."
         self.t,self.lock,self.marks = t,threading.RLock(),ChangingMarks()
+        listener = CurrentListener(lambda: self.model.optimizer_listener)
         self.pipe = make_step_controller(t, settings, self.lock, lambda *args: self.events.gradient(*args), lambda on: self.events.turn(on),
-            lambda: self.model.look_for_modules())
+            lambda: self.model.look_for_modules(), listener)
         self.events = ModelEvents(self, self.pipe, self.lock, settings.only_training)
         self.optimizer_events = OptimizerEvents(self.pipe, self.lock)
-        self.model = make_model(self.events, self.optimizer_events, self.pipe, settings, lambda: t.file.drain())
+        self.model = make_model(self.events, self.optimizer_events, self.pipe, settings, lambda: t.file.drain(), tracks, listener)
         for ttype,when in dict(settings.numbers).items(): self.model.record_numbers(ttype, when)
         self.losses = LossReader(self.pipe, self.lock, lambda meta: t.amend('losses', meta))
         if settings.budget: self.cost.warm_up()

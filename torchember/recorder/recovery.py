@@ -36,11 +36,11 @@ class BlackBoxError(Exception):
 
 class BlackBoxContent:
     "Parsed files of a black box: copied steps, the last step, and the modules that were running when the process ended."
-    fault = '' # call stacks that Python wrote when the process crashed
-
     def __init__(self, path): # path: path of the black box without its suffix
         with open(f'{path}.box', 'rb') as f: self.data = f.read()
         with open(f'{path}.told', 'rb') as f: lines = [json.loads(line) for line in f.read().split(b'\n')[:-1]]
+        self.fault = '' # call stacks that Python wrote when the process crashed
+        with suppress(FileNotFoundError), open(f'{path}.fault', errors='replace') as f: self.fault = f.read(8000)
         self.w = w = np.frombuffer(self.data, np.int64, len(self.data)//8)
         if len(self.data)<NOTES+2*most_text or w[MAGIC]!=magic or not lines:
             raise BlackBoxError("the file is not a black box, or is incomplete because the disk was full")
@@ -293,7 +293,6 @@ def recover(path) -> str|None:
     try:
         box = BlackBoxContent(path)
         done,step,rest = lines_of_black_box(box)
-        with suppress(FileNotFoundError), open(f'{path}.fault', errors='replace') as f: box.fault = f.read(8000)
         end = line_of(process_end_row(box, step, [*done, *rest]))
     except Exception as e: # only warn, because the run can be read without its black box
         warn_once(path, f"The black box {printable(path)}.box cannot be read ({type(e).__name__}: {printable(e, 200)}), "

@@ -155,6 +155,11 @@ class RefusedPasses:
         self.passes = [p for p in self.passes if p.number!=number]
         for p in self.passes: p.micro -= sum(g.micro<p.micro for g in gone)
 
+    def take(self, p):
+        "Take a refused pass out of the current step: forget the pass and count it."
+        self.forget(p.number)
+        self.taken += 1
+
     def first_after(self, p):
         "Return the number of the first event after pass `p`: the first event of the pass that follows. Return None if no pass follows."
         return next((q.first for q in self.passes if q.number>p.number), None)

@@ -31,6 +31,10 @@ class StepLog:
         "Add a whole step to the log, which consists of `ComputedRow`s."
         self.t.put(self.rows_at(step, rows), True)
 
+    def end_step(self, on:bool):
+        "End a step: late rows belong to this step from now on. `on`: True if the step was recorded."
+        self.was_on = on
+
     def put_without_step(self, rows):
         "Put rows without a step (they belong to no step) into the log file. `rows`: function without arguments that returns the rows."
         self.t.file.put(rows, joins=None)
@@ -171,11 +175,11 @@ class RowWriter:
         "Return the columns that are added to every row: the rank and the user's marks."
         return self.log.columns()
 
-    def write(self, buffer, steps, over:bool, wait:bool=False, held:bool=False):
+    def write(self, buffer, steps, over:bool, wait:bool=False, held:bool=False, gradients=None):
         """Write all new measurements of the step: queue them for the log, and empty the buffer. `over`: True if the step has ended.
 
         `wait`: True to write the step later, because it may turn out to be a micro-batch. `held`:
-        True if the schedule does not select the step.
+        True if the schedule does not select the step. `gradients`: result of `Parameters.gradient_counts` at the end of the step, or None.
         """
         if not wait: self.release()
         shown,rows = steps.shown,buffer.rows # read `shown` only once, because this property is slow
@@ -191,7 +195,7 @@ class RowWriter:
         again = {'supersedes': True} if joins and steps.evaluated==shown else {}
         marks = {**({'skipped': True} if self.skipped else {}), **again, **columns}
         ts = self.ts or now()
-        norms = self.lines.scalars.ask(self.extra.root_name, buffer.gradients) if over and not joins else {}
+        norms = self.lines.scalars.ask(self.extra.root_name, gradients) if over and not joins else {}
         metadata = None if rows.box is None else \
             dict(step=shown, ts=ts, held=held, marks=marks, many=[*many_passes.items()], **norms)
         measured = Measured(*buffer.take(over, metadata), shown, ts, marks, many_passes, dict(buffer.shards.columns), **norms)
@@ -221,13 +225,20 @@ class RowWriter:
         "Note that a `GradScaler` skipped the optimizer's step."
         self.skipped = True
 
+    def number_refused(self, step) -> int:
+        "Return the number of a new refused pass of this step: 0, 1, ..."
+        n = self.refused[1] if self.refused[0]==step else 0
+        self.refused = step,n+1
+        return n
+
     def leave(self):
         "Leave the waiting steps to the parent process: drop them in a forked process."
         self.waiting = []
 
     def handle_step_end(self, step:int, on:bool): # on: True if the step was recorded
         "Handle the end of a step: move its rows of users' functions and of `te.log` from `custom` to `ended`."
-        self.log.was_on,self.skipped = on,False
+        self.log.end_step(on)
+        self.skipped = False
         self.custom,self.ended = [],self.custom
         self.extra.handle_step_end(step)
 
@@ -242,8 +253,7 @@ def write_refused(writer, buffer, steps, p, until, whole:bool, on:bool):
     snapshot,custom,numbers = buffer.rows.pop_pass(p, until, whole)
     writer.extra.noted[steps.number] -= numbers
     step = steps.number if steps.closed is None else steps.closed
-    n = writer.refused[1] if writer.refused[0]==step else 0
-    writer.refused = step,n+1
+    n = writer.number_refused(step)
     if not on or not len(snapshot)+len(custom): return
     marks = {**writer.columns(), 'skipped': True, 'phase': 'refused', 'micro': n}
     measured = Measured(snapshot, custom, step, writer.ts or now(), marks, {}, dict(buffer.shards.columns))

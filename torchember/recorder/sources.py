@@ -15,11 +15,14 @@ from ..capture.private_torch import is_unscaled, loss_scale
 from ..ground.record import flowing
 from ..measure.planning import WatchedLists
 from .buffers import Buffers
+from .early_clips import EarlyClips
+from .left_gradients import LeftoverGradients
 from .gradients import Gradients
 from .optimizer import Updates
 from .learning_rates import LearningRates
 from .output_facts import OutputFacts
-from .parameters import OldGradients, Parameters, grad_of
+from .parameter_plan import ModuleParameter
+from .parameters import Parameters, grad_of
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #50a7ce01
 def flow_classes(ttypes):
@@ -29,8 +32,8 @@ def flow_classes(ttypes):
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #55432f28
 def _as_parameter(root, name, x): # root: `moduleTrack` of the root module
-    "Return a tuple that describes a tensor outside of all modules like a parameter of the root module."
-    return root, 0, ('variable', name), x
+    "Describe a tensor outside of all modules like a parameter of the root module: return a `ModuleParameter`."
+    return ModuleParameter(root, 0, ('variable', name), x)
 
 class FollowedTensors:
     "Measures tensors that belong to no module, and their gradients, at the end of each step."
@@ -47,7 +50,7 @@ class FollowedTensors:
         if x is not None and states: self.parameters.old_gradients.note_existing([_as_parameter(states[0], name, x)])
 
     def as_parameters(self, root):
-        "Return the followed tensors (tensors outside of modules) in the form of parameters: tuples as from `Parameters.each`."
+        "Return the followed tensors (tensors outside of modules) in the form of parameters: as `ModuleParameter`s."
         return [_as_parameter(root, n, x) for n,x in self.tensors.items()]
 
     def measure_all(self, root):
@@ -100,13 +103,13 @@ class KnownOptimizers:
         trained = self.all_ids({id(o): o for o in (*self.watch.given, *self.watch.optimizers)}.values())
         plan = plan or self.parameters.current_plan()
         if plan is not None and plan.is_within(trained): return set()
-        return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in trained and grad_of(p) is not None}
+        return {i for p in self.parameters.each() if (i := id(p.tensor)) not in trained and grad_of(p.tensor) is not None}
 
     def unmeasured(self, stepped) -> set|None:
         "Return the ids of parameters whose gradients are not measured yet; None means all. `stepped`: ids of the optimizers that have stepped."
         if not stepped: return None
         measured = {id(p) for o in self.watch.optimizers if id(o) in stepped for p in parameters_of(o)} | self.unused_gradients()
-        return {id(p) for _,_,_,p in self.parameters.each() if id(p) not in measured}
+        return {id(p.tensor) for p in self.parameters.each()}-measured
 
 # %% ../../nbs/40_recorder/75_sources.ipynb #fe964441
 class Sources:
@@ -118,16 +121,18 @@ class Sources:
         metadata of the parameters.
         """
         self.ttypes,self.buffer,self.watch = ttypes,buffer,watch
-        self.states = [] # `ModuleState`s of the recorded modules, root first
         self.sampled = [] # some weights, to detect steps of unknown optimizers: a step changes their version counters
-        self.parameters = Parameters(buffer, ttypes, note)
+        # checks of gradients that the training loop may forget to remove, or clip too early
+        self.checks = LeftoverGradients(watch.optimizers if watch else ()), EarlyClips()
+        outputs = [OutputFacts(steps)] if 'output' in ttypes else []
+        self.parameters = Parameters(buffer, ttypes, note, [f.facts for f in (*outputs, *self.checks)])
         self.optimizers = KnownOptimizers(watch, self.parameters)
         self.gradients = Gradients(ttypes, steps, notify)
         self.updates = Updates(buffer, self.parameters, ttypes)
         self.rates = LearningRates(watch.optimizers if watch else ())
         self.followed = FollowedTensors(ttypes, self.parameters, buffer)
         # objects that measure tensors at the end of each step, such as `Buffers`
-        self.at_step_end = [source for source in (Buffers(buffer),) if set(source.ttypes) & set(ttypes)]
+        self.at_step_end = [source for source in (Buffers(buffer),) if source.ttype in ttypes]
         def among(*some):
             "Return the tensor types among `some` that are recorded."
             return [t for t in some if t in ttypes]
@@ -135,11 +140,9 @@ class Sources:
         # True: gradients are measured later, because they are complete only when the optimizer steps
         self.parameter_types = {False: among('weight', 'weight_grad'), True: among('weight')}
         # objects that measure the tensors of module calls
-        self.at_calls = [source(buffer, ttypes) for source in flow_classes(ttypes)]
-        if self.gradients.ttypes: self.at_calls.append(self.gradients)
-        if 'output' in ttypes:
-            self.at_calls.append(OutputFacts(steps))
-            self.parameters.known.more.append(self.at_calls[-1].facts)
+        self.at_calls = [*(source(buffer, ttypes) for source in flow_classes(ttypes)), *([self.gradients] if self.gradients.ttypes else ()), *outputs]
+
+    states = property(lambda self: self.parameters.states, doc="`ModuleState`s of the recorded modules, root first.")
 
     # ---- The following methods are called when recording of a model starts or stops
 
@@ -155,12 +158,7 @@ class Sources:
         `again`: True if the same model was recorded before, with other modules.
         """
         if not states: self.note_parameters(search=True)
-        self.states,self.parameters.plan = states,None
-        self.parameters.states = states
-        if not again:
-            self.parameters.old_gradients = OldGradients()
-            self.parameters.old_gradients.note_existing([*self.parameters.each(), *(self.followed.as_parameters(states[0]) if states else ())])
-        self.parameters.gathered.find_unrecorded(states, {id(p) for *_,p in self.parameters.each()})
+        self.parameters.use_modules(states, again, self.followed.as_parameters(states[0]) if states else ())
         if states: self.note_parameters(search=not again)
         else: self.sampled = []
 

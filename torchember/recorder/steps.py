@@ -97,6 +97,23 @@ class StepState:
 
     micro = property(lambda self: max(self.passes[self.phase]-1, 0), doc="Number of the last pass among the passes of its phase.")
 
+    def note_content(self, training=False, eval_grads=False, measured=False):
+        """Note that the current step has content, so that it counts as a step. `measured`: True if a tensor was measured outside of passes.
+
+        `training`, `eval_grads`: True for a pass with gradients in training mode, or in `eval()` mode.
+        """
+        self.opened = True
+        self.training_passes += training
+        self.eval_grads,self.measured = self.eval_grads or eval_grads,self.measured or measured
+
+    def note_failed(self):
+        "Note that the last pass raised an exception. The next pass replaces the failed pass."
+        self.failed = True
+
+    def confirm_training(self):
+        "Confirm that passes with gradients in `eval()` mode are training, because the user ends the step after them."
+        self.measured = self.measured or self.eval_grads
+
     def begins_pass(self, path:str, phase:str|None, joins:bool=False) -> bool:
         """Return True if a module call from outside of the model begins a new pass. Return False if it belongs to the last pass.
 
@@ -203,16 +220,6 @@ class Steps:
         self.pass_ += new
         return new
 
-    def note_content(self, training=False, eval_grads=False, measured=False):
-        """Note that the current step has content, so that it counts as a step. `measured`: True if a tensor was measured outside of passes.
-
-        `training`, `eval_grads`: True for a pass with gradients in training mode, or in `eval()` mode.
-        """
-        s = self.state
-        s.opened = True
-        s.training_passes += training
-        s.eval_grads,s.measured = s.eval_grads or eval_grads,s.measured or measured
-
     def remove_failed(self) -> int:
         "Remove the last pass, because it raised an exception. Return its number among all passes of the step."
         number = self.state.remove_failed()
@@ -239,9 +246,13 @@ class Steps:
 
     # ---- The following methods close the current step
 
-    def confirm_training(self):
-        "Confirm that passes with gradients in `eval()` mode are training, because the user ends the step after them."
-        self.state.measured = self.state.measured or self.state.eval_grads
+    def end_manually(self):
+        "From now on, only `te.step()` or the optimizers end a step: a new pass no longer does."
+        self.manual = True
+
+    def skip_number(self):
+        "Skip the number of a step without content, so that the step counts, too."
+        self.number += 1
 
     def handle_fork(self):
         "Forget the current step in a forked process, because the step belongs to the parent process."
@@ -320,7 +331,7 @@ class Decision:
         try: return self.schedule(step)
         except Exception as e:
             if self.notices.on_error=='raise': raise
-            self.notices.errors += 1
+            self.notices.note_error()
             self.notices.once('schedule', f"The schedule {self.schedule} raised an exception at step {step}: {type(e).__name__}: {e}. "
                 "Steps at which the schedule raises an exception are not recorded.",
                 'info')

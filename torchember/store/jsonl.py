@@ -84,16 +84,18 @@ class Metadata:
 # %% ../../nbs/30_store/15_jsonl.ipynb #afe3ec40
 class StoredRun:
     "Run on disk, opened to read its rows and metadata."
-    def __init__(self, libname, fname, home, **how): # how: further keyword arguments for the class `Log`
+    def __init__(self, libname, fname, home, source=None, **how):
+        """Open a run. `how`: further keyword arguments for the class `Log`.
+
+        `source`: function that makes the recorder queue its rows, None if no recorder writes the run. `source(True)` also ends the current step.
+        """
         safe_name(fname, 'run')
         self.libname,self.dir = libname,folder(libname, home)
         if not file_exists(self.dir/'log'/fname): portable_name(fname)
         self.home,self.log,self.data = self.dir.parent,self.dir/'log',self.dir/'data'
         self.about = Metadata(self.data, lambda: self.fname)
         self.file = UrlLog(self.log/fname) if is_url(self.dir) else Log(self.log/fname, first=self.about.write, **how)
-        # source: function that makes the recorder queue its rows, or None; torn: incomplete lines in the last read
-        # the call `source(True)` also ends the step that is being recorded
-        self.source,self.torn = None,0
+        self.source,self.torn = source,0 # torn: incomplete lines in the last read
         self.folder = is_older(self.log/fname) # True for a run of torchember 0.2, because its log is a folder
 
     @property
@@ -311,6 +313,7 @@ class tracker(AppendedRun):
         exact: True if the user chose the name. A warning then reports a changed name
         store: 'jsonl': JSON lines; 'parquet': lines are converted to Parquet during the run, by pyarrow
         ranks: Number of logs of the run, one for each process
+        source: Function that makes a recorder queue its rows before rows are read; with True, it also ends the current step
     """
     def __init__(self,
         libname:str, # Name of the library that writes the logs; its home is `~/.<libname>`
@@ -320,15 +323,16 @@ class tracker(AppendedRun):
         fsync:str='never', # When to fsync: 'never' (a power cut may lose rows), 'barrier' (at each call of `barrier`), 'step' (also at each write of rows)
         exact:bool=False, # True if the user chose the name. A warning then reports a changed name
         store:str='jsonl', # 'jsonl': JSON lines; 'parquet': lines are converted to Parquet during the run, by pyarrow
-        ranks:int=1 # Number of logs of the run, one for each process
+        ranks:int=1, # Number of logs of the run, one for each process
+        source=None # Function that makes a recorder queue its rows before rows are read; with True, it also ends the current step
     ):
         check_store(store)
         if fsync not in ('never', 'barrier', 'step'):
             raise ValueError(f"fsync must be 'never', 'barrier' or 'step', got {fsync!r}.")
-        super().__init__(libname, fname, home, fresh=fresh, fsync=fsync, exact=exact, store=store, ranks=ranks)
+        super().__init__(libname, fname, home, source, fresh=fresh, fsync=fsync, exact=exact, store=store, ranks=ranks)
         self.marked = {}
-        # A `WholeSteps` object if this process merges the rows of all ranks during the training, else None
-        self.whole = None
+
+    whole = property(lambda self: self.file.listeners.merging, doc="`WholeSteps` that merges the rows of all ranks during the training, or None")
 
     @property
     def ts(self):
@@ -407,12 +411,12 @@ class emberTracker(tracker):
     Args:
         fname: Name of the run
         home: Folder to use instead of `~/.torchember`
-        **kwargs: `fresh`, `fsync`, `exact`, `store` and `ranks`, as in `tracker`
+        **kwargs: `fresh`, `fsync`, `exact`, `store`, `ranks` and `source`, as in `tracker`
     """
     def __init__(self,
         fname:str, # Name of the run
         home=None, # Folder to use instead of `~/.torchember`
-        **kwargs # `fresh`, `fsync`, `exact`, `store` and `ranks`, as in `tracker`
+        **kwargs # `fresh`, `fsync`, `exact`, `store`, `ranks` and `source`, as in `tracker`
     ): super().__init__('torchember', fname, home, **kwargs)
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #e43520d5
@@ -425,10 +429,10 @@ def exists(name, home):
     return path in taken or path_exists(path) # `path_exists` also returns True for a broken link
 
 # %% ../../nbs/30_store/15_jsonl.ipynb #3cbb159d
-def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1):
-    """Create a run that starts now, and return its `tracker`.
+def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1, source=None):
+    """Create a run that starts now, and return its `tracker`. `kind`: name of the model's class. `name`: exact name of the run.
 
-    `kind`: name of the model's class. `name`: exact name of the run. `resume`: True to continue the run `name`. `store`, `ranks`: as in `tracker`.
+    `resume`: True to continue the run `name`. `store`, `ranks`, `source`: as in `tracker`.
     Raise FileExistsError if `name` exists, unless `resume`, and OSError if `home` cannot be written."""
     exact = name is not None
     check_store(store)
@@ -444,6 +448,6 @@ def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1):
     if resume and (old := emberTracker(name, home)).older():
         raise FileExistsError(f"The run {name!r} was recorded by an older torchember ({'0.2' if old.folder else '0.1'}). It can be read, but not continued. "
             "Choose another name=.")
-    t = emberTracker(name, home, fresh=not (resume and exists(name, home)), exact=exact, store=store, ranks=ranks)
+    t = emberTracker(name, home, fresh=not (resume and exists(name, home)), exact=exact, store=store, ranks=ranks, source=source)
     taken.add(t.log_path)
     return t

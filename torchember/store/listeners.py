@@ -221,6 +221,9 @@ class Listeners:
     # pieces: blocks that were written to the file, but not yet sent to the listeners
     def __init__(self, note): self.note,self.all,self.pieces = note,(),deque()
 
+    merging = property(lambda self: next((l for l in self.all if hasattr(l, 'listen')), None),
+        doc="Listener that merges the rows of all ranks for listeners of its own, None without one.")
+
     def add(self, listener):
         "Add a listener: a `Listener`, or an object with the methods put, end_step, mark, wait, rest and remark."
         self.all = (*self.all, listener)
