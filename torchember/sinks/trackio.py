@@ -53,7 +53,8 @@ class Trackio(Sink):
 
     def begin(self):
         "Begin with an empty state: reset the state of the sink, to send the next run."
-        self.run,self.owns_run = self.given,False
+        # proxy: `RunProxy` of the run, None before the first step
+        self.run,self.owns_run,self.proxy = self.given,False,None
         # pending: step -> names of numbers that trackio has not stored yet
         self.old_keys,self.old_alerts,self.pending = set(),set(),{}
 
