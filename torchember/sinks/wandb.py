@@ -57,10 +57,11 @@ class Wandb(Sink):
         self.begin()
 
     wandb = property(lambda self: needs('wandb', for_='The sink wandb')) # not an attribute: a module cannot be pickled
+    commit = property(lambda self: self.commits or self.owns_run, doc="True if this sink commits each step to W&B.")
 
     def begin(self):
         "Begin with an empty state: reset the state of the sink, to send the next run."
-        self.run,self.commit,self.owns_run,self.axes,self.row = self.given,self.commits,False,set(),OpenRow()
+        self.run,self.owns_run,self.axes,self.row = self.given,False,set(),OpenRow()
 
     def open(self, run, about):
         "Open the W&B run, or create one."
@@ -69,7 +70,7 @@ class Wandb(Sink):
         if self.run is None:
             self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about),
                 resume='allow', reinit='create_new', config={'torchember': simple_metadata(about)})
-            self.owns_run = self.commit = True
+            self.owns_run = True
             detach_run(self.run)
         self.run.define_metric(self.axis, hidden=True)
 
