@@ -167,6 +167,11 @@ class Training:
         "Set the gradient scaler: recorded gradients are divided by its scale. With None, gradients are not divided."
         if (te := self.te()) is not None and self.scaler is not scaler: te.recorder.watch.use_scaler(scaler)
 
+    def find_scaler(self, optimizer):
+        "Find the gradient scaler at the first step of an optimizer. Later, no scaler is assigned to this training."
+        self.may_get_scaler,scaler = False,running_scaler()
+        if scaler is not None or self.scaler is not None and not is_unscaled(self.scaler, optimizer): self.set_scaler(scaler)
+
     def overlaps(self, model):
         "Return True if this training records a module of `model`."
         te = self.te()
@@ -413,8 +418,7 @@ class Trainings:
         self.stepped.add(id(optimizer))
         for t in self.trainings:
             if not t.has(optimizer): continue
-            t.may_get_scaler,scaler = False,running_scaler()
-            if scaler is not None or t.scaler is not None and not is_unscaled(t.scaler, optimizer): t.set_scaler(scaler)
+            t.find_scaler(optimizer)
         self.update_patches()
 
     @catch_own_errors

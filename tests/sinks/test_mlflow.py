@@ -93,7 +93,7 @@ def test_run_of_the_user_can_be_a_sink(store, tmp_path, given):
     with mlflow.start_run(run_name='other'): train(tmp_path, sinks=given(mine))
     found = {r.info.run_name: metrics(r) for r in runs()}
     assert found['other']=={} and [*found['mine']['output/0/rms']]==[*range(6)]
-    assert isinstance(sink_of(mine), MLflow) and sink_of(mine).id==mine.info.run_id
+    assert isinstance(sink_of(mine), MLflow) and sink_of(mine).given==mine.info.run_id
 
 
 def test_one_sink_can_send_two_runs_in_turn(store, tmp_path):
@@ -102,7 +102,7 @@ def test_one_sink_can_send_two_runs_in_turn(store, tmp_path):
     for name,x in (('a', 1.), ('b', 2.)):
         with torchEmber(nn.Linear(2, 2), name=name, home=tmp_path, sinks=sink, stats=['rms'], ttypes='input') as te:
             for _ in range(3): te.model(torch.full((1, 2), x))
-        assert sink.of is sink.id is sink.client is None and not sink.owns_run
+        assert sink.of is sink.opened is None
     found = {r.info.run_name: metrics(r) for r in runs()}
     assert {n: v['gen/input/model/rms'] for n,v in found.items()}=={n: dict.fromkeys(range(3), x) for n,x in (('a', 1.), ('b', 2.))}
 

@@ -579,7 +579,7 @@ def test_only_complete_rows_of_wandb_are_noted_as_sent(monkeypatch):
     assert row=={'output/a/rms': 5., 'output/*[b]/rms': None, 'torchember/step': 1, 'scalar/val_loss': 3., 'torchember/scalar/val_loss/step': 0,
         'eval/output/a/rms': 4., 'torchember/eval_step': 0}
     sink.close()
-    assert (sink.run, sink.open_row, sink.ended_steps, sink.row)==(run and sink.given, {}, set(), None)
+    assert (sink.run, sink.row.content, sink.row.ended_steps, sink.row.number)==(run and sink.given, {}, set(), None)
 
 
 def test_prefix_does_not_change_axes_of_wandb(monkeypatch):

@@ -56,7 +56,7 @@ class TorchTracker(Tracker):
     "Tracker of a torch training: writes a LogFrame (table of statistics) at the end of the `with` block. Returned by `track`."
     def __init__(self, te, **kwargs): # te: a `torchEmber` that is recording
         super().__init__(te.t, **kwargs)
-        self.te = te
+        self.te,self.report = te,None # report: `Report` of the run, after the end of the `with` block
 
     current_step = property(lambda self: self.te.recorder.step, doc="Number of the step that has begun and not ended.")
     what = property(lambda self: self.te.model_name, doc="Name of the model.")
@@ -143,7 +143,7 @@ def track(
         only_training=only_stash_during_training, ends='step',
         first_step=init_step or 0, name=name, home=home, store=store)
     # switch off this hint about missing gradients, because `warn_about_steps` gives the same warning
-    te.recorder.sources.parameters.hint.silent = True
+    te.recorder.sources.omit_gradient_hint()
     tracker = TorchTracker(te, prefix=prefix, offload_inc=offload_inc, offload_fn=offload_fn,
         offload_type=offload_type, wandb=wandb)
     return tracker

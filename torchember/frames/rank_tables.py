@@ -69,14 +69,14 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
         mask = keep(block)
         masks.append(np.array(mask, bool))
         return mask
-    columns,layouts,n,_,counts = columns_of_lines(blocks, file, (*typed_columns, 'part'), keep and store_mask)
-    if not keep: masks = [slice(None)]*len(counts)
+    found = columns_of_lines(blocks, file, (*typed_columns, 'part'), keep and store_mask)
+    if not keep: masks = [slice(None)]*len(found.blocks)
     each_rank = [np.full(n, r) if isinstance(r, int) else r[m]
-        for r,m,(n,_) in zip(block_ranks, masks, counts, strict=True)]
-    df = table_of_columns(columns, layouts, n).assign(rank=np.concatenate([np.zeros(0, int), *each_rank]))
+        for r,m,(n,_) in zip(block_ranks, masks, found.blocks, strict=True)]
+    df = table_of_columns(found).assign(rank=np.concatenate([np.zeros(0, int), *each_rank]))
     df = prepare_table(without_superseded(df))
     good = drop_invalid_rows(df)
-    return good, count_invalid(logs, shared, zip(block_ranks, counts, strict=True), df['rank'].drop(good.index))
+    return good, count_invalid(logs, shared, zip(block_ranks, found.blocks, strict=True), df['rank'].drop(good.index))
 
 def count_invalid(logs, shared, blocks, dropped):
     """Return a dict: rank -> number of incomplete lines and dropped rows. `blocks`: pairs of a rank and (rows, incomplete lines).

@@ -71,8 +71,7 @@ typed_columns = (*name_columns, 'ts', 'shape')
 
 def table_of_blocks(blocks, file=None, keep=None, only=None, expected=None): # for the arguments, see `columns_of_lines`
     "Read blocks of JSON lines as a table. Omit each row that is replaced by a later row (column `supersedes`)."
-    columns,layouts,n,*_ = columns_of_lines(blocks, file, typed_columns, keep, only, expected)
-    return without_superseded(table_of_columns(columns, layouts, n))
+    return without_superseded(table_of_columns(columns_of_lines(blocks, file, typed_columns, keep, only, expected)))
 
 class ColumnFilter:
     "Container of column names. `name in filter` is True if `f(name)` is true, or if every table needs this column."

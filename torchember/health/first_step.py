@@ -24,7 +24,7 @@ import numpy as np
 from ..frames.handle import open_run
 from ..ground.messages import printable
 from ..ground.needs import pd
-from .diagnose import choose_rules, html_colours, load_history, run_rules
+from .diagnose import choose_rules, html_colours, load_history, printed_table_class, run_rules
 from .finding import finding, finite_max, fmt, median, severities
 from .history import find_changes
 from .moves import RelativeUpdates
@@ -372,33 +372,18 @@ def rows_as_html(head, rows):
 # %% ../../nbs/55_health/56_first_step.ipynb #c99c3ff2
 @cache
 def step_checks_class():
-    """Return the class of the result of `check_step`, a DataFrame that prints as lines.
-
-    The class is created at the first call, because it needs pandas.
-    """
-    class StepChecks(pd.DataFrame):
+    "Return the class of the result of `check_step`, a DataFrame that prints as lines."
+    class StepChecks(printed_table_class()):
         "Table of checks of the first steps of a run: one row for each check."
-        _metadata = ['run', 'head']
+        _metadata,_status = ['run', 'head'],'status'
         run,head = '',''
-
-        @property
-        def _constructor(self): return StepChecks
-
-        @property
-        def healthy(self):
-            "True if no check has the status 'error' or 'warning'."
-            return 'status' in self and not self['status'].isin(['error', 'warning']).any()
 
         def lines(self):
             "Return the table as lines of text, or None if the table lacks one of its columns."
             if not {'check', 'status', 'text', 'advice'}<=set(self.columns): return None
             return [printable(self.head, 1000), *lines_of_checks(self.to_dict('records'))]
 
-        def __repr__(self): return super().__repr__() if (lines := self.lines()) is None else '\n'.join(lines)
-
-        __str__ = __repr__
-
-        def _repr_html_(self): return super()._repr_html_() if self.lines() is None else rows_as_html(self.head, self.to_dict('records'))
+        def as_html(self): return rows_as_html(self.head, self.to_dict('records'))
     return StepChecks
 
 # %% ../../nbs/55_health/56_first_step.ipynb #94ef1dbe
@@ -451,9 +436,8 @@ def check_step(
     if current is not None and df['step'].max()==finished: df = add_current_weights(df, current, finished+1)
     h = load_history(opened, df=df)
     n,few = len(finished_steps(h)),[r.but(least=2) if r.name=='not_trained' else r for r in choose_rules(rules)]
-    out = step_checks_class()(table_rows(h, reliable_findings(run_rules([*few, *step_rules], h), h, n), n))
-    out.run,out.head = h.name,step_checks_title(h, n)
-    return out
+    rows = table_rows(h, reliable_findings(run_rules([*few, *step_rules], h), h, n), n)
+    return step_checks_class().with_facts(rows, run=h.name, head=step_checks_title(h, n))
 
 no_step = ("check_step needs one finished step. Call check_step after the first optimizer.step(), or after te.step(). "
     "If `every` skips the first steps, call check_step after the first recorded step.")

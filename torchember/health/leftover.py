@@ -6,6 +6,8 @@
 __all__ = ['gradients_add_up']
 
 # %% ../../nbs/55_health/36_leftover.ipynb #5a6f5382
+from typing import NamedTuple
+
 from .finding import finding
 from .rules import rule
 
@@ -17,16 +19,29 @@ def common_path(paths):
     while all(len(p)>same for p in parts) and len({p[same] for p in parts})==1: same += 1
     return '.'.join(parts[0][:same])
 
-def step_counts(h, kind):
-    """Return the counts of steps with a mistake for each parameter, from the metadata. `kind`: 'left_gradients' or 'early_clips'.
+class StepCount(NamedTuple):
+    "Number of steps with a mistake, for one parameter."
+    path:str # path of the module
+    name:str # name of the parameter
+    checked:int # number of checked steps
+    n:int # number of steps with the mistake
+    first:int|None # first of these steps
 
-    Elements: path, name, number of checked steps, number of steps with the mistake, and the first of these steps.
-    """
+    label = property(lambda self: '.'.join(filter(None, self[:2])), doc="Path and name of the parameter.")
+    phrase = property(lambda self: f'all {self.n} checked steps' if self.n==self.checked else f'{self.n} of {self.checked} checked steps',
+        doc="Number of steps with the mistake, in words.")
+
+def step_counts(h, kind):
+    "Return a `StepCount` for each parameter, from the metadata. `kind`: 'left_gradients' or 'early_clips'."
     found = h.facts.get(kind)
-    return [c for c in found if is_step_count(c)] if isinstance(found, list) else []
+    return [StepCount(*c) for c in found if is_step_count(c)] if isinstance(found, list) else []
+
+def worst_count(h, counts):
+    "Return the `StepCount` with most mistakes: if several have equally many, of a matrix."
+    return max(counts, key=lambda c: (c.n, c[:2] in h.matrices))
 
 def is_step_count(c):
-    "Return True if a value from the metadata is a list with the five elements that `step_counts` describes."
+    "Return True if a value from the metadata is a list with the five elements of a `StepCount`."
     if not isinstance(c, list) or len(c)!=5 or not all(isinstance(n, str) for n in c[:2]): return False
     return all(type(n) is int for n in c[2:4]) and (type(c[4]) is int or c[4] is None)
 
@@ -40,15 +55,13 @@ def gradients_add_up(h, least=2, share=.5):
     """
     counts = step_counts(h, 'left_gradients')
     # leave out parameters without an optimizer, because a frozen parameter may keep an old gradient without harm
-    left = [c for c in counts if c[3]>=least and c[3]>=share*c[2] and tuple(c[:2]) not in h.without_optimizer]
+    left = [c for c in counts if c.n>=least and c.n>=share*c.checked and c[:2] not in h.without_optimizer]
     if not left: return
-    path,name,checked,n,first = max(left, key=lambda c: (c[3], (c[0], c[1]) in h.matrices))
-    label = '.'.join(filter(None, [path, name]))
-    many = f'in all {n} checked steps' if n==checked else f'in {n} of {checked} checked steps'
+    worst = worst_count(h, left)
     some = '' if len(left)==len(counts) else f" In total, {len(left)} of {len(counts)} checked parameters keep gradients of the previous step."
-    yield finding('' if len(left)==len(counts) else common_path([c[0] for c in left]), f"Gradients add up: {many} from step {first} on, `{label}` "
-        "still has the gradient of the previous step when backward() begins. Each update therefore also "
+    yield finding('' if len(left)==len(counts) else common_path([c.path for c in left]), f"Gradients add up: in {worst.phrase} from step {worst.first} on, "
+        f"`{worst.label}` still has the gradient of the previous step when backward() begins. Each update therefore also "
         f"includes gradients of earlier steps.{some}",
-        first or 0, h.steps[-1] if len(h.steps) else first, ttype='weight_grad', pname=None if len(left)>1 else name, parameters=len(left),
-        checked=len(counts), steps=n, look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')",
+        worst.first or 0, h.steps[-1] if len(h.steps) else worst.first, ttype='weight_grad', pname=None if len(left)>1 else worst.name,
+        parameters=len(left), checked=len(counts), steps=worst.n, look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')",
         advice="Call optimizer.zero_grad() in each step before backward(), on the optimizer that has these parameters.")

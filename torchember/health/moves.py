@@ -43,6 +43,13 @@ class RelativeUpdates:
         self.exact = update is not None and 'ratio' in update
         self.steps,self.ratio = (update.steps,update['ratio']) if self.exact else (s.steps[:-1],estimate_ratio(s))
 
+    def adjust_small(self, inputs):
+        """Reduce the relative updates of a small weight, because its ratio looks too large. `inputs`: number of inputs of the layer.
+
+        Divide the changes by the usual rms of an initial weight instead.
+        """
+        self.ratio = self.ratio*self.size/np.maximum(self.size, .2/np.sqrt(max(inputs, 1)))
+
     @property
     def size(self):
         "Size (rms) of the weight in each of `steps`, the steps with a known change of the weight."

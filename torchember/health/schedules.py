@@ -9,7 +9,7 @@ __all__ = ['find_minima', 'is_flat_at', 'as_each_step', 'schedule_per_batch', 'c
 import numpy as np
 
 from .finding import finding, fmt, plain_median
-from .leftover import step_counts
+from .leftover import step_counts, worst_count
 from .rules import rule
 
 # %% ../../nbs/55_health/49_schedules.ipynb #71305e09
@@ -57,13 +57,13 @@ def clipped_early(h, least=3, share=.9):
     share: least fraction of all checked clippings
     """
     # skip parameters with gradients of earlier steps, because their early clipping has an effect
-    left = {tuple(c[:2]) for c in step_counts(h, 'left_gradients') if c[3]}
-    counts = [c for c in step_counts(h, 'early_clips') if tuple(c[:2]) not in left]
-    early = [c for c in counts if c[3]>=least]
-    if not early or sum(c[3] for c in counts)<share*sum(c[2] for c in counts): return
-    path,name,checked,n,first = max(early, key=lambda c: (c[3], (c[0], c[1]) in h.matrices))
-    label,many = '.'.join(filter(None, [path, name])),f'all {n} checked steps' if n==checked else f'{n} of {checked} checked steps'
-    yield finding('', f"Gradients are clipped too early, so clipping has no effect. In {many}, the gradient of `{label}` was clipped before backward() "
-        "computed it, and not again before optimizer.step().", first or 0, h.steps[-1] if len(h.steps) else first, ttype='weight_grad', stands=True,
-        look="overview(run)", parameters=len(early), steps=n,
+    left = {c[:2] for c in step_counts(h, 'left_gradients') if c.n}
+    counts = [c for c in step_counts(h, 'early_clips') if c[:2] not in left]
+    early = [c for c in counts if c.n>=least]
+    if not early or sum(c.n for c in counts)<share*sum(c.checked for c in counts): return
+    worst = worst_count(h, early)
+    yield finding('', f"Gradients are clipped too early, so clipping has no effect. In {worst.phrase}, the gradient of `{worst.label}` "
+        "was clipped before backward() computed it, and not again before optimizer.step().",
+        worst.first or 0, h.steps[-1] if len(h.steps) else worst.first, ttype='weight_grad', stands=True, look="overview(run)",
+        parameters=len(early), steps=worst.n,
         advice="Call torch.nn.utils.clip_grad_norm_(model.parameters(), ...) after loss.backward() and before optimizer.step().")

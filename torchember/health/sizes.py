@@ -6,6 +6,8 @@
 __all__ = ['update_too_large', 'update_too_small', 'poor_scale', 'poor_input_scale', 'equal_units', 'weights_decay']
 
 # %% ../../nbs/55_health/30_sizes.ipynb #f32f9f25
+from typing import NamedTuple
+
 import numpy as np
 
 from .finding import confidence_from, finding, find_true_tail, fmt, format_ratio, median, plain_median, finite_max, list_names
@@ -36,11 +38,8 @@ def is_harmed(h):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #425eb155
 def adjust_small_weights(m):
-    """Adjust the relative updates of a small weight, because its ratio looks too large: reduce them. `m`: `RelativeUpdates`.
-
-    Divide the changes by the usual rms of an initial weight instead.
-    """
-    m.ratio = m.ratio*m.size/np.maximum(m.size, .2/np.sqrt(max(count_inputs(m.s), 1)))
+    "Adjust the relative updates of a small weight, see `RelativeUpdates.adjust_small`. Return the given `RelativeUpdates` `m`."
+    m.adjust_small(count_inputs(m.s))
     return m
 
 def select_updates(moves, ratio):
@@ -171,8 +170,15 @@ def explain_small_steps(h, step, drop):
     return "The learning rate was not recorded.", ("Print the learning rate: optimizer.param_groups[0]['lr']. "
         "If the learning rate has not fallen, check that optimizer.step() is called, and that no code restores old weights.")
 
+class UpdatesEnd(NamedTuple):
+    "End of the updates of one weight."
+    step:int
+    key:tuple # key of the weight
+    peak:float # largest update before the end
+    now:float # median of the updates after the end
+
 def find_end(h, k, m, drop, left=.35):
-    """Find the end of a weight's updates, while its gradients continue. Return (step, key, largest update before, median after), or None.
+    """Find the end of a weight's updates, while its gradients continue. Return `UpdatesEnd`, or None.
 
     k, m: key and `RelativeUpdates` of the weight
     drop: fraction of the largest update, below which an update is small
@@ -184,7 +190,7 @@ def find_end(h, k, m, drop, left=.35):
     peak = float(moved[:max(5, n//3)].max())
     start = find_true_tail(moved<drop*peak)
     if n-start<max(left*n, 8) or k in h.grads and not gradients_continue(h.grads[k], m.steps, start): return None
-    return int(m.steps[start]), k, peak, plain_median(moved[start:])
+    return UpdatesEnd(int(m.steps[start]), k, peak, plain_median(moved[start:]))
 
 def was_falling(p, step):
     "Return True if the loss fell or stalled before `step`, and does not end near zero. Also True if there are too few values to decide."
@@ -201,7 +207,7 @@ def find_early_end(h, moves, drop, many=.7):
     "Find an early end: updates become small long before the end of the training, while gradients do not. Yield a finding."
     p,ends = h.progress,[e for k,m in moves.items() if (e := find_end(h, k, m, drop))]
     if len(ends)<many*len(moves) or p.verdict=='means nothing': return
-    step,k,peak,now = sorted(ends, key=lambda e: e[0])[len(ends)//2]
+    step,k,peak,now = sorted(ends, key=lambda e: e.step)[len(ends)//2]
     if p.verdict not in ('none', 'short') and not was_falling(p, step): return
     # leave out embeddings, because a step changes only few of their rows
     rare = {k for k,w in h.weights.items() if 'Embedding' in w.kind}

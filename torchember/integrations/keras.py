@@ -113,9 +113,14 @@ class LastBatchValue:
         self.latest = values.detach() if isinstance(values, torch.Tensor) else values,sample_weight
         return run(values, sample_weight)
 
+    def forget(self):
+        "Forget the loss of the last batch."
+        self.latest = None
+
     def pop(self):
         "Return the loss of the last batch, and forget this loss. Return None if no batch has run since the last call."
-        (values,weight),self.latest = self.latest or (None, None),None
+        values,weight = self.latest or (None, None)
+        self.forget()
         if values is None or math.prod(getattr(values, 'shape', ()))==1: return values
         mean = keras.metrics.Mean() # mean of the batch's loss values, weighted by `sample_weight`
         with torch.no_grad(): mean.update_state(values, weight)
@@ -138,6 +143,10 @@ class KerasOptimizer:
         if not self.states and trained_variables(self.inner):
             self.states = states_of_variables(self.inner, self.variables)
         return {k: v.value.detach() for k,v in self.states.get(self.index_of.get(id(p)), {}).items()} or missing
+
+    def note_skip(self, skipped):
+        "Note whether Keras has skipped the step. `skipped`: tensor that is True for a skipped step, or None."
+        self.found_inf = skipped
 
     def step(self): "Do nothing, because Keras itself runs the optimizer step, and `EmberCallback` reports the step to torchember."
 
@@ -184,7 +193,7 @@ class BatchScalars:
             if type(m) is keras.metrics.Mean and id(m) not in self.values:
                 self.values[id(m)] = LastBatchValue(m, self.notify)
         # delete losses of an evaluation, because such losses belong to no training batch
-        for v in self.values.values(): v.latest = None
+        for v in self.values.values(): v.forget()
         rate = getattr(model.optimizer, 'learning_rate', None)
         rate = getattr(rate, 'value', rate)
         # keep the tensor, because a conversion to float would wait for the device
@@ -255,7 +264,7 @@ class EmberCallback(RecordingCallback, keras.callbacks.Callback):
         "End the step, because Keras has run the step of its optimizer, and record the scalars of the batch."
         if self.te is None: return
         if self.optimizer is not None:
-            if self.scaler is not None: self.optimizer.found_inf = self.scaler.has_skipped()
+            if self.scaler is not None: self.optimizer.note_skip(self.scaler.has_skipped())
             self.te.recorder.watch.note_step(self.optimizer)
         self.te.step()
         self.next_steps[self.model] = self.te.recorder.step

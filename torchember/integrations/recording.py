@@ -160,7 +160,7 @@ class TrainingRecorder:
 
     def record_only_if(self, is_recorded): # is_recorded(phase, grad): `phase` is 'eval', 'no_grad' or None, and `grad` is True if the pass has gradients
         "Record a forward pass of the model only if the function `is_recorded` returns True for this pass."
-        if self.te is not None: self.te.recorder.events.pass_events.wanted = is_recorded
+        if self.te is not None: self.te.recorder.record_only_if(is_recorded)
 
     def pause(self):
         "Pause the recording of the model until `resume` is called, for example to leave out the forward passes of a validation."

@@ -180,7 +180,7 @@ class JaxTracker(Tracker):
 
     def unregister(self):
         "Unregister this tracker: stop recording. After this call, `intercept` calls the user's function without recording."
-        self.recorder.is_open = False
+        self.recorder.stop()
 
     def __enter__(self): return self
 

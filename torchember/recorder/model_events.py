@@ -86,8 +86,7 @@ class PassEvents:
     def __init__(self, pipe, only_training:bool=False): # only_training: True to record no evaluations and no passes without gradients
         self.pipe,self.steps,self.sources,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer.calls,pipe.cost
         self.only_training,self.functions,self.other_models = only_training,FunctionCalls(),OtherModels(pipe.sources)
-        # `wanted(phase, grad)`, set by an integration, returns True to record a pass. grad: True with gradients
-        self.wanted = None
+        self.wanted = None # function: see `record_only_if`
         self.modes = ModeFacts(self.calls.innermost, self.sources.parameters.known.note_modes)
         self.extra_frames = 0 # number by which Python's recursion limit is raised while the model runs
         self.numbers = {} # tensor type -> `PassNumbers` for this type, such as 'router' -> `Routers`
@@ -96,6 +95,10 @@ class PassEvents:
         "Prepare for a model before recording starts: store its modules. `depth`: nesting depth of the model's innermost module."
         self.extra_frames = depth+100 if depth>50 else 0
         self.other_models.prepare(root)
+
+    def record_only_if(self, wanted):
+        "Record a pass only if `wanted(phase, grad)` returns True. grad: True for a pass with gradients."
+        self.wanted = wanted
 
     def is_skipped(self, phase, grad) -> bool:
         "Return True if passes of this phase are skipped (not recorded). `grad`: True if gradients will be computed."

@@ -267,10 +267,14 @@ class ZeroGradHint:
         # True after `te.step()` has checked once if all gradients are zero, because `zero_grad` may have zeroed them
         self.looked = False
         self.given = False # True after the warning of missing gradients was given
-        self.silent = False # True if another part of torchember gives the warning of missing gradients
+        self.silent = False # True after `omit`
         self.begun = False # True after a step ended without `te.step()`
         self.steps_without = 0 # number of recorded training steps without a gradient
         self.versions = None # id of each weight -> its version counter when the check began
+
+    def omit(self):
+        "Omit the warning, because another part of torchember gives it."
+        self.silent = True
 
     def training(self, states):
         "Note the version counters of the weights at the start of a pass that may be training."

@@ -263,6 +263,7 @@ class Recorder:
     steps,sources,buffer,writer,cost,tally,box,stop = map(pipe_property, ('steps', 'sources', 'buffer', 'writer', 'cost', 'tally', 'box', 'stop'))
     step,watch,ttypes,calls,notices = map(pipe_property, ('steps.number', 'sources.watch', 'sources.ttypes', 'buffer.calls', 'buffer.notices'))
     owner = property(lambda self: self.model.owner)
+    record_only_if = property(lambda self: self.events.pass_events.record_only_if)
 
     def arm(self, tracks, watched=None, owner=None, methods=None):
         "Arm a model: begin to record it. Arguments as in `ArmedModel.arm`."

@@ -194,6 +194,10 @@ class Sources:
         hint = self.parameters.hint
         if not hint.trains: hint.training(self.states)
 
+    def omit_gradient_hint(self):
+        "Omit the warning of missing gradients, because the caller gives this warning."
+        self.parameters.hint.omit()
+
     def complete(self, optimizer, scale):
         "Complete the gradient rows before an optimizer's step: measure the gradients of its parameters, and of parameters without a known optimizer."
         if not self.parameter_types[False]: return

@@ -20,7 +20,7 @@ from .style import axes_for, drawn, label_figure
 # %% ../../nbs/60_show/80_comparison.ipynb #103ad9bb
 def first_differences(runs:list, rtol:float=1e-5) -> dict: # runs: a `TensorSeries` (one statistic of all tensors) for each run
     "Find the first difference of each tensor: return a dict, tensor -> first step at which two runs differ, or None. Compare common steps."
-    maps = [{label: (x, y) for label,x,y,_ in s} for s in runs]
+    maps = [{l.label: (l.steps, l.values) for l in s} for s in runs]
     out = {}
     for label in (l for l in maps[0] if all(l in m for m in maps)):
         xs,ys = zip(*(m[label] for m in maps), strict=True)
@@ -72,7 +72,7 @@ def compare(
     axes = axes_for(len(shown), ax, 'layers', 3, sharex=True)
     colors = line_colors(len(runs))
     for a,label,title in zip(axes, shown, short_names(shown, 32), strict=True):
-        lines = [next(l for l in s if l[0]==label) for s in found]
+        lines = [next(l for l in s if l.label==label) for s in found]
         for i,(line,c) in enumerate(zip(lines, colors, strict=True)):
             draw_lines(a, [line], colors=[c], lw=2.6-1.4*min(i, 1))
         log_if_wide([a], lines)

@@ -229,9 +229,10 @@ class LayerPicker:
         self.chosen = [self.entries[l] for l in now if l in self.entries and l!=self.without]
         self.notify()
 
-    def offer(self, names):
-        "Offer new layer names to choose from, in place of the earlier names."
+    def offer(self, names, otherwise=None):
+        "Offer new layer names to choose from, in place of the earlier names. `otherwise`: names to select if the selected layer is not in `names`."
         self.names = names
+        if otherwise is not None and self.value not in names: self.chosen = otherwise
         self.fill()
 
     def label(self, o):

@@ -6,6 +6,8 @@
 __all__ = ['overview']
 
 # %% ../../nbs/60_show/90_first_look.ipynb #1adde7ec
+from typing import NamedTuple
+
 import numpy as np
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
@@ -21,7 +23,7 @@ from .missing import parameters_of_run, grid_with_missing, drop_missing
 from .run_summary import (default_ttypes, first_nonfinite_tensor, logged_names, loss_curve, no_tensors,
     pick_stat, rows_with_type, nonfinite_sentence, types_to_draw)
 from .run_summary import summary # noqa: F401 (it was here)
-from .select import has_ttype, name_of_run, pick, table_and_findings, training, with_statistics
+from .select import Line, has_ttype, name_of_run, pick, table_and_findings, training, with_statistics
 from .style import drawn, figure, is_dark
 
 # %% ../../nbs/60_show/90_first_look.ipynb #c192557b
@@ -42,10 +44,18 @@ def gradient_norms(table):
     name = next((n for n in clipped_norm if n in names), None)
     return None if name is None else loss_curve(table, name)
 
+# %% ../../nbs/60_show/90_first_look.ipynb #90panel2
+class HeatMapPanel(NamedTuple):
+    "Panel of `overview`: the heat map of one tensor type."
+    kind:str # tensor type
+    column:str # column of the statistic in `rows`
+    rows:object # table
+    grid:object # `Grid` of values
+
 def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     "Draw the loss and the total gradient norm in the panel at the top, and a heat map for each tensor type below."
     curves = [c for c in (numbers, norms) if c]
-    tall = [min(.3+.155*len(g.labels), 6.) for *_,g in parts]
+    tall = [min(.3+.155*len(p.grid.labels), 6.) for p in parts]
     if ax is None:
         heights = ([1.] if curves else [])+tall
         fig = figure((8, sum(heights)+1.1))
@@ -55,13 +65,13 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
     else:
         fig,axes = ax.figure,[ax]
         top = ax.inset_axes([0, 1.04, 1, .3], sharex=ax) if curves else None
-    for a,(kind,col,_,g) in zip(axes, parts, strict=True):
+    for a,p in zip(axes, parts, strict=True):
         # in a low panel, the long name of the statistic would overlap the name beside the next panel
-        heat(a, g, meanings.get(col, col) if len(g.labels)>5 else col, zeros=col in sizes)
-        a.set_ylabel(name_of_type(kind))
+        heat(a, p.grid, meanings.get(p.column, p.column) if len(p.grid.labels)>5 else p.column, zeros=p.column in sizes)
+        a.set_ylabel(name_of_type(p.kind))
     axes[-1].set_xlabel('step')
     axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
-    steps = np.concatenate([g.steps for *_,g in parts])
+    steps = np.concatenate([p.grid.steps for p in parts])
     if top is not None: draw_loss_and_norm(top, numbers, norms)
     # limits of the x axis that show all columns of the heat maps and all points of the curves
     ends = column_spans(np.unique(steps))[0]
@@ -88,7 +98,7 @@ def draw_loss_and_norm(ax, numbers, norms):
     color = palettes[is_dark()]
     if numbers:
         name,x,y = numbers
-        draw_lines(ax, [(name, x, y, ~np.isfinite(y))], colors=[color[0]])
+        draw_lines(ax, [Line(name, x, y, ~np.isfinite(y))], colors=[color[0]])
         ok = np.isfinite(y)
         if ok.any() and y[ok].min()>0 and y[ok].max()>100*y[ok].min(): ax.set_yscale('log')
         ax.set_ylabel(name)
@@ -97,7 +107,7 @@ def draw_loss_and_norm(ax, numbers, norms):
         a = second_axis(ax) if numbers else ax
         # mark only steps with a finite loss, because steps with a non-finite loss already have a cross
         bad = ~np.isfinite(y) & ~np.isin(x, numbers[1][~np.isfinite(numbers[2])] if numbers else ())
-        draw_lines(a, [(name, x, y, bad)], colors=[color[1]], lw=.8)
+        draw_lines(a, [Line(name, x, y, bad)], colors=[color[1]], lw=.8)
         if (y[np.isfinite(y)]>0).any(): log_axis(a)
         a.set_ylabel(name, color=color[1])
     ax.tick_params(labelbottom=False, bottom=False)
@@ -128,8 +138,9 @@ def mark_first_nonfinite(axes, parts, first, top):
     "Mark the first non-finite value of a run by a line at its step, and by a ring around its cell of the heat map."
     c,step = alarm[is_dark()],first['step']
     for a in axes+([top] if top is not None else []): a.axvline(step, color=c, lw=1, ls='--')
-    for a,(_,_,rows,g) in zip(axes, parts, strict=True):
-        if str(first['ttype']) not in set(rows['ttype'].astype(str)): continue
+    for a,p in zip(axes, parts, strict=True):
+        if str(first['ttype']) not in set(p.rows['ttype'].astype(str)): continue
+        g = p.grid
         at = [i for i,(m,b) in enumerate(zip(g.members, g.bad, strict=True))
             if b.any() and any(str(first['path']) in n for n in m)]
         where = np.searchsorted(g.steps, step, 'right')-1
@@ -182,6 +193,6 @@ def overview(
         if ttype_of(kind)[0]=='output': rows = drop_scalars(rows)
         col = pick_stat(rows, stat)
         if kind in of_passes: rows = with_any_value(rows, col)
-        parts.append((kind, col, rows, grid_with_missing(rows, col, kind, ps, path)))
+        parts.append(HeatMapPanel(kind, col, rows, grid_with_missing(rows, col, kind, ps, path)))
     return draw_panels(parts, numbers, norms, tensors, name_of_run(table), ax,
         open_findings(findings, table['step'].max()))

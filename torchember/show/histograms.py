@@ -6,6 +6,8 @@
 __all__ = ['exp_hist', 'ridge']
 
 # %% ../../nbs/60_show/30_histograms.ipynb #0ee86ff0
+from typing import NamedTuple
+
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
@@ -19,13 +21,22 @@ from .legend import name_of_type, palettes, short_names, make_title
 from .style import base2, canvas, drawn, is_dark, label_figure, panels, axes_size
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d5b93d
-def total_counts(df) -> tuple:
-    "Add up the exponent counts of rows to total counts. Return them, the smallest exponent, and the numbers of values below and above."
+class TotalCounts(NamedTuple):
+    "Exponent counts of several rows, added up."
+    counts:np.ndarray # number of values for each exponent
+    lo:int # exponent of the first count
+    below:int # number of values with a smaller exponent
+    above:int # number of values with a larger exponent
+
+    total = property(lambda self: self.counts.sum()+self.below+self.above, doc="Number of all values.")
+
+def total_counts(df) -> TotalCounts:
+    "Add up the exponent counts of rows."
     if not with_counts(df).any():
         raise ValueError("These rows have no exponent counts. To record them next time: torchEmber(..., stats='numerics'), or stats=[..., 'exponents'].")
     exponents,counts = count_columns(df)
     below,*inside,above = counts.sum(0).tolist()
-    return np.array(inside), exponents[1], below, above
+    return TotalCounts(np.array(inside), exponents[1], below, above)
 
 # %% ../../nbs/60_show/30_histograms.ipynb #d7be0e59
 def draw_ranges(ax, dtypes, info, lo, hi):
@@ -181,18 +192,18 @@ def crop_counts(counts, lo):
     return (counts[at[0]:at[-1]+1], lo+int(at[0])) if len(at) else (counts, lo)
 
 # %% ../../nbs/60_show/30_histograms.ipynb #e9d0b6dc
-def write_note(ax, lo, n, below, above):
-    "Write a note into empty axes: all numbers of the tensor are below, or all are above, the counted range of exponents."
-    where = f'smaller than {base2([lo])[0]}, or zero' if not above else f'{base2([lo+n])[0]} or larger'
-    ax.text(.5, .5, f'all {below+above:,} numbers are {where}' if below+above else 'no numbers', transform=ax.transAxes, ha='center', va='center', wrap=True)
+def write_note(ax, t):
+    "Write a note into empty axes: all numbers of the tensor are below, or all are above, the counted range of exponents. `t`: `TotalCounts`."
+    where = f'smaller than {base2([t.lo])[0]}, or zero' if not t.above else f'{base2([t.lo+len(t.counts)])[0]} or larger'
+    ax.text(.5, .5, f'all {t.total:,} numbers are {where}' if t.total else 'no numbers', transform=ax.transAxes, ha='center', va='center', wrap=True)
     ax.set(xticks=[], yticks=[])
 
 def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
     "Draw the histogram of one panel. `part`: rows of the log; `info`: limits of number formats to mark."
-    counts,lo,below,above = total_counts(part)
-    if not counts.any() and (not below or not above): return write_note(ax, lo, len(counts), below, above)
-    counts,lo = crop_counts(counts, lo)
-    n = max(counts.sum()+below+above, 1)
+    t = total_counts(part)
+    if not t.counts.any() and (not t.below or not t.above): return write_note(ax, t)
+    counts,lo = crop_counts(t.counts, t.lo)
+    n = max(t.total, 1)
     hi,c = lo+len(counts)-1,palettes[is_dark()][0]
     color = kws.pop('color', c)
     share = counts/n
@@ -206,9 +217,9 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
         fill = kws.pop('fill', True)
         ax.plot(x+lo, y, color=color, **kws)
         if fill: ax.fill_between(x+lo, y, color=color, alpha=.25, lw=0)
-    if below or above:
-        ax.bar([lo-1.5, hi+1.5], [below/n, above/n], align='edge', width=.94, color=color, alpha=.45, hatch='//', edgecolor=ax.get_facecolor(), lw=0)
-    top = max(share.max(initial=0), below/n, above/n) or 1
+    if t.below or t.above:
+        ax.bar([lo-1.5, hi+1.5], [t.below/n, t.above/n], align='edge', width=.94, color=color, alpha=.45, hatch='//', edgecolor=ax.get_facecolor(), lw=0)
+    top = max(share.max(initial=0), t.below/n, t.above/n) or 1
     ax.set_ylim(0, top*1.04*space_for_bars(ax, dtypes))
     # use only tick positions that short labels can show exactly
     ax.yaxis.set_major_locator(mpl.ticker.MaxNLocator(6, steps=[1, 2, 5, 10]))
@@ -247,13 +258,13 @@ def ridge(
     there = np.unique(rows['step'])
     if isinstance(steps, int): which = there[np.unique(np.linspace(0, len(there)-1, max(steps, 1)).round().astype(int))]
     else: which = [rows_at_step(rows, s)[1] for s in steps]
-    got = [(s, *total_counts(rows[(rows['step']==s).to_numpy()])) for s in which]
-    lo,hi = min(g[2] for g in got),max(g[2]+len(g[1])-1 for g in got)
+    got = [total_counts(rows[(rows['step']==s).to_numpy()]) for s in which]
+    lo,hi = min(t.lo for t in got),max(t.lo+len(t.counts)-1 for t in got)
     ax = canvas(ax, (6, 1.2+.32*len(got)))
-    curves = [(s, smooth_counts(c/max(c.sum()+b+a, 1), .6), first) for s,c,first,b,a in got]
-    tall = max(y.max(initial=0) for _,(_,y),_ in curves) or 1
+    curves = [(*smooth_counts(t.counts/max(t.total, 1), .6), t.lo) for t in got]
+    tall = max(y.max(initial=0) for _,y,_ in curves) or 1
     colors = plt.get_cmap('viridis')(np.linspace(.3 if is_dark() else .15, .85, len(curves)))
-    for i,((_,(x,y),first),c) in enumerate(zip(curves, colors, strict=True)):
+    for i,((x,y,first),c) in enumerate(zip(curves, colors, strict=True)):
         base = len(curves)-1-i
         ax.fill_between(x+first, base, base+1.7*y/tall, color=c, alpha=.85, lw=0, zorder=i+1)
         ax.plot(x+first, base+1.7*y/tall, color=ax.get_facecolor(), lw=1, zorder=i+1)

@@ -23,18 +23,19 @@ from .style import drawn, is_dark, label_figure, panels, axes_size
 most_points = 400_000 # maximum number of points of all lines in a picture, because more points take long to draw
 
 def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs: arguments of matplotlib's `plot`
-    "Draw lines, and mark steps with non-finite tensors. Return the colors. A line is a tuple (label, steps, values, mask of such steps)."
+    "Draw lines, and mark steps with non-finite tensors. Return the colors. `lines`: list of `Line`s."
     n = max(min(most_points//max(len(lines), 1), 4000), 24)
     given,colors = colors,colors or line_colors(len(lines))
     many,bad_steps = [],[]
-    for (_,x,y,bad),c in zip(lines, colors, strict=True):
-        at = reduce_indices(x, y, bad, n)
+    for l,c in zip(lines, colors, strict=True):
+        x,y = l.steps,l.values
+        at = reduce_indices(x, y, l.bad, n)
         seen = np.where(np.isfinite(y[at]), y[at], np.nan)
         if len(lines)>100 and kind=='line': many.append(np.column_stack([x[at], seen]))
         elif kind=='line':
             ax.plot(x[at], seen, **{'color': c, 'marker': '.' if has_lone_point(seen) else None, **kwargs})
         else: ax.scatter(x[at], seen, color=c, s=kwargs.get('s', 8), **{k: v for k,v in kwargs.items() if k!='s'})
-        bad_steps.append(x[bad])
+        bad_steps.append(x[l.bad])
     if many:
         ax.add_collection(LineCollection(many, colors=colors, linewidths=.6, alpha=.6), autolim=False)
         points = np.concatenate(many)
@@ -48,11 +49,11 @@ def draw_lines(ax, lines:list, kind:str='line', colors=None, **kwargs): # kwargs
 def text_at_pointer(ax, lines, x, y):
     "Return the text that a matplotlib window shows for the position of the mouse pointer: label and value of the nearest line."
     best,least,height = None,np.inf,lambda v: ax.transData.transform((x, v))[1]
-    for label,steps,values,_ in lines:
-        if not len(steps): continue
-        i = int(np.argmin(np.abs(steps-x)))
-        far = abs(height(values[i])-height(y)) if np.isfinite(values[i]) else np.inf
-        if far<least: best,least = f'{label}: {values[i]:.4g} at step {steps[i]:g}',far
+    for l in lines:
+        if not len(l.steps): continue
+        i = int(np.argmin(np.abs(l.steps-x)))
+        far = abs(height(l.values[i])-height(y)) if np.isfinite(l.values[i]) else np.inf
+        if far<least: best,least = f'{l.label}: {l.values[i]:.4g} at step {l.steps[i]:g}',far
     return best or ''
 
 def has_lone_point(y):
@@ -77,7 +78,7 @@ def mark_nonfinite(ax, steps):
 
 def log_if_wide(axes, lines):
     "Make the y axes logarithmic if the range is wide: no value is negative, and the largest is over 100 times the smallest positive one."
-    y = np.concatenate([l[2] for l in lines]) if lines else np.empty(0)
+    y = np.concatenate([l.values for l in lines]) if lines else np.empty(0)
     y = y[np.isfinite(y)]
     if len(y) and y.min()>=0 and (y>0).any() and y.max()>100*y[y>0].min():
         for ax in axes: ax.set_yscale('log')
@@ -85,15 +86,14 @@ def log_if_wide(axes, lines):
 # %% ../../nbs/60_show/20_lines.ipynb #645813a5
 def name_lines(ax, lines:list, colors:list, most:int=9): # most: maximum number of names if there is no space for all
     "Name each line at its right end, if there are several. If the names do not all fit, name only the lines with extreme values."
-    ends = [(y[ok][-1], i) for i,(_,x,y,_) in enumerate(lines) if (ok := np.isfinite(y)).any()]
+    ends = [(l.values[ok][-1], i) for i,l in enumerate(lines) if (ok := np.isfinite(l.values)).any()]
     if len(lines)<2 or not ends: return
-    names = short_names([l[0] for l in lines])
+    names = short_names([l.label for l in lines])
     height,tall = axes_size(ax)[1],mpl.rcParams['legend.fontsize']*1.15
     # if not all names fit, only the lines with the highest and lowest ends and with the largest value get a name
     if len(ends)>max(most, height//tall):
         ends.sort()
-        peak = max(range(len(lines)), key=lambda i: np.nanmax(np.where(np.isfinite(lines[i][2]), lines[i][2], -np.inf),
-            initial=-np.inf))
+        peak = max(range(len(lines)), key=lambda i: np.max(lines[i].values[np.isfinite(lines[i].values)], initial=-np.inf))
         keep = {i for _,i in [*ends[:most//2], *ends[-(most//2):]]} | {peak}
         ends = [e for e in ends if e[1] in keep]
     low,high = ax.get_ylim()
@@ -276,7 +276,7 @@ def draw_panel(ax, lines, metrics, kind, kwargs):
     kwargs.pop('palette', None)
     colors = [kwargs.pop('color')]*len(lines) if 'color' in kwargs else None
     if colors is None and palette is not None and len(metrics)==1:
-        colors = palette_colors(palette, [l[0] for _,l in lines])
+        colors = palette_colors(palette, [l.label for _,l in lines])
     if colors is None and len(metrics)>1:
         c = line_colors(len(metrics)) if palette is None else palette_colors(palette, metrics)
         colors = [c[metrics.index(m)] for m,_ in lines]

@@ -9,6 +9,7 @@ __all__ = ['interactive']
 import asyncio, functools, io, sys, threading, time
 from html import escape
 from inspect import signature
+from typing import NamedTuple
 
 import matplotlib as mpl
 import matplotlib.patheffects as effects
@@ -143,20 +144,20 @@ class CrossHair:
     def __init__(self, losses, surface):
         self.losses,self.surface = losses,surface
         self.axes = losses.draw(surface.figure)
-        self.draw_cross(self.axes)
+        self.cross = self.draw_cross(self.axes)
         surface.show()
 
     @drawn
     def draw_cross(self, ax):
-        "Draw the cross-hair, invisible at first: a vertical line, a dot on each curve, and a text. It becomes visible when it moves."
+        "Draw the cross-hair, invisible until it moves: a vertical line, a dot on each curve, and a text. Return these three."
         ink,line = mpl.rcParams['text.color'],vertical_line(ax)
         dots = [ax.plot([], [], 'o', ms=5, color=l.get_color(), visible=False)[0] for l in ax.lines if l is not line]
         back = {'boxstyle': 'round,pad=.3', 'facecolor': ax.get_facecolor(), 'edgecolor': 'none', 'alpha': .85}
         text = ax.text(.98, .98, '', transform=ax.transAxes, ha='right', va='top', color=ink, visible=False,
             bbox=back, parse_math=False)
         text.set_in_layout(False)
-        self.cross = line,dots,text
         self.surface.set_moving(line, *dots, text)
+        return line, dots, text
 
     def move_to(self, step, recorded=None): # recorded: function that returns the recorded step nearest to a step
         "Move the cross-hair to the nearest step with a loss, and return this step. The step None hides the cross-hair."
@@ -266,6 +267,10 @@ class StepCursor:
             step = control.value
         self.point(step)
 
+    def release(self):
+        "Release the selected step: no step is selected from now on."
+        self.pinned = None
+
     def settle(self):
         "Settle on the step that the picture shows: move the cross-hair and the slider to this step."
         if control := self.step_control(): self.pinned = control.value
@@ -313,6 +318,14 @@ def tensor_histogram(label):
     return f
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a010
+class FoundCells(NamedTuple):
+    "Cells of a heat map, with the log rows of their tensors."
+    rows:object # table of log rows, with a column `label`
+    column:str # name of the statistic's column
+    grid:object # `Grid` of values
+    by:str # column of the axis that does not show layers
+    turned:bool # True if layers are on the x axis
+
 class HeatmapCells:
     "Cells of a heat map: finds the tensor of a cell, and makes the arguments of its histogram. Reads exponent counts only when needed."
     def __init__(self, source, table, on_change=lambda arguments: None): # on_change: function called when the histogram's arguments change
@@ -323,31 +336,32 @@ class HeatmapCells:
         self.values,self.found = with_new_argument_names(values, signature(heat_map_cells).parameters),None
 
     def cells(self):
-        "Return the cells of the heat map: rows (with a column `label`), name of the statistic's column, and `Grid` of values."
+        "Return the `FoundCells` of the heat map."
         if self.found is None:
-            self.by,self.turned = axis_roles(self.values.get('x', 'step'), self.values.get('y'))
-            rows,*rest = heat_map_cells(self.table, **{k: v for k,v in self.values.items() if k in signature(heat_map_cells).parameters}|{'x': self.by})
+            by,turned = axis_roles(self.values.get('x', 'step'), self.values.get('y'))
+            rows,column,grid = heat_map_cells(self.table, **{k: v for k,v in self.values.items() if k in signature(heat_map_cells).parameters}|{'x': by})
             rows = training(rows)
             code,labels = places(rows)
-            self.found = rows.assign(label=np.array(labels, object)[code]),*rest
+            self.found = FoundCells(rows.assign(label=np.array(labels, object)[code]), column, grid, by, turned)
         return self.found
 
     def at(self, x, y):
         "Return the log row of the tensor at coordinates x and y of the heat map, or None if nothing was recorded."
-        rows,col,g = self.cells()
-        if self.turned: x,y = y,x # exchange the coordinates if layers are on the x axis
+        c = self.cells()
+        g = c.grid
+        if c.turned: x,y = y,x # exchange the coordinates if layers are on the x axis
         j = min(max(int(np.searchsorted(column_edges(g.steps), x))-1, 0), len(g.steps)-1)
-        return tensor_at(rows, col, g, min(max(int(y), 0), len(g.labels)-1), j, self.by)
+        return tensor_at(c.rows, c.column, g, min(max(int(y), 0), len(g.labels)-1), j, c.by)
 
     def row_of(self, label, step):
         "Return the row of the tensor with the label `label` at a step, or None. If no tensor has this label, use the first label."
-        rows,labels = self.cells()[0],self.labels()
+        rows,labels = self.cells().rows,self.labels()
         found = rows[(rows['label']==(label if label in labels else labels[0])) & (rows['step']==step)]
         return found.iloc[0] if len(found) else None
 
     def labels(self):
         "Return the labels of all layers in the heat map."
-        return self.cells()[0]['label'].unique().tolist()
+        return self.cells().rows['label'].unique().tolist()
 
     def histogram(self, row):
         "Return the `Arguments` (values and controls) to draw the histogram of a tensor. `row`: log row of the tensor."
@@ -383,9 +397,8 @@ class TensorChooser:
     def offer(self):
         "Offer the tensors and steps of the current heat map in the controls."
         first,self.names = not self.names,self.patches.labels()
-        if self.which.value not in self.names: self.which.chosen = self.names[:1]
-        self.which.offer(self.names)
-        self.when.offer(np.unique(self.patches.cells()[0]['step']))
+        self.which.offer(self.names, self.names[:1])
+        self.when.offer(np.unique(self.patches.cells().rows['step']))
         if first: self.when.value = None
 
 # %% ../../nbs/60_show/94_pointing.ipynb #51c0a012
@@ -537,7 +550,7 @@ class Interactive:
         "Leave the histogram: close it, and draw the heat map again."
         if len(self.stack)==1: return
         self.stack.pop()
-        if self.cursor: self.cursor.pinned = None
+        if self.cursor: self.cursor.release()
         self.arrange()
         self.redraw()
 

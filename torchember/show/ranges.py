@@ -24,8 +24,8 @@ def shares(rows, dtype:str): # rows: rows of one step
     out = {k: np.zeros(len(labels)) for k in ('over', 'subnormal', 'under')}
     for i in range(len(labels)):
         part = rows[code==i]
-        counts,lo,below,above = total_counts(part)
-        got = headroom([below, *counts, above], lo, dtype, min(zero_counts(part), below))
+        t = total_counts(part)
+        got = headroom([t.below, *t.counts, t.above], t.lo, dtype, min(zero_counts(part), t.below))
         for k in out: out[k][i] = got[k]
     return labels, out
 
@@ -39,8 +39,8 @@ def zero_counts(rows):
 def formats_in_range(rows, dtypes):
     "Return the number formats whose whole range (from exponent -126 on) is in the range of the exponent counts in the log."
     if 'exponents' not in rows or not len(rows): return []
-    counts,lo,*_ = total_counts(rows)
-    return [d for d in dtypes if lo<=(r := reach(d))['subnormal'] and r['max']<lo+len(counts)]
+    t = total_counts(rows)
+    return [d for d in dtypes if t.lo<=(r := reach(d))['subnormal'] and r['max']<t.lo+len(t.counts)]
 
 # %% ../../nbs/60_show/60_ranges.ipynb #d9b8b28c
 def draw_format(ax, dtype, got, low, high):

@@ -145,9 +145,9 @@ def summary(
     found = {c: list(series(rows, c)) for c in there}
     lines = {}
     for c,ss in found.items():
-        for label,x,y,bad in ss:
-            line = lines.setdefault(label, {'steps': len(x), 'not finite': int(bad.sum())})
-            ok = y[np.isfinite(y)]
+        for l in ss:
+            line = lines.setdefault(l.label, {'steps': len(l.steps), 'not finite': int(l.bad.sum())})
+            ok = l.values[np.isfinite(l.values)]
             line |= {f'{c} first': ok[0] if len(ok) else np.nan, f'{c} last': ok[-1] if len(ok) else np.nan,
                 f'{c} worst': most_unusual(ok)}
     missing = untrained_reasons(rows, ttype_of(kind)[0], ps, path).keys()-lines.keys()

@@ -9,6 +9,7 @@ __all__ = []
 import re
 from os import PathLike
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -255,6 +256,13 @@ def numeric_columns(df):
     return [c for c in df.columns if c not in not_stats and df[c].dtype.kind in 'fiu' and df[c].notna().any()]
 
 # %% ../../nbs/60_show/10_select.ipynb #6bc987c2
+class Line(NamedTuple):
+    "Values of one statistic of one tensor over the steps, drawn as a line."
+    label:str
+    steps:np.ndarray
+    values:np.ndarray
+    bad:np.ndarray # mask: True at steps at which the tensor has non-finite elements
+
 class TensorSeries:
     "Values of one statistic of many tensors over the steps, in flat arrays: all values of the first tensor, then of the second, and so on."
     def __init__(self, labels:list, code, step, value, bad): # code: for each value, the index of its tensor's label. The indices ascend
@@ -263,11 +271,11 @@ class TensorSeries:
     def __len__(self): return len(self.labels)
 
     def __iter__(self):
-        "Yield (label, steps, values, mask) of each tensor. The mask is True where the tensor has non-finite elements."
+        "Yield a `Line` for each tensor."
         ends = np.searchsorted(self.code, np.arange(len(self.labels)+1))
         for i,label in enumerate(self.labels):
             at = slice(ends[i], ends[i+1])
-            yield label, self.step[at], self.value[at], self.bad[at]
+            yield Line(label, self.step[at], self.value[at], self.bad[at])
 
 # by: column of the x axis; known: result of `places`, if it was computed already
 def series(df, stat:str, by:str='step', known=None) -> TensorSeries:

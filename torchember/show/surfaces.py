@@ -6,6 +6,8 @@
 __all__ = ['surface', 'Surface3d']
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #1f4ffc0c
+from typing import NamedTuple
+
 import matplotlib as mpl
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -21,13 +23,20 @@ from .legend import alarm, meanings, name_of_type, short_names, make_title, zero
 from .style import drawing_on, drawn, is_dark, panels
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #83eb96c8
-def reduce_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
-    "Reduce a matrix (steps x units) to a size that can be drawn. Return steps, numbers of units, values, and a mask of non-finite values."
+class ReducedMatrix(NamedTuple):
+    "Matrix (steps x units) of a size that can be drawn."
+    steps:np.ndarray
+    units:np.ndarray # numbers of the units
+    value:np.ndarray # NaN for blocks without a finite value
+    bad:np.ndarray # mask of non-finite values
+
+def reduce_matrix(h:UnitHistory, most_steps:int, most_units:int) -> ReducedMatrix:
+    "Reduce a matrix (steps x units) to a size that can be drawn: replace each block by its value that is farthest from the median."
     ok,bounds = np.isfinite(h.value),[np.unique(np.linspace(0, n, min(n, most)+1).astype(int))[:-1]
         for n,most in zip(h.value.shape, (most_steps, most_units), strict=True)]
     steps,units = h.steps[bounds[0]],np.arange(h.value.shape[1])[bounds[1]]
     if len(steps)==len(h.steps) and len(units)==h.value.shape[1]:
-        return steps, units, np.where(ok, h.value, np.nan), ~ok
+        return ReducedMatrix(steps, units, np.where(ok, h.value, np.nan), ~ok)
     def each(values, how):
         "Reduce each block of steps and units to one value."
         return how.reduceat(how.reduceat(values, bounds[0], 0), bounds[1], 1)
@@ -38,7 +47,7 @@ def reduce_matrix(h:UnitHistory, most_steps:int, most_units:int) -> tuple:
     middle = np.median(some[np.isfinite(some)]) if np.isfinite(some).any() else 0.
     value = np.where(high-middle>=middle-low, high, low)
     if has_zeros(low): value = np.where(low==0, 0., value)
-    return steps, units, np.where(np.isfinite(value), value, np.nan), np.zeros(value.shape, bool) if fine else each(~ok, np.logical_or)
+    return ReducedMatrix(steps, units, np.where(np.isfinite(value), value, np.nan), np.zeros(value.shape, bool) if fine else each(~ok, np.logical_or))
 
 def has_zeros(value):
     "Return True if zero is the smallest value and larger values exist. In this case, zeros are drawn in gray."
@@ -107,22 +116,22 @@ shares = {'UnitActivity'} # statistics with fractions from 0 to 1 as values: the
 
 def draw_heatmap(ax, h, stat, kwargs):
     "Draw a matrix as a heat map, with steps as columns and units as rows."
-    steps,units,value,bad = reduce_matrix(h, 300, 256)
+    m = reduce_matrix(h, 300, 256)
     scale = {}
     if stat in shares and not {'norm', 'vmin', 'vmax', 'center', 'robust'} & kwargs.keys():
         # the color bar has no tick at 0, because zeros are drawn in gray
         scale = {'norm': mpl.colors.Normalize(0, 1), 'cbar_kws': {'ticks': np.linspace(.2, 1, 5)}}
-    labels = [str(u) for u in units]
-    heat(ax, Grid(labels, steps, value.T, bad.T, [[l] for l in labels]), meanings.get(stat, stat),
+    labels = [str(u) for u in m.units]
+    heat(ax, Grid(labels, m.steps, m.value.T, m.bad.T, [[l] for l in labels]), meanings.get(stat, stat),
         **{'zeros': True, **scale, **kwargs})
     ax.set(xlabel='step', ylabel='unit')
 
 def draw_surface(ax, h, stat, kwargs):
     "Draw a matrix as a surface in three dimensions, over steps and units."
-    steps,units,value,bad = reduce_matrix(h, 120, 96)
+    m = reduce_matrix(h, 120, 96)
     x,y = (np.array([c[0]-.5, c[0]+.5]) if len(c)==1 else c
-        for c in (np.asarray(steps, float), np.asarray(units, float)))
-    value,bad = (np.broadcast_to(v, (len(x), len(y))) for v in (value, bad))
+        for c in (np.asarray(m.steps, float), np.asarray(m.units, float)))
+    value,bad = (np.broadcast_to(v, (len(x), len(y))) for v in (m.value, m.bad))
     finite = value[np.isfinite(value)]
     norm = mpl.colors.Normalize(finite.min(), finite.max()) if len(finite) else None
     cmap = kwargs.get('cmap') or 'viridis'

@@ -14,7 +14,7 @@ from ..measure.summary import derived
 from .lines import name_lines, draw_lines
 from .missing import selected_parameters, parameters_of_run, untrained_reasons
 from ..frames.words import accept_earlier_arguments
-from .select import has_ttype, name_of_run, pick, places, series, find_stat, rows_to_draw, training, trouble, with_statistics
+from .select import Line, has_ttype, name_of_run, pick, places, series, find_stat, rows_to_draw, training, trouble, with_statistics
 from .legend import meanings, palettes, short_names, make_title
 from .style import canvas, drawn, is_dark
 from ..store.parameters import label_of, why_not
@@ -35,11 +35,11 @@ def least_ratios(rows) -> list: # rows: log rows of weights
     if 'std' in (stats := parameter_sizes(rows)): rows = rows.assign(std=population_std(rows))
     out = []
     for parts in zip(*(series(rows, c) for c in stats), strict=True):
-        label,x,_,bad = parts[0]
-        y = np.array([p[2] for p in parts]) # array of shape (number of statistics, number of steps)
+        one = parts[0]
+        y = np.array([p.values for p in parts]) # array of shape (number of statistics, number of steps)
         with np.errstate(divide='ignore', invalid='ignore'):
-            ratio = np.hypot.reduce(np.diff(y), 0)/np.hypot.reduce(y[:, :-1], 0)/np.diff(x)
-        out.append((label, x[1:], ratio, bad[1:]))
+            ratio = np.hypot.reduce(np.diff(y), 0)/np.hypot.reduce(y[:, :-1], 0)/np.diff(one.steps)
+        out.append(Line(one.label, one.steps[1:], ratio, one.bad[1:]))
     return out
 
 def population_std(rows):
@@ -129,7 +129,7 @@ def updates(
     ax = canvas(ax, (7.5, 3.6))
     ax.axhspan(*healthy, color=palettes[is_dark()][2], alpha=.15, lw=0)
     # drop zeros, which a logarithmic axis cannot show
-    lines = [(n, x, np.where(y>0, y, np.nan), bad) for n,x,y,bad in lines if n not in never]
+    lines = [l._replace(values=np.where(l.values>0, l.values, np.nan)) for l in lines if l.label not in never]
     colors = draw_lines(ax, lines)
     ax.set_yscale('log')
     low,high = ax.get_ylim()

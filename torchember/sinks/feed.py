@@ -114,9 +114,7 @@ class StepSender:
         if self.sent is not None: return
         try: about = self.tracker.about[f'base_{self.tracker.fname}']
         except KeyError: about = {} # another process of the run has the metadata
-        if self.sink.of is not None:
-            raise ValueError(f"this sink already sends the run {self.sink.of!r}. Create another sink for {self.run!r}")
-        self.sink.of = self.run
+        self.sink.begin_sending(self.run)
         self.sink.open(self.run, dict(about))
         self.sent = SentSteps(self.tracker, self.sink.target())
 
@@ -155,7 +153,7 @@ class StepSender:
         "Flush the sink, and end its run in the tracker."
         if self.sent is None: return
         try: self.flush()
-        finally: self.sink.of = None; self.sink.close()
+        finally: self.sink.end_sending(); self.sink.close()
 
 # %% ../../nbs/56_sinks/60_feed.ipynb #d31311fd
 class Feed:

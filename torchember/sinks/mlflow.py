@@ -38,6 +38,38 @@ def percentile_edges(edges, counts) -> dict: # edges: edges of the histogram's b
     return out
 
 # %% ../../nbs/56_sinks/40_mlflow.ipynb #b005e772
+class OpenedRun:
+    "MLflow run that a sink sends to."
+    # found: the run as MLflow returned it; is_own: True if the sink has created the run
+    def __init__(self, client, found, is_own):
+        self.client,self.id,self.is_own = client,found.info.run_id,is_own
+        # metrics: names of the metrics that the run had when it was opened; steps: name -> steps that it had
+        self.metrics,self.steps,self.tags = {*found.data.metrics},{},found.data.tags
+
+    def had(self, name, step):
+        "Return True if the run had a number of this metric and step when it was opened."
+        if name not in self.steps:
+            self.steps[name] = {m.step for m in self.client.get_metric_history(self.id, name)} if name in self.metrics else ()
+        return step in self.steps[name]
+
+    def send(self, numbers):
+        "Send numbers, and wait until MLflow has stored them."
+        self.client.log_batch(self.id, metrics=numbers, synchronous=True)
+
+    def add_line(self, tag, line):
+        "Add a line to a tag, unless the tag has this line already, or is full."
+        lines = self.tags.get(tag, '').splitlines()
+        text = '\n'.join([*lines, line])
+        # do not add lines to a tag that is full, because its first findings are usually the causes of later findings
+        if line in lines or len(text)>most_text: return
+        self.client.set_tag(self.id, tag, text)
+        self.tags[tag] = text
+
+    def end(self):
+        "End the run if the sink has created it."
+        if self.is_own: self.client.set_terminated(self.id)
+
+# %% ../../nbs/56_sinks/40_mlflow.ipynb #b005e773
 class MLflow(Sink):
     """Sink that sends the statistics of each step to MLflow: to the open MLflow run, or else to a new MLflow run.
 
@@ -70,9 +102,8 @@ class MLflow(Sink):
 
     def begin(self):
         "Begin with an empty state: reset the state of the sink, to send another run."
-        self.id,self.client,self.owns_run = self.given,None,False
-        # old_metrics: names of the metrics that the MLflow run already has; old_steps: name -> steps that the MLflow run already has
-        self.pending,self.old_metrics,self.old_steps,self.tags = [],(),{},{}
+        # opened: `OpenedRun`, None before the first step of a run; pending: queued numbers
+        self.opened,self.pending = None,[]
 
     @staticmethod
     def id_of(run):
@@ -81,45 +112,42 @@ class MLflow(Sink):
 
     def open(self, run, about):
         "Open the given or active MLflow run. Without such a run, continue or create the MLflow run of this torchember run."
-        self.client = self.mlflow.MlflowClient(self.uri)
+        client = self.mlflow.MlflowClient(self.uri)
         # search for an open run again, because the user may have opened a run in another thread
-        self.id = self.id or self.id_of(find_open_run(self.mlflow))
-        found = self.client.get_run(self.id) if self.id else self.create_or_find_run(run, about)
-        self.old_metrics,self.tags,self.id = {*found.data.metrics},found.data.tags,found.info.run_id
+        id = self.given or self.id_of(find_open_run(self.mlflow))
+        self.opened = OpenedRun(client, client.get_run(id) if id else self.create_or_find_run(client, run, about), not id)
 
-    def experiment_id(self):
+    def experiment_id(self, client):
         "Return the id of the MLflow experiment for a new run. Create the experiment if it does not exist."
         env = os.environ.get
         # return the experiment chosen by the user: `mlflow.set_experiment` also sets this environment variable
         if self.experiment is None and env('MLFLOW_EXPERIMENT_ID'): return env('MLFLOW_EXPERIMENT_ID')
         name = self.experiment or env('MLFLOW_EXPERIMENT_NAME') or 'torchember'
-        found = self.client.get_experiment_by_name(name)
-        return found.experiment_id if found else self.client.create_experiment(name)
+        found = client.get_experiment_by_name(name)
+        return found.experiment_id if found else client.create_experiment(name)
 
-    def create_or_find_run(self, run, about):
+    def create_or_find_run(self, client, run, about):
         "Return the MLflow run created earlier for this torchember run, to continue the run. If no such MLflow run exists, create one."
-        where,id,self.owns_run = self.experiment_id(),stable_id(run, about),True
-        found = self.client.search_runs([where], f"tags.`{self.tag}` = '{id}'", max_results=1)
+        where,id = self.experiment_id(client),stable_id(run, about)
+        found = client.search_runs([where], f"tags.`{self.tag}` = '{id}'", max_results=1)
         if found:
-            self.client.update_run(self.id_of(found[0]), status='RUNNING')
+            client.update_run(self.id_of(found[0]), status='RUNNING')
             return found[0]
-        created = self.client.create_run(where, run_name=run, tags={self.tag: id})
+        created = client.create_run(where, run_name=run, tags={self.tag: id})
         params = [self.mlflow.entities.Param(f'torchember.{k}', str(v)) for k,v in simple_metadata(about).items()]
-        self.client.log_batch(self.id_of(created), params=params[:100], synchronous=True)
+        client.log_batch(self.id_of(created), params=params[:100], synchronous=True)
         return created
 
     def target(self):
         "Return the target: name of the destination, with the id of the MLflow run."
-        return f'mlflow:{self.id}'
+        return f'mlflow:{self.opened.id}'
 
     def queue_numbers(self, step, numbers):
         "Add the numbers of a step to a queue, except numbers already in the MLflow run. Send the queue if it has enough numbers for one request."
         now = int(time.time()*1000)
         for k,v in numbers.items():
             name = metric_name(k)
-            if name not in self.old_steps:
-                self.old_steps[name] = {m.step for m in self.client.get_metric_history(self.id, name)} if name in self.old_metrics else ()
-            if step not in self.old_steps[name]: self.pending.append(self.mlflow.entities.Metric(name, v, now, step))
+            if not self.opened.had(name, step): self.pending.append(self.mlflow.entities.Metric(name, v, now, step))
         if len(self.pending)>=most_numbers: self.flush()
 
     def scalars(self, step, numbers):
@@ -134,24 +162,18 @@ class MLflow(Sink):
     def findings(self, step, found):
         "Write the findings of a step into tags of the MLflow run."
         for f in found:
-            tag = metric_name(f"torchember.finding.{f['rule']}")
             line = f"step {step}: {'no longer so: ' if f.get('over') else ''}{f['text']}"
-            lines = self.tags.get(tag, '').splitlines()
-            text = '\n'.join([*lines, line])
-            # do not add lines to a tag that is full, because its first findings are usually the causes of later findings
-            if line in lines or len(text)>most_text: continue
-            self.client.set_tag(self.id, tag, text)
-            self.tags[tag] = text
+            self.opened.add_line(metric_name(f"torchember.finding.{f['rule']}"), line)
 
     def flush(self):
         "Flush the queue: send all queued numbers to MLflow."
         while self.pending:
-            self.client.log_batch(self.id, metrics=self.pending[:most_numbers], synchronous=True)
+            self.opened.send(self.pending[:most_numbers])
             del self.pending[:most_numbers]
 
     def close(self):
         "Send all queued numbers, and end the MLflow run if this sink has created it."
-        if self.client is None: return
+        if self.opened is None: return
         self.flush()
-        if self.owns_run: self.client.set_terminated(self.id)
+        self.opened.end()
         self.begin()

@@ -156,6 +156,15 @@ class Sink:
         if bad := [s for s in self.stats if not isinstance(s, str)]:
             raise TypeError(f"stats= takes names of statistics, such as 'rms', got {an(bad[0])}.")
 
+    def begin_sending(self, run:str):
+        "Begin to send a run. Raise ValueError if this sink already sends another run."
+        if self.of is not None: raise ValueError(f"this sink already sends the run {self.of!r}. Create another sink for {run!r}")
+        self.of = run
+
+    def end_sending(self):
+        "End sending the run: from now on, this sink can send another run."
+        self.of = None
+
     def open(self, run:str, about:dict):
         "Open a run in the tracker: begin or continue it. This is called before all other methods, in the thread of the sink."
 

@@ -49,17 +49,19 @@ class Trackio(Sink):
 
     trackio = property(lambda self: needs('trackio', for_='The sink trackio'),
         doc="The library, a property because a library cannot be pickled.")
+    owns_run = property(lambda self: self.run is not self.given, doc="True if this sink has created the trackio run.")
     store = property(lambda self: self.trackio.SQLiteStorage, doc="The database of runs on this machine.")
 
     def begin(self):
         "Begin with an empty state: reset the state of the sink, to send the next run."
-        self.run,self.owns_run = self.given,False
+        # proxy: `RunProxy` of the run, None before the first step
+        self.run,self.proxy = self.given,None
         # pending: step -> names of numbers that trackio has not stored yet
         self.old_keys,self.old_alerts,self.pending = set(),set(),{}
 
     def open(self, run, about):
         "Open the trackio run. In a local database, read the numbers and alerts that the run already has; for a server, none are read."
-        if self.run is None: self.run,self.owns_run = self.create_run(run, about),True
+        if self.run is None: self.run = self.create_run(run, about)
         self.proxy = RunProxy(self.run)
         if not self.is_local: return
         self.store.init_db(self.run.project)

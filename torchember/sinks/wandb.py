@@ -13,6 +13,28 @@ from .sink import Sink, alerts_of, simple_metadata, stable_id
 from ..ground.needs import needs
 
 # %% ../../nbs/56_sinks/20_wandb.ipynb #a1ee9bab
+class OpenRow:
+    "The row that W&B collects and has not committed yet, and the steps whose rows W&B has committed."
+    def __init__(self):
+        # number: W&B's number of the row; content: x axis -> (step, keys) in this row
+        self.number,self.content,self.ended_steps = None,{},set()
+
+    def end(self, next_number):
+        "Note that W&B has committed the row. Begin the row `next_number`."
+        self.ended_steps.update(step for step,_ in self.content.values())
+        self.number,self.content = next_number,{}
+
+    def has_other_steps(self, step):
+        "Return True if the row has values of other steps than `step`."
+        return any(s!=step for s,_ in self.content.values())
+
+    def add(self, axis, step, keys):
+        "Add keys of a step to the row. Return the keys that the row has of another step, because W&B would show their values at this step."
+        before,present = self.content.get(axis, (step, set()))
+        self.content[axis] = step,present|keys
+        return present-keys if before!=step else set()
+
+# %% ../../nbs/56_sinks/20_wandb.ipynb #a1ee9bac
 class Wandb(Sink):
     """Sink that sends the statistics of each step to Weights & Biases: to the open W&B run, or else to a new W&B run.
 
@@ -35,12 +57,11 @@ class Wandb(Sink):
         self.begin()
 
     wandb = property(lambda self: needs('wandb', for_='The sink wandb')) # not an attribute: a module cannot be pickled
+    commit = property(lambda self: self.commits or self.owns_run, doc="True if this sink commits each step to W&B.")
 
     def begin(self):
         "Begin with an empty state: reset the state of the sink, to send the next run."
-        self.run,self.commit,self.owns_run,self.axes = self.given,self.commits,False,set()
-        # open_row: x axis -> (step, keys) of the row that W&B has not committed yet
-        self.row,self.open_row,self.ended_steps = None,{},set()
+        self.run,self.owns_run,self.axes,self.row = self.given,False,set(),OpenRow()
 
     def open(self, run, about):
         "Open the W&B run, or create one."
@@ -49,7 +70,7 @@ class Wandb(Sink):
         if self.run is None:
             self.run = self.wandb.init(project=self.project, name=run, id=stable_id(run, about),
                 resume='allow', reinit='create_new', config={'torchember': simple_metadata(about)})
-            self.owns_run = self.commit = True
+            self.owns_run = True
             detach_run(self.run)
         self.run.define_metric(self.axis, hidden=True)
 
@@ -67,9 +88,7 @@ class Wandb(Sink):
         "Detect whether W&B has begun a new row since the last call. If so, mark the steps of the earlier row as ended."
         is_shared = getattr(getattr(self.run, 'settings', None), 'mode', '')=='shared'
         row = None if is_shared else getattr(self.run, 'step', None)
-        if row==self.row: return
-        self.ended_steps.update(step for step,_ in self.open_row.values())
-        self.row,self.open_row = row,{}
+        if row!=self.row.number: self.row.end(row)
 
     def put(self,
         step, # Number of the step
@@ -89,12 +108,10 @@ class Wandb(Sink):
                 self.axes.add(group)
                 if '*' not in group.removesuffix('/*'): self.run.define_metric(group, step_metric=axis)
             if axis!=self.axis and axis not in self.axes: self.axes.add(axis); self.run.define_metric(axis, hidden=True)
-        if self.commit and any(s!=step for s,_ in self.open_row.values()): self.flush()
+        if self.commit and self.row.has_other_steps(step): self.flush()
         self.detect_new_row()
-        for axis,keys in keys_of_axis.items(): # if the current W&B row has values of another step, replace them by None
-            before,present = self.open_row.get(axis, (step, set()))
-            if before!=step: outdated |= dict.fromkeys(present-keys)
-            self.open_row[axis] = step,present|keys
+        # if the current W&B row has values of another step, replace them by None
+        for axis,keys in keys_of_axis.items(): outdated |= dict.fromkeys(self.row.add(axis, step, keys))
         self.run.log({**outdated, **data, **dict.fromkeys(keys_of_axis, step)}, commit=False)
 
     def scalars(self, step, numbers): self.put(step, numbers)
@@ -125,15 +142,14 @@ class Wandb(Sink):
 
     def flush(self):
         "Flush the current row of W&B (commit it), if this sink commits rows."
-        if self.commit and self.open_row:
+        if self.commit and self.row.content:
             self.run.log({}, commit=True)
-            self.ended_steps.update(step for step,_ in self.open_row.values())
-            self.open_row = {}
+            self.row.end(self.row.number)
 
     def persisted_steps(self, steps):
         "Return the steps whose rows W&B has committed."
         self.detect_new_row()
-        return [s for s in steps if s in self.ended_steps]
+        return [s for s in steps if s in self.row.ended_steps]
 
     def close(self):
         "Commit the last row, and end the W&B run if this sink has created it."

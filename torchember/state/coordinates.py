@@ -263,6 +263,7 @@ def draw_sizes(ax, rows, check, quantity, layers):
     "Draw the sizes of layers at one step into one panel: geometric mean over seeds as a line, range over seeds as a band."
     from torchember.show.legend import short_names
     from torchember.show.lines import line_colors, name_lines
+    from torchember.show.select import Line
     lines,colors,widths,names = [],[],rows['width'].unique(),short_names(layers, 18)
     for layer,name,color in zip(layers, names, line_colors(len(names)), strict=True):
         sizes = rows[(rows['layer']==layer).to_numpy() & (rows[quantity]>0).to_numpy()].groupby('width')[quantity]
@@ -270,11 +271,11 @@ def draw_sizes(ax, rows, check, quantity, layers):
         mean,slope = np.exp(sizes.apply(lambda v: np.log(v).mean())),fit_slope_of(check, layer, quantity, rows['step'].iloc[0])
         ax.fill_between(mean.index, sizes.min(), sizes.max(), color=color, alpha=.15, lw=0)
         ax.plot(mean.index, mean, color=color, marker='.')
-        lines.append((f'{name} {slope:+.2f}', mean.index.to_numpy(), mean.to_numpy(), np.zeros(len(mean), bool)))
+        lines.append(Line(f'{name} {slope:+.2f}', mean.index.to_numpy(), mean.to_numpy(), np.zeros(len(mean), bool)))
         colors.append(color)
     ax.set_xscale('log', base=2)
     ax.set_xticks(widths, [f'{w:g}' for w in widths])
-    widen(ax, np.concatenate([l[2] for l in lines]) if lines else np.ones(1), widths[-1]/widths[0])
+    widen(ax, np.concatenate([l.values for l in lines]) if lines else np.ones(1), widths[-1]/widths[0])
     name_lines(ax, lines, colors)
 
 def fit_slope_of(check, layer, quantity, step) -> float:
@@ -413,8 +414,8 @@ def coord_check(
     table = pd.DataFrame(rows)
     slopes = slopes_of(table)
     faults = stops+find_faults(table, slopes, tolerance, follows)
-    findings = findings_class()([{c: f[c] for c in columns} | {'follows': math.nan} for f in faults], columns=[*columns, 'follows'])
-    findings.run,n = 'coord_check',table.loc[table['from_weights'].notna().to_numpy(), 'layer'].nunique()
-    findings.looked = (f"Checked {n} layers, widths {widths[0]:g} to {widths[-1]:g}, {steps_text(steps)}, {len(seeds)} seed{'s'*(len(seeds)!=1)}, "
+    n = table.loc[table['from_weights'].notna().to_numpy(), 'layer'].nunique()
+    looked = (f"Checked {n} layers, widths {widths[0]:g} to {widths[-1]:g}, {steps_text(steps)}, {len(seeds)} seed{'s'*(len(seeds)!=1)}, "
         f"tolerance {tolerance:g}")
-    return CoordCheck(table, slopes, findings)
+    rows = [{c: f[c] for c in columns} | {'follows': math.nan} for f in faults]
+    return CoordCheck(table, slopes, findings_class().with_facts(rows, [*columns, 'follows'], run='coord_check', looked=looked))

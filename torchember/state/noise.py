@@ -9,6 +9,7 @@ __all__ = ['noise_scale', 'NoiseScale']
 import math, random, weakref
 from contextlib import contextmanager
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -167,6 +168,21 @@ class GradWatch:
         "Reset the watch: forget all measured gradients."
         self.vectors,self.seen,self.twice = [],set(),False
 
+    def add(self, i, grad):
+        "Add the summary of the gradient of parameter number `i`, unless the watch is paused."
+        if not self.is_active: return
+        self.twice |= i in self.seen
+        self.seen.add(i)
+        self.vectors.append(read(grad))
+
+    def pause(self):
+        "Pause the watch: ignore gradients until `resume` is called."
+        self.is_active = False
+
+    def resume(self):
+        "Resume the watch after `pause`."
+        self.is_active = True
+
     def pop_summaries(self):
         "Pop the summary vectors of new gradients: return them, and True if any parameter got two or more gradients. Reset this watch."
         result = self.vectors,self.twice
@@ -178,12 +194,8 @@ class GradWatch:
         return [read(p.grad) for p in self.params if p.grad is not None]
 
 def add_gradient(watch, i, grad): # watch: weak reference to a `GradWatch`; grad: None if there is no gradient
-    "Add the summary of the gradient of parameter number `i` to a `GradWatch`, unless the `GradWatch` is paused or was deleted."
-    w = watch()
-    if w is None or not w.is_active or grad is None: return
-    w.twice |= i in w.seen
-    w.seen.add(i)
-    w.vectors.append(read(grad))
+    "Add the gradient of parameter number `i` to a `GradWatch`, unless the `GradWatch` was deleted."
+    if (w := watch()) is not None and grad is not None: w.add(i, grad)
 
 # %% ../../nbs/70_state/20_noise.ipynb #e93ed92f
 @contextmanager
@@ -211,10 +223,10 @@ def preserve_state(model):
 def pause_watches():
     "Pause each active `GradWatch` in the `with` block, so that it ignores gradients that do not belong to the training."
     others = [w for w in all_watches if w.is_active]
-    for w in others: w.is_active = False
+    for w in others: w.pause()
     try: yield
     finally:
-        for w in others: w.is_active = True
+        for w in others: w.resume()
 
 # %% ../../nbs/70_state/20_noise.ipynb #4ea56c62
 def measure_micro_batches(watch, closure, lengths, tick): # tick: function to call after each micro-batch, for a progress bar
@@ -351,15 +363,14 @@ class NoiseScale:
         """
         if self.watch.seen: self.micro()
         big,*small = squared_norms([self.watch.summarize_accumulated(), *self.micros])
-        total,count,inverses,ranks = sum_over_ranks(self.group, math.nan if self.twice else sum(small),
-            len(self.micros), self.inverses, self.watch.params[0])
-        reason = explain_unusable(self.twice, total, count, big)
+        sums = sum_over_ranks(self.group, math.nan if self.twice else sum(small), len(self.micros), self.inverses, self.watch.params[0])
+        reason = explain_unusable(self.twice, sums.total, sums.count, big)
         self.start()
         if reason: self.skip(reason)
         else:
-            s,inverse = self.scale if scale is None else scale,inverses/count
-            self.sizes = 1/inverse,count/inverse
-            self.pairs.add(solve_two_sizes(*self.sizes, total/count/s**2, big*(ranks/count/s)**2))
+            s,n,inverse = self.scale if scale is None else scale,sums.count,sums.inverses/sums.count
+            self.sizes = 1/inverse,n/inverse
+            self.pairs.add(solve_two_sizes(*self.sizes, sums.total/n/s**2, big*(sums.ranks/n/s)**2))
         return self.estimate
 
     def skip(self, reason):
@@ -382,13 +393,20 @@ class NoiseScale:
     def __repr__(self): return f'{self.estimate!r}' + (f', {self.skipped} steps left out' if self.skipped else '')
 
 # %% ../../nbs/70_state/20_noise.ipynb #43ec82ad
+class RankSums(NamedTuple):
+    "Sums over all ranks for the micro-batches of one step."
+    total:float # sum of the squared gradient norms
+    count:float # number of micro-batches
+    inverses:float # sum of the inverse sizes of the micro-batches
+    ranks:int # number of ranks
+
 def sum_over_ranks(group, total, count, inverses, like): # like: tensor on the device of the collective operation
-    "Sum `total`, `count` and `inverses` over all ranks in one all-reduce. Return the sums and the number of ranks."
-    if group is None: return total, count, inverses, 1
+    "Sum `total`, `count` and `inverses` over all ranks in one all-reduce. Return `RankSums`."
+    if group is None: return RankSums(total, count, inverses, 1)
     from torch import distributed as dist
     x = torch.tensor([total, count, inverses], dtype=torch.float64, device=like.device)
     dist.all_reduce(x, group=group)
-    return *x.tolist(), dist.get_world_size(group)
+    return RankSums(*x.tolist(), dist.get_world_size(group))
 
 def explain_unusable(twice, total, count, big):
     "Explain why a step is unusable for the noise scale: return the reason, or None for a usable step."

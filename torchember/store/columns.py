@@ -10,7 +10,7 @@ import gc, math, re, struct
 from functools import cache
 from importlib import import_module
 from itertools import compress
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -328,8 +328,17 @@ class TextColumns:
         self.codes = np.vstack([self.codes, np.transpose([columns[k].to_codes(texts) for k,texts in zip(self.keys, new, strict=True)])])
 
 # %% ../../nbs/30_store/07_columns.ipynb #051e26cb
+class ReadColumns(NamedTuple):
+    "Columns of a log, as read by `columns_of_lines`."
+    columns:dict # key -> column
+    layouts:list # keys of each row that has a new key
+    n:int # number of rows
+    blocks:list # (rows, torn lines) of each block
+
+    torn = property(lambda self: sum(torn for _,torn in self.blocks), doc="Number of torn (incomplete) lines.")
+
 def collect(blocks, file, names, keep, only, as_it_is, expected):
-    """Collect the values of all blocks of a log in `Column` objects. The arguments are described in `columns_of_lines`.
+    """Collect the values of all blocks of a log in `Column` objects. Return `ReadColumns`. The arguments are described in `columns_of_lines`.
 
     `as_it_is`: columns whose values stay Python objects.
     """
@@ -352,21 +361,20 @@ def collect(blocks, file, names, keep, only, as_it_is, expected):
                 bar.update(len(data))
     finally:
         if collects: gc.enable()
-    return {k: c for k,c in columns.items() if c.there}, expected.layouts, n, each
+    return ReadColumns({k: c for k,c in columns.items() if c.there}, expected.layouts, n, each)
 
 # %% ../../nbs/30_store/07_columns.ipynb #4e35c17b
 def columns_of_lines(blocks, file=None, names=(), keep=None, only=None, expected=None):
-    """Read the lines of a log as a dict of columns that keep the exact values of the rows.
+    """Read the lines of a log as `ReadColumns`: columns that keep the exact values of the rows.
 
-    Return: dict name -> column, layouts (keys of rows that have a new key), number of rows, number of torn lines, (rows, torn lines) of each block.
     `blocks`: function that yields blocks. `file`: path and size of the log, for a progress bar. `only`: columns to read.
     `names`: columns to convert: texts to categories, lists to tuples, and 'ts' to times. `keep`: function of a block that returns a mask of the rows to keep.
     `expected`: `Expected` of an earlier call with the same `names`, which saves time."""
     as_it_is = set()
     while True:
-        columns,layouts,n,each = collect(blocks, file, names, keep, only, as_it_is, expected or Expected(names))
-        mixed = {k for k,c in columns.items() if len(c.kinds())>1}
+        found = collect(blocks, file, names, keep, only, as_it_is, expected or Expected(names))
+        mixed = {k for k,c in found.columns.items() if len(c.kinds())>1}
         if not mixed: break
         as_it_is |= mixed
-    there = [k for k in dict.fromkeys(k for keys in layouts for k in keys) if k in columns]
-    return {k: columns.pop(k).array(k=='ts' and k in names) for k in there}, layouts, n, sum(torn for _,torn in each), each
+    there = [k for k in dict.fromkeys(k for keys in found.layouts for k in keys) if k in found.columns]
+    return found._replace(columns={k: found.columns.pop(k).array(k=='ts' and k in names) for k in there})

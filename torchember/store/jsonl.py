@@ -189,7 +189,7 @@ class StoredRun:
             Path of the file with the latest step
         """
         self.barrier(close=True)
-        self.file.step.closed = True
+        self.file.step.close()
         return self.latest
 
     def meta_path(self, name):

@@ -28,7 +28,8 @@ class Writer:
     nap = .1 # seconds to wait for more steps, because converting several steps together is faster
 
     def __init__(self):
-        self.dirty,self.lock,self.thread,self.over = deque(),threading.Lock(),None,False
+        # dirty: logs to write; queued: the same logs as a set, to add each log once
+        self.dirty,self.queued,self.lock,self.thread,self.over = deque(),set(),threading.Lock(),None,False
         # SimpleQueue instead of Event: `Event.set` deadlocks if a signal handler interrupts this call, and calls `Event.set` again
         self.ready = SimpleQueue()
         # logs with a failed last write. This set keeps these logs in memory until a write succeeds
@@ -37,7 +38,7 @@ class Writer:
     def wake(self, log):
         "Wake the writer thread, so that it soon writes the queued rows of `log`."
         if self.over or self.thread is None and not self.start(): return self.empty(log)
-        if not log.queued: log.queued = True; self.dirty.append(log); self.ready.put(1)
+        if log not in self.queued: self.queued.add(log); self.dirty.append(log); self.ready.put(1)
 
     def hold(self, log):
         "Hold a log back: the writer thread tries again to write `log` after `patience` seconds."
@@ -64,9 +65,13 @@ class Writer:
             if self.wait_for_rows(self.patience if self.holding else None): self.wait_for_rows(self.nap)
             for _ in range(len(self.dirty)):
                 log = self.dirty.popleft()
-                log.queued = False
+                self.queued.discard(log)
                 self.empty(log)
             for log in list(self.holding): self.empty(log)
+
+    def stop(self):
+        "Stop using the thread: from now on, `wake` writes the rows of a log at once."
+        self.over = True
 
     def wait_for_rows(self, seconds):
         "Wait until rows are queued, at most `seconds`. Return 0 if no rows were queued in time."
@@ -92,7 +97,7 @@ def at_exit():
     for log in list(live):
         try: log.close()
         except Exception: traceback.print_exc() # the loop continues, because other logs also have rows to write
-    writer.over = True # from now on, write rows as soon as they are queued
+    writer.stop()
 
 atexit.register(at_exit)
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=reset_after_fork)
@@ -248,6 +253,10 @@ class LogFiles:
         if self.disk.fresh: self.disk.create()
         if self.first is not None: self.call_first()
 
+    def call_at_next_write(self, first):
+        "Call the function `first` once, at the next write of rows."
+        self.first = first
+
     def call_first(self):
         "Call the function `first`, and forget it. After an OSError, keep `first`, to repeat the call at the next write."
         # clear `first` before the call, because the called function may set a new `first`
@@ -272,8 +281,7 @@ class Log:
         self.disk = ParquetLog(path, group=rows_per_group(ranks), **args) if store=='parquet' else JsonLines(path, **args)
         self.files = LogFiles(self.disk, first, self.note, self.hold)
         self.batches,self.listeners,self.fsync = Batches(self.note),Listeners(self.note),fsync
-        # queued: True if the writer thread will write this log; busy: True while rows are being written
-        self.queued,self.busy = False,False
+        self.busy = False # True while rows are being written
         self.seconds = 0. # CPU time of writing, in seconds
 
     is_ours = property(lambda self: self.disk.is_ours, doc="True in the process that created the log, False in a forked process.")
@@ -328,7 +336,7 @@ class Log:
         if data:
             self.files.add(rows, data, batch.joins)
             self.listeners.collect(rows, data, batch.listeners)
-        if batch.close: self.step.closed = True; self.listeners.end_step()
+        if batch.close: self.step.close(); self.listeners.end_step()
 
     def create_file(self):
         "Create the file of the log now, and write the metadata of the run. Raise OSError if this fails."
@@ -336,7 +344,7 @@ class Log:
 
     def write_metadata_with(self, first):
         "Set the function that writes changed metadata. The next write of rows will call this function."
-        self.files.first = first
+        self.files.call_at_next_write(first)
 
     def add_listener_time(self, seconds):
         "Add the CPU time that a listener took, in seconds, to the CPU time of writing."
@@ -394,8 +402,8 @@ def listen_to_log(log, f, name=None, **kwargs): # kwargs: further arguments of `
         with log.disk.lock: log.listeners.remove(listener)
     with log.disk.lock:
         log.drain(True)
-        listener = Listener(f, name, lambda text: show_message_soon(log, text), remove, **kwargs)
-        listener.since = summarize_parts(log.path)['lines']+log.disk.bytes_on_disk if log.disk.exists else 0
+        size = summarize_parts(log.path)['lines']+log.disk.bytes_on_disk if log.disk.exists else 0
+        listener = Listener(f, name, lambda text: show_message_soon(log, text), remove, since=size, **kwargs)
         log.listeners.add(listener)
     return listener
 

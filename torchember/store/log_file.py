@@ -56,6 +56,10 @@ class LatestStep:
         while self.size>self.most and len(self.lines)>1: self.size -= len(self.lines.popleft())
         self.stale = True
 
+    def close(self):
+        "Close the step: it is complete, and lines that are added later begin a new step."
+        self.closed = True
+
     def is_due(self, now=False):
         """Return True if the file should be written now: the step is closed, and the last write was more than `pause` seconds ago.
 

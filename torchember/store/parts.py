@@ -14,6 +14,7 @@ from io import BytesIO
 from itertools import accumulate, chain
 from pathlib import Path
 from secrets import token_hex
+from typing import NamedTuple
 
 import numpy as np
 
@@ -186,6 +187,13 @@ def overlaps(range_, steps):
     return steps is None or range_[0] is None or range_[0]<=steps[1] and range_[1]>=steps[0]
 
 # %% ../../nbs/30_store/09_parts.ipynb #b7617d81
+class LogShare(NamedTuple):
+    "Share of one log in a Parquet file: the range of bytes that its rows had as JSON lines, and the numbers of rows and of incomplete lines."
+    start:int
+    end:int
+    rows:int
+    torn:int
+
 class Footer:
     "Metadata at the end of a Parquet file: layouts of rows, kinds of columns, logs in the file, and the range of steps in each row group."
     def __init__(self, file):
@@ -193,8 +201,8 @@ class Footer:
         self.header = h = json.loads(file.schema_arrow.metadata[b'torchember'])
         self.layouts,self.kinds = Layouts(h['layouts']),h['kinds']
         shared = self.metadata.metadata.get(b'torchember.of')
-        # id of a log -> (start byte, end byte, rows, incomplete lines) of this log in the file
-        self.of = {h['id']: [h[k] for k in ('start', 'end', 'rows', 'torn')]} if shared is None else json.loads(shared)
+        # id of a log -> its `LogShare` in the file
+        self.of = {h['id']: LogShare(*map(h.__getitem__, LogShare._fields))} if shared is None else {k: LogShare(*v) for k,v in json.loads(shared).items()}
         # id of a log -> its number in the column that names the log of each row
         self.number = {id: i for i,id in enumerate(self.of)}
         groups = row_groups(self.metadata)
@@ -220,19 +228,19 @@ def shared_footer(path, size):
 # %% ../../nbs/30_store/09_parts.ipynb #54736fc7
 class Part:
     "Open Parquet file, to read the rows of one log or of several logs in this file."
-    # entries: id of a log -> entry for this file in the log's list of parts; steps: (first, last) step to read
-    def __init__(self, path, entries, steps=None):
+    # entries: id of a log -> entry for this file in the log's list of parts; steps: (first, last) step to read; skip: number of rows to skip
+    def __init__(self, path, entries, steps=None, skip=0):
         entry = next(iter(entries.values()))
         size = entry.get('whole', entry.get('size')) # size of the file in bytes
         with readable_errors(path):
             f = shared_footer(path, size) if 'holder' in entry else None
             self.file = parquet_file(path, size, f and f.metadata)
             self.about = f = f or Footer(self.file)
-        if any(f.of.get(id, ())[:3]!=[p['start'], p['end'], p['rows']] for id,p in entries.items()) or sum(f.rows)!=sum(n for _,_,n,_ in f.of.values()):
+        if any(f.of.get(id, ())[:3]!=(p['start'], p['end'], p['rows']) for id,p in entries.items()) or sum(f.rows)!=sum(s.rows for s in f.of.values()):
             raise ValueError(another_run_message(path, f.header.get('run')))
         mine = [f.of[id] for id in entries]
-        self.header = f.header|dict(start=0, end=sum(end-start for start,end,*_ in mine), torn=sum(torn for *_,torn in mine))
-        self.known,self.first = {},0 # known: columns that were read before; first: number of rows to skip
+        self.header = f.header|dict(start=0, end=sum(s.end-s.start for s in mine), torn=sum(s.torn for s in mine))
+        self.known,self.first = {},skip # known: columns that were read before
         self.numbers = np.sort([f.number[id] for id in entries])
         # for each row group: index (in `numbers`) of the first selected log that may have rows in the group
         nearest = np.searchsorted(self.numbers, f.logs[:, 0])
@@ -436,9 +444,9 @@ def part_file(path, entry):
     if 'holder' in entry: path = path.with_name(f"{path.name.rpartition('.rank')[0]}.rank{entry['holder']}")
     return folder_of(path)/entry['file']
 
-def open_part(path, entry, run, steps=None):
-    "Open a Parquet part of the log `path`. `run`: id of the log in its list of parts; `steps`: (first, last) to read, None for all."
-    return Part(part_file(path, entry), {run: entry}, steps)
+def open_part(path, entry, run, steps=None, skip=0):
+    "Open a Parquet part of the log `path`. `run`: id of the log in its list of parts; `steps`, `skip`: as in `Part`."
+    return Part(part_file(path, entry), {run: entry}, steps, skip)
 
 def read_part_list(path):
     "Read the list of a log's Parquet parts (`parts.json`). Return None for a log without parts. Raise ValueError for an invalid list."
@@ -542,9 +550,8 @@ def blocks_of_run(path, more=b'', end=None, after=(0, 0)):
         try:
             for before,p in zip(accumulate((p['rows'] for p in parts), initial=0), parts, strict=False):
                 if p['end']<=done: continue
-                part = open_part(path, p, listing['id'])
-                # this part was merged from several parts. Skip the rows of the parts that were yielded before the merge
-                part.first = given-before if p['start']<done else 0
+                # a part with an earlier start was merged from several parts. Skip the rows of the parts that were yielded before the merge
+                part = open_part(path, p, listing['id'], skip=given-before if p['start']<done else 0)
                 with part.file: yield part
                 done,given = p['end'],before+p['rows']
         except FileNotFoundError:

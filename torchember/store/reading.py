@@ -126,11 +126,10 @@ def table_of_lines(blocks, file=None):
 
     `blocks`: function that yields blocks. `file`: path and size of the log, for a progress bar.
     """
-    columns,layouts,n,torn,_ = columns_of_lines(blocks, file)
-    return table_of_columns(columns, layouts, n), torn
+    found = columns_of_lines(blocks, file)
+    return table_of_columns(found), found.torn
 
-def table_of_columns(columns, layouts, n):
-    "Make a pandas table of `n` rows from `columns` and `layouts`, the results of `columns_of_lines`."
-    if not n: return frame([], layouts)
-    return order_columns(pd.DataFrame(columns, index=range(n), copy=False),
-        layouts)
+def table_of_columns(found):
+    "Make a pandas table from `ReadColumns`, the result of `columns_of_lines`."
+    if not found.n: return frame([], found.layouts)
+    return order_columns(pd.DataFrame(found.columns, index=range(found.n), copy=False), found.layouts)

@@ -17,7 +17,7 @@ from torchember.ground.messages import printable
 from torchember.ground.needs import pa, pq
 from torchember.store.columns import Missing, missing, none
 from torchember.store.compaction import lock_folder, sync_part_list, write_part_list
-from torchember.store.parts import (Layouts, Part, arrow_type, check_part, column_statistics, folder_of, unused_column_name,
+from torchember.store.parts import (Layouts, LogShare, Part, arrow_type, check_part, column_statistics, folder_of, unused_column_name,
     group_rows, row_groups, largest_exact, many_logs, part_file, part_in_progress, read_part_list, write_options)
 
 # %% ../../nbs/30_store/10_shared.ipynb #73e6ebae
@@ -90,9 +90,9 @@ class LogRows:
         return p['start']+(p['end']-p['start'])*int(rows-self.ends[i])//p['rows'], sum(p['torn'] for p in self.own[:i])
 
     def share(self, before):
-        "Return (start byte, end byte, rows, incomplete lines) for this log's share of a shared file: its rows after the first `before` rows."
+        "Return the `LogShare` of a shared file: the rows of this log after the first `before` rows."
         (start,torn_before),(end,torn) = self.position(before),self.position(self.taken)
-        return start, end, self.taken-before, torn-torn_before
+        return LogShare(start, end, self.taken-before, torn-torn_before)
 
 # %% ../../nbs/30_store/10_shared.ipynb #cd11178d
 window_rows = 1<<16 # number of rows in a window (consecutive steps of all logs)
@@ -168,10 +168,8 @@ def shared_entries(made, id, holder, last):
     """
     out = []
     for name,share,size in made:
-        start,end,rows,torn = share[id]
-        every = sum(n for _,_,n,_ in share.values())
-        out.append(dict(file=name, holder=holder, whole=size, start=start, end=end, rows=rows, torn=torn,
-            last=last, size=size*rows//max(every, 1)))
+        mine,every = share[id],sum(s.rows for s in share.values())
+        out.append(dict(file=name, holder=holder, whole=size, **mine._asdict(), last=last, size=size*mine.rows//max(every, 1)))
     return out
 
 file_rows = 1<<20 # approximate number of rows in a shared file

@@ -11,6 +11,7 @@ import sys, threading
 from contextlib import contextmanager
 from functools import cache, wraps
 from inspect import signature
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,16 +39,22 @@ def window_of(given):
     length = given.get('sliding_window_length')
     return given.get('local_window_size') if length is None else (length-1, 0)
 
-def attention_arguments(given) -> tuple:
-    """Return queries, keys, values, `Limits` (visible keys) and scale from the arguments of an attention function.
+class AttentionCall(NamedTuple):
+    "Arguments of an attention call, with heads before positions."
+    queries:jax.Array
+    keys:jax.Array
+    values:jax.Array|None # None if the attention function has no such argument
+    limits:Limits # visible keys
+    scale:object # factor of the logits
 
-    The values are None if the function has no such argument. `given`: argument values by name."""
+def attention_arguments(given) -> AttentionCall:
+    "Return the `AttentionCall` for the arguments of an attention function. `given`: argument values by name."
     q,k,v = given['query'],given['key'],given.get('value')
     mask,bias = (to_four_dimensions(given.get(n), q.shape[:-3]) for n in ('mask', 'bias'))
     causal = bool(given.get('is_causal')) or 'CAUSAL' in getattr(given.get('mask_type'), 'name', '')
     limits = Limits(mask, bias, given.get('q_seqlen'), given.get('kv_seqlen'), causal, window_of(given))
     scale = given.get('scale')
-    return heads_first(q), heads_first(k), v if v is None else heads_first(v), limits, q.shape[-1]**-.5 if scale is None else scale
+    return AttentionCall(heads_first(q), heads_first(k), v if v is None else heads_first(v), limits, q.shape[-1]**-.5 if scale is None else scale)
 
 # %% ../../../nbs/88_jaxember/25_attention.ipynb #5d9733f4
 class Reports(threading.local):
@@ -59,11 +66,12 @@ reports = Reports()
 def tag_attention(given):
     "Compute the statistics of an attention call, and tag them for recording in the running module. `given`: argument values by name."
     given = {n: lax.stop_gradient(x) if isinstance(x, jax.Array) else x for n,x in given.items()}
-    q,k,v,limits,scale = attention_arguments(given)
+    call = attention_arguments(given)
+    q,k = call.queries,call.keys
     if not q.size or not k.size: return
     tag = Tag(Key(current_place() or Place('', 'model'), 'attention', 'head'), next(numbers), loose=asked.value.loose,
         call=(str(q.dtype), q.shape[2], k.shape[2]))
-    tap_p.bind(attention_parts(q, k, v, limits, scale), tag=tag)
+    tap_p.bind(attention_parts(*call), tag=tag)
 
 @cache
 def wrap_to_tag_statistics(function):

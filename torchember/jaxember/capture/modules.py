@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass, fields
 from functools import cache, cached_property, wraps
 from types import FunctionType, GeneratorType
+from typing import NamedTuple
 
 from ...ground.messages import printable
 
@@ -94,6 +95,15 @@ def move_scope(s, to):
     return scope_of_module(Place(path, to.where.name+s.where.name[len(base.name):], to.where.model), to)
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #436918a2
+class RunningModule(NamedTuple):
+    "Call of a flax module that is running."
+    where:Place # path and display name of the module
+    module:object
+    label:str|None # recorded name of the outputs: 'output' or the method's name
+    method:object # the called function
+    path:tuple|None # path of a linen module; None for an nnx module
+    scope:Scope
+
 class ThreadState(threading.local):
     "State of one thread: its stack of running flax modules, and the hooks, which are called with each output of a module."
     # trees: a list with the `MarkedTree` of each running nnx model; initializes: True while a linen model creates its parameters
@@ -103,7 +113,7 @@ thread_state = ThreadState()
 
 def enter_module(where):
     "Return the `Scope` (record of a running module) of a module that begins to run, and the context manager in which its call runs."
-    scope = scope_of_module(where, thread_state.stack[-1][5] if thread_state.stack else None)
+    scope = scope_of_module(where, thread_state.stack[-1].scope if thread_state.stack else None)
     return scope, thread_state.around[-1](scope)
 
 def apply_hooks(taps, where, label, out):
@@ -115,7 +125,7 @@ def apply_hooks(taps, where, label, out):
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #7f7c518c
 def current_place(): # Path and display name of a module, as a `Place`. None while no module runs
     "Return the `Place` (path and display name) of the module that is running in this thread, the innermost of nested modules."
-    return thread_state.stack[-1][0] if thread_state.stack else None
+    return thread_state.stack[-1].where if thread_state.stack else None
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #f1080e1c
 @cache
@@ -130,10 +140,10 @@ def linen_label(cls, name):
     if name.startswith('_') or name=='setup' or hasattr(sys.modules['flax.linen'].Module, name): return None
     return name if isinstance(getattr(cls, name, None), FunctionType) else None
 
-def place_of_nested(frame, module):
+def place_of_nested(caller, module): # caller: `RunningModule`
     "Return the `Place` (path and name) of a flax model inside another model. An inner model of a bridge such as ToNNX has the bridge's path."
     cls = user_class_name(type(module))
-    return replace_class(frame[0], cls) if is_flax_bridge(type(frame[1])) else child_place(frame[0], cls, cls)
+    return replace_class(caller.where, cls) if is_flax_bridge(type(caller.module)) else child_place(caller.where, cls, cls)
 
 def is_flax_bridge(cls):
     "Return True if a class is a flax bridge, which makes a linen module usable in nnx (ToNNX), or an nnx module usable in linen (ToLinen)."
@@ -142,15 +152,14 @@ def is_flax_bridge(cls):
 def linen_place(module, path, stack):
     "Return the `Place` of a linen module that begins to run: its path and display name in its model."
     Module,cls = sys.modules['flax.linen'].Module,user_class_name(type(module))
-    for i in range(len(stack)-1, -1, -1):
-        where,other,_,_,at,_ = stack[i]
-        if at is None: break
-        if path and at==path[:-1]: return child_place(where, path[-1], cls)
-        if at==():
+    for m in reversed(stack):
+        if m.path is None: break
+        if path and m.path==path[:-1]: return child_place(m.where, path[-1], cls)
+        if m.path==():
             if path: break
-            if user_class_name(type(other))==cls: return where
+            if user_class_name(type(m.module))==cls: return m.where
             # keep the path and change only the class name: after `flax.linen.share_scope`, two linen modules have the same path
-            if isinstance(module.parent, Module): return replace_class(where, cls)
+            if isinstance(module.parent, Module): return replace_class(m.where, cls)
             break
     if not path: return place_of_nested(stack[-1], module) if stack else root_place(cls, linen_model(module, cls))
     parent = module.parent
@@ -167,10 +176,10 @@ def linen_model(module, cls=''):
 def place_by_path(path, stack, of):
     "Return the `Place` of a linen module that is not running. Its path is known; class names are read from attributes of the running modules."
     where,module,at = None,None,()
-    for w,m,_,_,p,_ in reversed(stack):
-        if p is None: break
-        if p==path[:len(p)]:
-            where,module,at = w,m,p
+    for m in reversed(stack):
+        if m.path is None: break
+        if m.path==path[:len(m.path)]:
+            where,module,at = m.where,m.module,m.path
             break
     if where is None: where = Place('', 'model', linen_model(of))
     for key in path[len(at):]:
@@ -190,12 +199,12 @@ def call_linen_method(fun, args, kwargs, context):
     if stack:
         top = stack[-1]
         # do not record a method called by super(), because the output of its caller is recorded
-        if top[1] is module and top[2]==label and top[3] is not method: return fun(*args, **kwargs)
+        if top.module is module and top.label==label and top.method is not method: return fun(*args, **kwargs)
     path = module.path
     where,n = linen_place(module, path, stack),len(stack)
     scope,around = enter_module(where)
     with around:
-        stack.append((where, module, label, method, path, scope))
+        stack.append(RunningModule(where, module, label, method, path, scope))
         try: out = fun(*args, **kwargs)
         finally: del stack[n:]
         return apply_hooks(taps, where, label, out)
@@ -317,10 +326,10 @@ def nnx_place(module, s):
     "Return the `Place` of a running nnx module without `Mark`, such as a module created during the call."
     if not s.stack: return root_place(type(module).__name__, nnx_model(module))
     if s.trees and (where := s.trees[-1].place(module)) is not None: return where
-    where,cls = s.stack[-1][0],type(module).__name__
+    caller,cls = s.stack[-1],type(module).__name__
     # search the attributes of the calling module, which may have added `module` after the `Mark` attributes were set
-    with lock: own = next((k for k,v in vars(s.stack[-1][1]).items() if v is module), None)
-    return place_of_nested(s.stack[-1], module) if own is None else child_place(where, own, cls)
+    with lock: own = next((k for k,v in vars(caller.module).items() if v is module), None)
+    return place_of_nested(caller, module) if own is None else child_place(caller.where, own, cls)
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #6c728640
 forward = {'__call__', 'attend'}
@@ -341,7 +350,7 @@ def wrap_method(method, name):
         if n:
             top = stack[-1]
             # do not record a method called by super(), because the output of its caller is recorded
-            if top[1] is self and top[2]==label and top[3] is not call_and_observe: return call(self, *args, **kwargs)
+            if top.module is self and top.label==label and top.method is not call_and_observe: return call(self, *args, **kwargs)
             mark = vars(self).get(mark_key)
         if mark is not None: where = mark.where
         else:
@@ -349,7 +358,7 @@ def wrap_method(method, name):
             if not (thread_state.trees and id(self) in thread_state.trees[-1].known): thread_state.trees.append(tree := MarkedTree(self, where))
         scope,around = enter_module(where)
         with around:
-            stack.append((where, self, label, call_and_observe, None, scope))
+            stack.append(RunningModule(where, self, label, call_and_observe, None, scope))
             try: out = call(self, *args, **kwargs)
             finally:
                 del stack[n:]
@@ -379,6 +388,13 @@ def classes_to_patch(base):
     return [c for c in seen-not_ours if c.__module__.split('.')[0] not in ('builtins', 'typing', 'abc', 'collections', 'enum')]
 
 # %% ../../../nbs/88_jaxember/05_modules.ipynb #0ffa0098
+class ReplacedAttribute(NamedTuple):
+    "Attribute `name` of a class or Python module, which was replaced."
+    where:object
+    name:str
+    old:object
+    new:object
+
 class MethodPatches:
     "Installs wrappers on the methods of nnx classes and on flax's `scan`, to record module outputs. All threads share these wrappers."
     def __init__(self): self.users,self.done,self.cache,self.undo = 0,[],{},None
@@ -396,7 +412,7 @@ class MethodPatches:
     def replace(self, where, name, old, new):
         "Replace an attribute of a class or Python module by `new`. Remember its original value `old`, which `stop` restores."
         setattr(where, name, new)
-        self.done.append((where, name, old, new))
+        self.done.append(ReplacedAttribute(where, name, old, new))
 
     def start(self):
         "Start recording outputs in one more thread. The first thread installs the wrappers on methods of nnx modules and on flax's `scan`."
@@ -430,8 +446,8 @@ class MethodPatches:
             self.users -= 1
             if self.users: return
             self.undo()
-            for cls,name,old,new in self.done:
-                if vars(cls).get(name) is new: setattr(cls, name, old)
+            for a in self.done:
+                if vars(a.where).get(a.name) is a.new: setattr(a.where, a.name, a.old)
             self.done.clear()
 
 patches = MethodPatches()

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -121,8 +122,15 @@ def array_fields(state):
     some = {key_text(k): x for k,x in items_in(state) if key_text(k) not in ('step', 'params')}
     return {k: x for k,x in some.items() if jax.tree.leaves(x) and all(map(value_kind, jax.tree.leaves(x)))}
 
+class FoundModel(NamedTuple):
+    "Model or linen collection in a tree."
+    at:tuple # keys that lead to the subtree, without names of linen collections
+    kind:str|None # kind of its arrays, such as 'weight', if known
+    tree:object # the subtree
+    keys:tuple # all keys that lead to the subtree
+
 def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: 'buffer' if the tree is a copy of a model, such as an average
-    "Yield a tuple for each model or linen collection in a tree: (keys without names of linen collections, kind of arrays, subtree, all keys)."
+    "Yield a `FoundModel` for each model or linen collection in a tree."
     if is_train_state(tree):
         params,own = tree.params,array_fields(tree)
         if has_nnx_variables(params):
@@ -131,19 +139,19 @@ def models_in(tree, at=(), kind=None): # at: keys that lead to the tree; kind: '
             return
         tree = {**(params if is_linen_variables(params) and 'params' in params else {'params': params}), **own} if {*own}-{'opt_state'} else params
     # `nnx.state` lists an array only once, even if several modules share the array
-    if isinstance(tree, nnx_class('Module')): yield at, kind, sys.modules['flax.nnx'].state(tree), at
+    if isinstance(tree, nnx_class('Module')): yield FoundModel(at, kind, sys.modules['flax.nnx'].state(tree), at)
     elif is_linen_variables(tree) and (not at or 'params' in tree):
         for key,x in items_in(tree):
             word = key_text(key)
             if word=='params' and is_linen_variables(x) and 'params' in x: yield from models_in(x, at, kind)
-            elif word=='params': yield at, kind or 'weight', x, (*at, key)
+            elif word=='params': yield FoundModel(at, kind or 'weight', x, (*at, key))
             # skip the optimizer state, because the function `named_optimizer_states` names its arrays
             elif word=='opt_state': continue
             elif has_own_name(word, x, tree): yield from models_in(x, (*at, key), 'buffer')
-            else: yield at, 'buffer', x, (*at, key)
+            else: yield FoundModel(at, 'buffer', x, (*at, key))
     elif isinstance(tree, Mapping|list|tuple) and has_models(tree, 1):
         for key,x in items_in(tree): yield from models_in(x, (*at, key), kind)
-    else: yield at, kind, tree, at
+    else: yield FoundModel(at, kind, tree, at)
 
 def nnx_class(name):
     "Return the class of `flax.nnx` with a name. If nnx is not imported, return (), because `isinstance(x, ())` is always False."
@@ -186,12 +194,12 @@ def named_parameters(
 ) -> list: # a `Named` for each array, in the order of the tree
     "Return the names of the parameters and buffers of a model. Raise TypeError if a leaf is not an array."
     out,numbers,once = [],ParameterNumbers(known),UniqueNames()
-    for at,of,part,all_keys in models_in(tree):
-        leaves = leaves_of(part, what, all_keys)
+    for m in models_in(tree):
+        leaves = leaves_of(m.tree, what, m.keys)
         boxed = any(kind for _,kind,_ in leaves)
         for keys,kind,x in leaves:
-            kind = of or kind or ('buffer' if boxed else 'weight')
-            path,pname = module_and_name((*at, *keys))
+            kind = m.kind or kind or ('buffer' if boxed else 'weight')
+            path,pname = module_and_name((*m.at, *keys))
             i = numbers(path, pname) if kind=='weight' else None
             out.append(Named(path, pname, kind, i, once(path, pname) if i is None else once(path, stem, f'_{i}'), x))
     return out

@@ -206,6 +206,22 @@ class OpenStep:
     running:bool=False # True while the user's function runs
     attention:bool=False # True if attention is recorded in this step
 
+    def note_call(self):
+        "Note that `JaxRecorder.run` was called in this step."
+        self.ran = True
+
+    def begin_call(self, attention):
+        "Begin a recorded call of the user's function. `attention`: True to record attention."
+        self.ts,self.running,self.failed,self.attention = self.ts or now(),True,[],attention
+
+    def note_failure(self, found):
+        "Note the measurements of a call that raised an exception."
+        self.failed = found
+
+    def end_call(self):
+        "End the call of the user's function."
+        self.running = False
+
 # %% ../../../nbs/88_jaxember/75_recorder.ipynb #e1be2e72
 class JaxRecorder:
     "Runs the user's steps with measurements, and passes the measurements to the log of the run."
@@ -238,26 +254,25 @@ class JaxRecorder:
     def run(self, f, args, kwargs):
         "Call the user's function `f`, and measure its tagged values if the step is recorded. Return the result of `f`."
         check_not_inside_jax(f, self.current.running, self.watching.below)
-        self.current.ran = True
+        self.current.note_call()
         if not self.is_open:
             self.warn("the run has ended, so intercept calls the function without recording. Call intercept inside of `with track(...) as tracker:`.")
         if not self.on: return f(*args, **kwargs)
-        self.current.ts,self.current.running,self.current.failed = self.current.ts or now(),True,[]
-        self.current.attention = self.attention(self.step)
-        before,self.watching.found = self.watching.found,[]
+        self.current.begin_call(self.attention(self.step))
+        before = self.watching.collected.begin_call()
         try:
             with (asked(self.asks._replace(attention=self.current.attention)), observe_outputs(self.tag, named_scope, discardable_tags),
                     reported_attention(self.warn if self.current.attention else None), set_current_trace(self.watching)):
                 out = f(*args, **kwargs)
         except BaseException:
             # after an exception, measurements are written only if the run ends. A further call of `run` discards them
-            self.current.failed,self.watching.found = self.watching.found,before
+            self.current.note_failure(self.watching.collected.end_call(before, failed=True))
             raise
         else:
-            self.watching.found[:0] = before
+            self.watching.collected.end_call(before)
             return out
         finally:
-            self.current.running = False
+            self.current.end_call()
             self.reporter.report_lost(self.watching.lost)
 
     def tag(self, where, label, tree):
@@ -275,7 +290,7 @@ class JaxRecorder:
             self.states.measure_gradients_at_end(gradients)
             self.close(True, self.states.rates(model_state, optimizer_state))
         self.step += 1
-        self.current.ran = False
+        self.current = OpenStep()
         if self.on: self.states.measure_parameters_at_begin(model_state, optimizer_state)
         if odd := self.states.agreed.pop_differences(): self.reporter.report_other_trees(odd)
         return n, seen
@@ -300,15 +315,17 @@ class JaxRecorder:
         ts = self.current.ts or now()
         self.current = OpenStep(self.current.ran)
         self.reporter.write_process_metadata()
-        marks = self.reporter.log.columns()
-        self.t.put(MeasuredStep(first, found, last, noted, self.step, ts, marks, rates or {}, whole),
-            over, by=self.rows)
+        self.t.put(MeasuredStep(first, found, last, noted, self.step, ts, self.reporter.log.columns(), rates or {}, whole), over, by=self.rows)
+
+    def stop(self):
+        "Stop recording: from now on, `run` calls the user's function without measurements."
+        self.is_open = False
 
     def finish(self):
         "Finish the recording: write the current step to the log if its function was called or scalars were logged, and end the run."
         unfinished,self.is_open = self.on and (self.current.ran or self.current.noted),False
         if unfinished: # mark the rows of this step as `unfinished`, because the run ends before `tracker.step`
-            self.watching.found += self.current.failed
+            self.watching.collected.add(*self.current.failed)
             self.close(True)
         self.watching.release()
         self.t.end()

@@ -79,8 +79,8 @@ def group_by_devices(arrays) -> list:
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #5eca60db
 class EagerRows:
     "Measurements of arrays outside of jitted functions: of tagged values, each measured immediately, or of many arrays such as parameters."
-    def __init__(self, wanted=()):
-        self.wanted,self.notes,self.got = wanted,[],[]
+    def __init__(self, wanted=(), notes=()):
+        self.wanted,self.notes,self.got = wanted,[*notes],[None]*len(notes)
         self.parts = [] # Tuples (indices of values, matrix of their summary rows, shards to merge or None)
 
     def add(self, x, tag, got=None, start=None, held=None): # start: `Scope` (module) that tagged the value; held: `LocalPart` of the array
@@ -147,8 +147,7 @@ def measure_all(named, measure, spread=None) -> EagerRows:
         for (key,_),x,h in zip(named, xs, held, strict=True):
             found.add(x, Tag(key, 0), measure.call_function(local_value(x, h)), held=h)
         return found
-    found = EagerRows(measure.wanted)
-    found.notes,found.got = [cached_note(key, h.shape, x.dtype, h.columns) for (key,_),x,h in zip(named, xs, held, strict=True)],[None]*len(xs)
+    found = EagerRows(measure.wanted, [cached_note(key, h.shape, x.dtype, h.columns) for (key,_),x,h in zip(named, xs, held, strict=True)])
     found.measure(range(len(xs)), xs, held)
     return found
 
@@ -198,6 +197,37 @@ def measure_attention(x, tag, width, say) -> list:
     notes = TagNote(tag, x.shape, dtype_name(x.dtype), (0,)).within(current_scope()),
     return [ProgramMeasurements(notes, (rows.shape,), ('row',), [rows, jnp.zeros(0, jnp.int32)])]
 
+# %% ../../../nbs/88_jaxember/40_watching.ipynb #89d68e70
+class Measurements:
+    "Measurements of a step, in the order in which the program made them."
+    def __init__(self): self.found = []
+
+    def add(self, *found):
+        "Add measurements: `EagerRows` or `ProgramMeasurements`."
+        self.found += found
+
+    def add_eager(self, wanted):
+        "Return the `EagerRows` of the last values, to add a value. `wanted`: statistics that are needed."
+        if not (self.found and type(self.found[-1]) is EagerRows): self.found.append(EagerRows(wanted))
+        return self.found[-1]
+
+    def begin_call(self):
+        "Begin a call of the user's function. Return the measurements made before, for `end_call`."
+        before,self.found = self.found,[]
+        return before
+
+    def end_call(self, before, failed=False):
+        """End a call of the user's function. `before`: result of `begin_call`.
+
+        `failed`: True after an exception. Then return the measurements of this call, and forget them."""
+        found,self.found = self.found,before if failed else [*before, *self.found]
+        return found if failed else []
+
+    def pop(self):
+        "Return all measurements, and forget them."
+        found,self.found = self.found,[]
+        return found
+
 # %% ../../../nbs/88_jaxember/40_watching.ipynb #89d68e78
 class MeasuringTrace(Trace):
     "JAX trace that runs the user's function of each step, and measures the values tagged in it."
@@ -206,7 +236,7 @@ class MeasuringTrace(Trace):
     def __init__(self, measure, every:int=1, say=lambda text: None, spread=None, trouble=None):
         super().__init__()
         self.measure,self.every = measure,every # every: n, to measure every n-th iteration of a training in one `scan`
-        self.say,self.found,self.lost = say,[],set() # say: function that shows a warning
+        self.say,self.collected,self.lost = say,Measurements(),set() # say: function that shows a warning
         self.spread = spread or Spread()
         # function that returns the reason why a program of several processes cannot be recorded, or ''
         self.trouble = trouble
@@ -219,11 +249,11 @@ class MeasuringTrace(Trace):
 
     def release(self):
         "Delete this trace's references to other objects at the end of the run, because the list `ever` keeps the trace in memory forever."
-        self.measure,self.say,self.trouble,self.found = None,None,None,[]
+        self.measure,self.say,self.trouble,self.collected = None,None,None,Measurements()
 
     def pop_measurements(self):
         "Return the measurements made since the last call of this method, in the order in which the program made them."
-        found,self.found = self.found,[]
+        found = self.collected.pop()
         for f in found: f.start_copy()
         return found
 
@@ -271,11 +301,10 @@ class MeasuringTrace(Trace):
         "Measure a tapped (tagged) value outside of compiled functions. Return the value."
         if tag.again: return x
         if tag.key.ttype=='attention':
-            self.found += measure_attention(x, tag, self.measure.width, self.say)
+            self.collected.add(*measure_attention(x, tag, self.measure.width, self.say))
             return x
         held = self.spread.local_part(x)
-        if not (self.found and type(self.found[-1]) is EagerRows): self.found.append(EagerRows(getattr(self.measure, 'wanted', ())))
-        eager = self.found[-1]
+        eager = self.collected.add_eager(getattr(self.measure, 'wanted', ()))
         if type(self.measure) is UserStatistic: got = self.measure.call_function(local_value(x, held))
         else: got = measure_one_in_jit(Summaries(self.measure.wanted))(x) if len(x.sharding.device_set)==1 else None
         eager.add(x, tag, got, current_scope(), held)
@@ -301,7 +330,7 @@ class MeasuringTrace(Trace):
         for text in twin.warnings: self.say(text)
         self.lost |= twin.lost
         out,found = twin(*args, trace=self.below, start=current_scope())
-        if found.notes: self.found.append(found) # without a `TagNote`, nothing was measured
+        if found.notes: self.collected.add(found) # without a `TagNote`, nothing was measured
         return out
 
     def compiled(self, program, f, args, several):
