@@ -87,6 +87,13 @@ def probe(
     if name in of_losses: return tag_tree(Place('', 'model'), name, 'loss', x)
     return tag_tree(current_place() or Place('', 'model'), 'probe', name, x)
 
+# %% ../../nbs/88_jaxember/80_tracker.ipynb #f7b3cb3f
+def module_pattern(chosen, what):
+    "Return the pattern to select modules by path. Raise TypeError for a selection by class or object, because only torch supports such selections."
+    found = compile_pattern(chosen, what)
+    if found is None or isinstance(found, re.Pattern): return found
+    raise TypeError(f"{what}= must be a pattern such as 'Dense|attn' or a list of patterns, because JAX arrays have names but no modules: got {chosen!r:.80}.")
+
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #95ff8bbe
 class JaxTracker(Tracker):
     """Records the steps of a JAX training, and writes a table (LogFrame) at the end. Iteration yields the latest statistics of each tensor.
@@ -189,13 +196,6 @@ class JaxTracker(Tracker):
         self.finish(kind is not None)
         if kind is None and not self.stepped and self.recorder.reporter.begun:
             self.recorder.warn("tracker.step() was never called, so all rows are in one step. Call tracker.step() at the end of each step.", 'warning')
-
-# %% ../../nbs/88_jaxember/80_tracker.ipynb #f7b3cb3f
-def module_pattern(chosen, what):
-    "Return the pattern to select modules by path. Raise TypeError for a selection by class or object, because only torch supports such selections."
-    found = compile_pattern(chosen, what)
-    if found is None or isinstance(found, re.Pattern): return found
-    raise TypeError(f"{what}= must be a pattern such as 'Dense|attn' or a list of patterns, because JAX arrays have names but no modules: got {chosen!r:.80}.")
 
 # %% ../../nbs/88_jaxember/80_tracker.ipynb #49ded631
 def track(

@@ -187,6 +187,21 @@ def heat(
                 fontsize=mpl.rcParams['ytick.labelsize'])
     return ax
 
+# %% ../../nbs/60_show/40_heatmaps.ipynb #a4a56049
+# values of the arguments `x` and `y` that select the axis of layers
+layers_called = ('name', 'layer', 'path')
+
+def axis_roles(x, y):
+    "Return the roles of the axes: (column for the axis without layers, True if layers are on the x axis). `x`, `y`: column names, or tuples of them."
+    x,y = (str(a[-1]) if isinstance(a, tuple|list) and a else a for a in (x, y))
+    if x in layers_called:
+        if y in (None, *layers_called): y = 'step'
+        return y, True
+    if y is not None and y not in layers_called:
+        raise ValueError(f"A heat map has layers on one axis, and steps or another column on the other, got x={x!r} and y={y!r}. "
+            f"Give y='name', or x='name', y={y!r}.")
+    return x, False
+
 # %% ../../nbs/60_show/40_heatmaps.ipynb #31588f1e
 @accept_earlier_arguments('ttype', 'stat', 'inc', 'x', 'y', 'figsize', 'col_wrap', 'path')
 @drawn
@@ -229,21 +244,6 @@ def scalar_global_heatmap(
     (ax.set_ylabel if turned else ax.set_xlabel)(by)
     ax.figure.suptitle(make_title(name_of_run(rows), name_of_type(ttype), meanings.get(col, col)), x=.01, ha='left')
     return ax
-
-# %% ../../nbs/60_show/40_heatmaps.ipynb #a4a56049
-# values of the arguments `x` and `y` that select the axis of layers
-layers_called = ('name', 'layer', 'path')
-
-def axis_roles(x, y):
-    "Return the roles of the axes: (column for the axis without layers, True if layers are on the x axis). `x`, `y`: column names, or tuples of them."
-    x,y = (str(a[-1]) if isinstance(a, tuple|list) and a else a for a in (x, y))
-    if x in layers_called:
-        if y in (None, *layers_called): y = 'step'
-        return y, True
-    if y is not None and y not in layers_called:
-        raise ValueError(f"A heat map has layers on one axis, and steps or another column on the other, got x={x!r} and y={y!r}. "
-            f"Give y='name', or x='name', y={y!r}.")
-    return x, False
 
 # %% ../../nbs/60_show/40_heatmaps.ipynb #fa172d3a
 def heat_map_cells(run, path=None, ttype='output', stat='std', inc=1, x='step', ps=()):

@@ -95,69 +95,6 @@ def smooth_counts(counts, width=1.2, per=8):
     y = np.convolve(np.pad(fine, reach), kernel/kernel.sum(), 'valid') if len(fine) else fine
     return (np.arange(len(y))+.5)/per, y*per
 
-# %% ../../nbs/60_show/30_histograms.ipynb #0d779b72
-@accept_earlier_arguments()
-@drawn
-def exp_hist(
-    run, # Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
-    path=None, # Layers to draw: a path, a glob, a compiled regex, or a list: a panel for each
-    ttype='output', # A tensor type, or a list: a panel for each; None for all types
-    step:int|None=None, # Step to draw; default the last recorded step
-    kind:str='bar', # 'bar', 'line', or 'kde' for a smooth curve
-    dtype_annotation=True, # Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the dtype of the tensor; False: no format
-    dtype_info:tuple=(True, True, True), # Three booleans: mark the largest, the smallest normal and the smallest number of a format by a line
-    col_wrap:int|None=None, # Largest number of panels in a row
-    figsize:tuple|None=None, # Width and height of the figure in inches
-    xtick_labelsize:int|None=None, xtick_rotation:int=0, # Size and rotation of the labels of the x axis
-    fig_title:str|None=None, # Title of the figure; default run, tensor type and step
-    facet_kws:dict|None=None, # `sharex`, `sharey`, ... for a grid of panels
-    sp_kws:dict|None=None, # Arguments of matplotlib's `bar`, `plot` or `fill_between`; for 'kde' also `bw_adjust`
-    legend_kws:dict|None=None # Ignored, because the bars are labeled with their formats; accepted for callers of Track & Visualize
-): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
-    """Draw a histogram of exponents: the magnitudes (powers of two) of a tensor, and the ranges of number formats.
-
-    Args:
-        run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
-        path: Layers to draw: a path, a glob, a compiled regex, or a list: a panel for each
-        ttype: A tensor type, or a list: a panel for each; None for all types
-        step: Step to draw; default the last recorded step
-        kind: 'bar', 'line', or 'kde' for a smooth curve
-        dtype_annotation: Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the dtype of the tensor; False: no format
-        dtype_info: Three booleans: mark the largest, the smallest normal and the smallest number of a format by a line
-        col_wrap: Largest number of panels in a row
-        figsize: Width and height of the figure in inches
-        xtick_labelsize, xtick_rotation: Size and rotation of the labels of the x axis
-        fig_title: Title of the figure; default run, tensor type and step
-        facet_kws: `sharex`, `sharey`, ... for a grid of panels
-        sp_kws: Arguments of matplotlib's `bar`, `plot` or `fill_between`; for 'kde' also `bw_adjust`
-        legend_kws: Ignored, because the bars are labeled with their formats; accepted for callers of Track & Visualize
-
-    Returns:
-        Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
-    """
-    if kind not in ('bar', 'line', 'kde'):
-        raise ValueError(f"A histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
-    sp_kws = check_drawing_options(kind, dict(sp_kws or {}))
-    by_type,by_layer = ttype is None or isinstance(ttype, list|tuple),path is None or may_select_several(path)
-    if by_type and path is not None and by_layer:
-        raise FacetException("Panels are drawn for layers or for tensor types, not for both: "
-            f"choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
-    rows,step = rows_at_step(training(tensors_to_draw(run, path, ttype, ['exponents'])), step)
-    parts = split_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else split_by_tensor(rows)
-    if len(parts)>64:
-        raise ValueError(f"{len(parts)} panels are too many to read. Choose fewer layers: path='...*' or a list.")
-    options,limits_ = grid_options(facet_kws, sharex=False, sharey=False)
-    _,axes = panels(len(parts), col_wrap, figsize or (None if len(parts)>1 else (7, 3.6)), **options)
-    for ax,(title,part) in zip(axes, parts, strict=True):
-        draw_histogram(ax, part, kind, formats_to_draw(dtype_annotation, part), dtype_info, dict(sp_kws or {}),
-            xtick_labelsize, xtick_rotation)
-        ax.set_title(title)
-        ax.set(**limits_)
-    what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '', f'step {step}']
-    title = fig_title or make_title(name_of_run(rows), *what)
-    label_figure(axes, title, 'absolute value (each bin: up to the next power of two)', 'share of the values')
-    return axes
-
 # %% ../../nbs/60_show/30_histograms.ipynb #3b51c3a2
 def check_drawing_options(kind, kws):
     "Check the options for a kind of histogram: return the valid matplotlib arguments. Raise TypeError for other arguments."
@@ -226,6 +163,69 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
     ax.yaxis.set_major_formatter(mpl.ticker.PercentFormatter(1, decimals=0 if top>.03 else 1))
     draw_ranges(ax, dtypes, info, lo, hi)
     exponent_axis(ax, lo, hi, size, rotation)
+
+# %% ../../nbs/60_show/30_histograms.ipynb #0d779b72
+@accept_earlier_arguments()
+@drawn
+def exp_hist(
+    run, # Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
+    path=None, # Layers to draw: a path, a glob, a compiled regex, or a list: a panel for each
+    ttype='output', # A tensor type, or a list: a panel for each; None for all types
+    step:int|None=None, # Step to draw; default the last recorded step
+    kind:str='bar', # 'bar', 'line', or 'kde' for a smooth curve
+    dtype_annotation=True, # Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the dtype of the tensor; False: no format
+    dtype_info:tuple=(True, True, True), # Three booleans: mark the largest, the smallest normal and the smallest number of a format by a line
+    col_wrap:int|None=None, # Largest number of panels in a row
+    figsize:tuple|None=None, # Width and height of the figure in inches
+    xtick_labelsize:int|None=None, xtick_rotation:int=0, # Size and rotation of the labels of the x axis
+    fig_title:str|None=None, # Title of the figure; default run, tensor type and step
+    facet_kws:dict|None=None, # `sharex`, `sharey`, ... for a grid of panels
+    sp_kws:dict|None=None, # Arguments of matplotlib's `bar`, `plot` or `fill_between`; for 'kde' also `bw_adjust`
+    legend_kws:dict|None=None # Ignored, because the bars are labeled with their formats; accepted for callers of Track & Visualize
+): # Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
+    """Draw a histogram of exponents: the magnitudes (powers of two) of a tensor, and the ranges of number formats.
+
+    Args:
+        run: Run to draw: its name, a torchEmber, a tracker (`te.t`), or a DataFrame of log rows
+        path: Layers to draw: a path, a glob, a compiled regex, or a list: a panel for each
+        ttype: A tensor type, or a list: a panel for each; None for all types
+        step: Step to draw; default the last recorded step
+        kind: 'bar', 'line', or 'kde' for a smooth curve
+        dtype_annotation: Number formats to show: a name such as 'float8_e4m3fn', or a list; True: the dtype of the tensor; False: no format
+        dtype_info: Three booleans: mark the largest, the smallest normal and the smallest number of a format by a line
+        col_wrap: Largest number of panels in a row
+        figsize: Width and height of the figure in inches
+        xtick_labelsize, xtick_rotation: Size and rotation of the labels of the x axis
+        fig_title: Title of the figure; default run, tensor type and step
+        facet_kws: `sharex`, `sharey`, ... for a grid of panels
+        sp_kws: Arguments of matplotlib's `bar`, `plot` or `fill_between`; for 'kde' also `bw_adjust`
+        legend_kws: Ignored, because the bars are labeled with their formats; accepted for callers of Track & Visualize
+
+    Returns:
+        Axes of a single panel. For several panels: `Panels`, an array of Axes with `figure`, `axes` and `savefig`
+    """
+    if kind not in ('bar', 'line', 'kde'):
+        raise ValueError(f"A histogram is drawn as 'bar', 'line' or 'kde', not as {kind!r}.")
+    sp_kws = check_drawing_options(kind, dict(sp_kws or {}))
+    by_type,by_layer = ttype is None or isinstance(ttype, list|tuple),path is None or may_select_several(path)
+    if by_type and path is not None and by_layer:
+        raise FacetException("Panels are drawn for layers or for tensor types, not for both: "
+            f"choose one of path={path!r:.60}, or one of ttype={ttype!r}.")
+    rows,step = rows_at_step(training(tensors_to_draw(run, path, ttype, ['exponents'])), step)
+    parts = split_by_type(rows) if by_type and not (by_layer and rows['path'].nunique()>1) else split_by_tensor(rows)
+    if len(parts)>64:
+        raise ValueError(f"{len(parts)} panels are too many to read. Choose fewer layers: path='...*' or a list.")
+    options,limits_ = grid_options(facet_kws, sharex=False, sharey=False)
+    _,axes = panels(len(parts), col_wrap, figsize or (None if len(parts)>1 else (7, 3.6)), **options)
+    for ax,(title,part) in zip(axes, parts, strict=True):
+        draw_histogram(ax, part, kind, formats_to_draw(dtype_annotation, part), dtype_info, dict(sp_kws or {}),
+            xtick_labelsize, xtick_rotation)
+        ax.set_title(title)
+        ax.set(**limits_)
+    what = ['' if by_type else name_of_type(ttype), path if isinstance(path, str) and path!='*' else '', f'step {step}']
+    title = fig_title or make_title(name_of_run(rows), *what)
+    label_figure(axes, title, 'absolute value (each bin: up to the next power of two)', 'share of the values')
+    return axes
 
 # %% ../../nbs/60_show/30_histograms.ipynb #bf01fdec
 @accept_earlier_arguments()

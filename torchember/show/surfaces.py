@@ -54,6 +54,11 @@ def has_zeros(value):
     finite = value[np.isfinite(value)]
     return bool(len(finite) and finite.min()==0 and finite.max()>0)
 
+# %% ../../nbs/60_show/75_surfaces.ipynb #a78666d3
+def corner_values(v):
+    "Return the values at the four corners of each face of a surface."
+    return np.stack([v[:-1, :-1], v[1:, :-1], v[:-1, 1:], v[1:, 1:]])
+
 # %% ../../nbs/60_show/75_surfaces.ipynb #386396c9
 @accept_earlier_arguments('stat', 'path', 'ttype', 'kind', 'figsize', 'col_wrap')
 @drawn
@@ -153,11 +158,6 @@ def draw_surface(ax, h, stat, kwargs):
     for which in (ax.xaxis, ax.yaxis): which.set_major_locator(mpl.ticker.MaxNLocator(5, integer=True))
     ax.zaxis.set_major_locator(mpl.ticker.MaxNLocator(5))
     ax.set(xlabel='step', ylabel='unit', zlabel=meanings.get(stat, stat), xlim=(x[0], x[-1]), ylim=(y[0], y[-1]))
-
-# %% ../../nbs/60_show/75_surfaces.ipynb #a78666d3
-def corner_values(v):
-    "Return the values at the four corners of each face of a surface."
-    return np.stack([v[:-1, :-1], v[1:, :-1], v[:-1, 1:], v[1:, 1:]])
 
 # %% ../../nbs/60_show/75_surfaces.ipynb #7690a1cd
 @drawn
