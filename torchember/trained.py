@@ -170,7 +170,8 @@ class Training:
     def find_scaler(self, optimizer):
         "Find the gradient scaler at the first step of an optimizer. Later, no scaler is assigned to this training."
         self.may_get_scaler,scaler = False,running_scaler()
-        if scaler is not None or self.scaler is not None and not is_unscaled(self.scaler, optimizer): self.set_scaler(scaler)
+        if scaler is not None or self.scaler is not None and not is_unscaled(self.scaler, optimizer):
+            self.set_scaler(scaler)
 
     def overlaps(self, model):
         "Return True if this training records a module of `model`."

@@ -108,20 +108,17 @@ def remove_thread(threads):
 
 # %% ../../nbs/10_capture/16_module_state.ipynb #3f64cbbc
 class ModuleState:
-    """State of one module for one listener: its taps (recorders), numbers of calls, pending gradients and hooks.
-
-    `watched`: True to report calls, not only passes. `attributes`: attributes added to the module for this listener."""
-    def __init__(self, track, listener, watched=True, attributes=None):
-        self.track,self.listener,self.watched = track,listener,watched
-        self.root,self.wants = track.root_module,listener.wants
+    "State of one module for one listener: its taps (recorders), numbers of calls, pending gradients and hooks."
+    def __init__(self, track, listener, watched=True, attributes=None): # watched: report calls, too; attributes: added to the module
+        self.track,self.listener,self.watched,self.root,self.wants = track,listener,watched,track.root_module,listener.wants
         # made_of: names of parameters and ids of children when recording began, to detect changes
         self.attributes,self.made_of = attributes or {},parameters_and_children(track.module)
         self.taps = {} # taps (places of measured tensors) that the listener stores for this module
         self.pass_,self.calls = None,0 # number of the last pass, and of the calls of the module in this pass
         # key: tensor that stands for this object in operators, to report probes and gradients to this listener
         self.key = compiled.make_key_tensor(self) if self.root or self.wants.input_grad or self.wants.output_grad else None
-        self.passes,self.pending = CompiledPasses(self.root),PendingGradients()
-        self.hooks = {} # thread id -> forward hook that runs after the module's own hooks; used by `partial_sums`
+        # hooks: thread id -> forward hook that runs after the module's own hooks; used by `partial_sums`
+        self.passes,self.pending,self.hooks = CompiledPasses(self.root),PendingGradients(),{}
 
     patch = property(lambda self: self.track.module.__dict__.get(KEY), doc="`Patch` of the module, None if the module is not armed.")
 
@@ -133,10 +130,8 @@ class ModuleState:
 
     def has_changed_children(self) -> bool:
         "Return True if the module's children have changed since the last call."
-        now = parameters_and_children(self.track.module)
-        if now==self.made_of: return False
-        was,self.made_of = self.made_of,now
-        return children_in(now)!=children_in(was)
+        was,self.made_of = self.made_of,parameters_and_children(self.track.module)
+        return self.made_of!=was and children_in(self.made_of)!=children_in(was)
 
     def detach(self):
         "Detach the listener from this module. After removal of the last listener, the module is in its original state."
@@ -153,10 +148,6 @@ class ModuleState:
         changed,self.track,self.watched = watched!=self.watched,track,watched
         if changed and self.patch is not None: self.patch.set_states(self.patch.states)
         elif self.patch is not None: self.patch.renew_plan()
-
-    def redirect(self, listener):
-        "Redirect the events of this module to another listener from now on, as while a CUDA graph is captured."
-        self.listener = listener
 
     def renew_taps(self, taps):
         "Replace the taps (places of measured tensors) of this module. Also renew the plan of the module's calls, because it refers to the old taps."
@@ -175,9 +166,8 @@ class ModuleState:
 
     # ---- The following methods are called by compiled code
 
-    def memory_reused(self):
-        "Handle reused memory: make the listener drop cached summaries, because compiled code changes memory without new version numbers."
-        self.listener.memory_reused()
+    # make the listener drop cached summaries, because compiled code changes memory without new version numbers
+    def memory_reused(self): self.listener.memory_reused()
 
     def began(self, grad=False): # grad: True if the pass will have gradients
         "Report that compiled code began a pass."
@@ -216,10 +206,9 @@ class ModuleState:
 
     def exited(self, named, hooked):
         "Report that compiled code exited from the module. `named`: (name, tensor) pairs of the outputs."
-        has_inputs = self.wants.inputs
         # report nothing if the listener wants no outputs, or was installed after this call began
-        if not (self.wants.outputs and self.watched and (self.passes.calls[get_ident()] if has_inputs else self.wants.compiled)): return
-        self.passes.count(-has_inputs)
+        if not (self.wants.outputs and self.watched and (self.passes.calls[get_ident()] if self.wants.inputs else self.wants.compiled)): return
+        self.passes.count(-self.wants.inputs)
         if self.is_recorded(): self.expect('output_grad', hooked, self.listener.call_ends(self, named, True))
         if remove_thread(self.passes.by_call): self.ended()
 

@@ -182,15 +182,13 @@ class OptimizerWatch:
     "Watches optimizers: notifies a listener when optimizers step, and when a scaler skips a step."
     def __init__(self, optimizers, scaler, listener):
         self.given,self.scaler,self.listener,self.attached = optimizers,scaler,listener,False
-        self.innermost_of = {id(o): innermost_optimizers(o) for o in optimizers}
-        # optimizers to watch, each once; a wrapper is replaced by the optimizers inside the wrapper
+        self.innermost_of = {id(o): innermost_optimizers(o) for o in optimizers} # for a wrapper: all inside it
         self.optimizers = list({id(w): w for ws in self.innermost_of.values() for w in ws}.values())
         # handles: handles of hooks, and `ReplacedStep` objects; scaler_step: the `ReplacedStep` of the scaler
         self.handles,self.scaler_step = [],None
         # open: running steps of optimizers; wrappers: optimizer wrappers with a running step
         self.open,self.wrappers = OpenSteps(),[]
-        # id of an optimizer -> optimizer that stepped inside the step of a wrapper; reported when the wrapper's step ends
-        self.in_wrapper = {}
+        self.in_wrapper = {} # id -> optimizer that stepped inside a wrapper's step; reported at its end
         # ids of optimizers. ready: their gradients are ready, since the scaler's step began if there is a scaler; stepped: they made or skipped a step
         self.ready,self.stepped = set(),set()
 

@@ -365,7 +365,8 @@ def name_in_home(run, place):
         if home!=place:
             raise ValueError(f"{printable(run)} is a run in {printable(home)}, not in {printable(place)}. Give the folder with the run as home=.")
     if isinstance(run, str): return run
-    raise TypeError(f"a run must be a name, a pattern, a torchEmber, its tracker te.t, or a list of these, got {an(run)}.")
+    raise TypeError(f"a run must be a name, a pattern, a torchEmber, its tracker te.t, "
+            f"or a list of these, got {an(run)}.")
 
 def warn_unread_logs(run, names):
     "Warn about the names of logs that look like logs of ranks of a run, but are not read. `names`: all other logs."
@@ -405,7 +406,8 @@ class Home:
 
     def rank_logs(self, run):
         "Return a dict of the logs of a distributed run: rank -> name of its log. `run`: name of the run."
-        return {r: n for r,n in ranks_among(self.log_files(), run).items() if is_url(self.log) or (self.log/n).is_file()}
+        return {r: n for r,n in ranks_among(self.log_files(), run).items()
+            if is_url(self.log) or (self.log/n).is_file()}
 
     def read_base(self, name):
         "Return the general metadata of a log, and the reason why they cannot be read, or None. See `read_base_metadata`."

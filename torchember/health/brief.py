@@ -41,7 +41,8 @@ def layer_sizes(h):
     end = lambda v: median(v[-max(1, len(v)//5):])
     rows = {p: {'class': s.kind, 'output': end(s.rms)} for p,s in h.outputs.items() if p in h.graph.leaves and s.dtype and 'float' in s.dtype}
     for (p,_),s in h.matrices.items(): rows.setdefault(p, {'class': s.kind}).setdefault('gradient', end(s.rms))
-    for (p,_),m in relative_updates(h).items(): rows.setdefault(p, {'class': m.s.kind}).setdefault('update', end(m.ratio))
+    for (p,_),m in relative_updates(h).items():
+        rows.setdefault(p, {'class': m.s.kind}).setdefault('update', end(m.ratio))
     return rows
 
 def rank_unusual(rows:dict, most=10) -> list:

@@ -101,7 +101,8 @@ def compare_buffers(h, out, least, away=2., shifted=1.5):
     is_constant = all((b[c]==b[c][0]).all() for b in (var, mean) for c in ('mean', 'std', 'max', 'min') if c in b)
     if is_constant and uses_batch_statistics(h, out): return var.finding(0, f"The running statistics of {out.title} have not changed in "
         f"{len(var)} steps, so in model.eval() they do not fit the data.", stat='mean',
-        advice="Check the momentum of the BatchNorm. The default is 0.1. With momentum=0, the running statistics never change.")
+        advice="Check the momentum of the BatchNorm. The default is 0.1. "
+            "With momentum=0, the running statistics never change.")
     batch,n = ins[0],min(len(var), len(ins[0]))
     if n<least: return None
     part = slice(n//2, n)

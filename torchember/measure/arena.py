@@ -253,16 +253,13 @@ class Arena:
     def __init__(self, size=256): # size: number of rows in a block
         self.size,self.blocks,self.taps,self.cursors,self.unread = size,[],[],Cursors(size),UnreadTensors()
         self.clock = itertools.count(1) # counter of event numbers: each measured tensor gets the next number, which shows the order of measurements
-        # a reentrant lock, because a signal handler may call the arena in a thread that has the lock already
-        self.lock = threading.RLock()
+        self.lock = threading.RLock() # reentrant: a signal handler may call the arena in a thread that has the lock
         # id of a measured tensor -> row with its summary, to measure it once. A tuple, because a NamedTuple would add 0.3 µs to each row
         self.seen = {}
         self.micro = 0 # number of the current micro-batch in its step
-        # filled: approximate number of used rows; turn: number of calls of `take`; shared: number of tensors that were not measured
-        # again, because an earlier row has the summary of the same tensor
+        # filled: approximate number of used rows; turn: number of calls of `take`; shared: number of rows that repeat an earlier summary
         self.filled,self.shared,self.turn = 0,0,0
-        # black box (memory-mapped file) that provides memory for rows and is notified of each new tap; None without one
-        self.box = None
+        self.box = None # black box (memory-mapped file) that provides memory for rows and gets each new tap, or None
         # (device, dtype, groups of sums) already measured by kernels. A first measurement cannot be in a CUDA graph
         self.was_read = set()
 
@@ -294,8 +291,7 @@ class Arena:
         key = device, stream_of(device)
         if not (n := tap.switch_rows(key, self.turn)): return
         block = next((b for b in self.blocks if b.key==key and b.length==tap.format.length and len(b.head)-b.used>=n), None)
-        if block is None:
-            self.blocks.append(block := Block(max(self.size, n), device, tap.format.length, self.box))
+        if block is None: self.blocks.append(block := Block(max(self.size, n), device, tap.format.length, self.box))
         tap.use_rows(RowRange(block, block.reserve(n), n))
 
     def count_rows(self, filled:int, shared:int):

@@ -233,7 +233,8 @@ def begin_own_run(root, name=None, resume=False, home=None, store='jsonl') -> St
     kind = type(root.module).__name__
     name,rank,ranks = name_of_rank(kind, name)
     t = new_run(kind, name, resume, home, store, ranks)
-    t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': kind}, {} if resume else {'structure': tree_dict(root)})
+    t.begin({'start': now(), 'user': user(), 'schema': SCHEMA, 'model': kind},
+        {} if resume else {'structure': tree_dict(root)})
     return StepLog(t, rank)
 
 # %% ../../nbs/47_monitor/50_monitor.ipynb #af31027b

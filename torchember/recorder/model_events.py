@@ -228,7 +228,7 @@ def report_missed(events, state, ttype, names):
 
 # %% ../../nbs/40_recorder/79_model_events.ipynb #065b119a
 class ModelEvents(Listener):
-    "Listener of a recorded model: handles its passes, module calls and gradients."
+    "Listener of a recorded model: handles its passes, module calls and gradients. Variable `here`: `ThreadContext` of the current thread."
     exclusive = True
     def __init__(self, recorder, pipe, lock, only_training:bool=False):
         self.recorder,self.pipe,self.lock = recorder,pipe,lock # recorder: read by callers of `find_exclusive_listener`
@@ -248,7 +248,7 @@ class ModelEvents(Listener):
 
     def turn(self, on):
         "Turn the measurement of module calls on if the current step is measured, else off."
-        self.on = on
+        self.listen(on)
         self.planned.stop()
         self.wants.switch(on)
 
@@ -257,12 +257,10 @@ class ModelEvents(Listener):
         self.lock = lock
         self.passes.handle_fork(lock)
 
-    # the methods of this class use the variable `here` for the `ThreadContext` of the current thread
     @timed
     def pass_begins(self, state, grad=None):
         "Handle the beginning of a pass of the model. Return False to ignore a pass that a user's statistics function causes."
-        here = self.calls.here
-        if here.measuring: return False # do not record a pass that a user's statistics function causes
+        if (here := self.calls.here).measuring: return False
         if not here.depth:
             self.passes.begin(here, state, grad)
             self.sums_after_hooks = self.buffer.shards.ranks is not None and self.buffer.shards.ranks.sharded
@@ -297,8 +295,7 @@ class ModelEvents(Listener):
         "Handle the end of a module call: measure its parameters and outputs. Return the number and the phase of the call."
         since,here = clock(),self.calls.here
         call = self.calls.exit()
-        ttypes = self.sources.parameter_types[self.steps.manual]
-        if ttypes and not here.phase: # in an evaluation, the model may contain averaged weights
+        if (ttypes := self.sources.parameter_types[self.steps.manual]) and not here.phase: # in an evaluation, the model may contain averaged weights
             with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes)
         state.passes.shapes_known[1] = 0
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
@@ -309,13 +306,12 @@ class ModelEvents(Listener):
         self.cost.add_work(since)
         return call, here.phase
 
+    @timed
     def returned(self, state, outputs, call, phase=None):
         if not self.on or not self.sources.states: return
-        since = clock()
         state.passes.shapes_known[1] = 0
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, phase)
-        self.cost.add_work(since)
 
     def plan_of(self, state, names): # None for the root: Python code handles its calls, because they begin passes
         return CallPlan(state, names, self.planned) if self.planned.compiled is not None and not state.root else None

@@ -136,13 +136,11 @@ class Parameters:
     def __init__(self, buffer, ttypes, notify=None, more=()): # notify, more: arguments of `ParameterFacts`
         self.buffer,self.ttypes = buffer,ttypes
         self.states = [] # `ModuleState` of each recorded module, root first
-        # for each parameter measured in this step: its id, and its key (id of the module, name)
-        # the id and the key are needed, because FSDP replaces the tensor of a sharded parameter in the forward pass
+        # of each parameter measured in this step: its id and its key (id of the module, name), because FSDP replaces tensors of sharded parameters
         self.seen = set()
         self.hint = ZeroGradHint(getattr(buffer, 'notices', None))
         self.known = ParameterFacts(ttypes, notify, more)
-        self.old_gradients = OldGradients()
-        self.gathered = GatheredGradients()
+        self.old_gradients,self.gathered = OldGradients(),GatheredGradients()
         self.plan = None # `ParameterPlan` of the current parameters; None before it is made
 
     def use_modules(self, states, again:bool=False, followed=()):
@@ -191,8 +189,7 @@ class Parameters:
         """Measure, at the end of a step, the weights that have no row in this step yet, and the gradients, which are complete now.
 
         The complete gradients replace gradients measured during the passes. `wanted`: ids of the parameters, None for
-        all; `scale`: factor to divide out of the gradients; `plan`: result of `current_plan`, None to call it here.
-        """
+        all; `scale`: factor to divide out of the gradients; `plan`: result of `current_plan`, None to call it here."""
         if not {'weight', 'weight_grad'} & set(self.ttypes) or scale is None and self.measure_planned(wanted, plan): return
         which = list(self.each(wanted))
         if 'weight' in self.ttypes: self.measure_missed(which)
@@ -231,8 +228,7 @@ class Parameters:
     def clips(self, ids, scale=None):
         """Measure gradients before the user clips them. `ids`: ids of the parameters; `scale`: loss scale to divide by.
 
-        If a step clips several times, the last measurement replaces the earlier ones.
-        """
+        If a step clips several times, the last measurement replaces the earlier ones."""
         self.buffer.rows.forget_cached_summaries()
         for p in self.unclipped(ids): self.measure_unclipped(p, scale)
 
@@ -242,11 +238,9 @@ class Parameters:
         self.buffer.measure(p.state, 'unclipped_grad', f'grad_{p.position}', p.tensor, p.name, scale=scale, once=True, replace=True)
 
     def gradient_counts(self, manual:bool) -> tuple|None:
-        """Return (number of weight gradients, number of unclipped gradients) of the current step.
+        """Return (number of weight gradients, number of unclipped gradients) of the current step, or None if rows of trained parameters are missing.
 
-        None if rows of some trained parameters are missing. `manual`: True if optimizers or `te.step()` end the
-        steps; then all gradients have been measured.
-        """
+        `manual`: True if optimizers or `te.step()` end the steps. Then all gradients have been measured."""
         counts = self.gathered.count()
         if counts is None or manual: return counts
         return None if any(p.tensor.requires_grad and not is_measured(self.seen, p) for p in self.each()) else counts

@@ -256,7 +256,8 @@ def parameter_rows(r, ended=()) -> tuple: # (list of `PlannedTensor`, remarks ab
             if 'update' in r.ttypes: add(p.state, 'update', f'update_{p.position}', p.name, p.tensor)
             states = expected_states(o, p.tensor) if 'optimizer' in r.ttypes else {}
             if states is None: notes.add(f"The states of {type(o).__name__} are known only after its first step, so the plan does not contain them.")
-            for k,shape in (states or {}).items(): add(p.state, 'optimizer', f'{k}_{p.position}', p.name, p.tensor, shape)
+            for k,shape in (states or {}).items():
+                add(p.state, 'optimizer', f'{k}_{p.position}', p.name, p.tensor, shape)
     if any(is_lazy(p) for st in s.states for p in st.track.parameters.values()): notes.add("The shapes of lazy parameters are known only after the first pass.")
     for source in s.at_step_end:
         for st,n,x in source.each(s.states): add(st, source.ttype, n, n, x)

@@ -197,7 +197,7 @@ class ArmedModel:
     def set_listeners(self, events, optimizer_events):
         "Set the listeners of the model and of the optimizers. During a CUDA graph capture, the listeners are those of `Graphs`."
         self.events.planned.stop()
-        for st in self.sources.states: st.redirect(events)
+        for st in self.sources.states: st.listener = events
         self.optimizer_listener = optimizer_events
 
     def disarm(self):
@@ -253,7 +253,8 @@ class Recorder:
             lambda: self.model.look_for_modules(), listener)
         self.events = ModelEvents(self, self.pipe, self.lock, settings.only_training)
         self.optimizer_events = OptimizerEvents(self.pipe, self.lock)
-        self.model = make_model(self.events, self.optimizer_events, self.pipe, settings, lambda: t.file.drain(), tracks, listener)
+        self.model = make_model(self.events, self.optimizer_events, self.pipe, settings,
+            lambda: t.file.drain(), tracks, listener)
         for ttype,when in dict(settings.numbers).items(): self.model.record_numbers(ttype, when)
         self.losses = LossReader(self.pipe, self.lock, lambda meta: t.amend('losses', meta))
         if settings.budget: self.cost.warm_up()
@@ -291,8 +292,7 @@ class Recorder:
         open_recorders.add(self) # write also numbers that are logged after `close`
         self.losses.note(numbers)
         self.pipe.remover.hook_losses(numbers)
-        values = loggable(numbers, self.notices)
-        if numbers and not values: return
+        if not (values := loggable(numbers, self.notices)) and numbers: return
         with self.lock: self.writer.extra.note(values, self.buffer, self.steps, self.pipe.gate.writes)
 
     def add_rows(self, step:int, rows:list):
@@ -312,8 +312,7 @@ class Recorder:
 
     @timed
     def flush(self):
-        "Flush all rows measured so far: queue them for the log, without waiting until the rows are written."
-        # first count the rows that compiled code wrote in the running pass
+        "Flush all rows measured so far, also those of compiled code: queue them for the log, without waiting until they are written."
         with self.lock: self.events.planned.stop(); self.pipe.flush()
 
     @timed

@@ -102,8 +102,7 @@ class BlackBoxContent:
     @property
     def late(self):
         "Late rows as JSON lines: rows that were added after the end of their step."
-        at = NOTES+most_text
-        return [line for line in self.data[at:at+int(self.w[LATE])].split(b'\n') if line]
+        return [line for line in self.data[NOTES+most_text:][:int(self.w[LATE])].split(b'\n') if line]
 
     @property
     def running(self):

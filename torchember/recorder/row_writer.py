@@ -86,7 +86,8 @@ class ExtraRows:
 
     def note_rates(self, rates:dict, buffer):
         "Note the learning rates of the current step as a row. `rates`: result of `LearningRates.take`."
-        buffer.add(RowKey(self.root_name, 'scalar', 'lr'), 0, None, 'float64', {self.scalars.name(n): v for n,v in rates.items()})
+        buffer.add(RowKey(self.root_name, 'scalar', 'lr'), 0, None, 'float64',
+            {self.scalars.name(n): v for n,v in rates.items()})
 
     def add(self, step:int, rows:list, buffer, steps, on:bool):
         "Add `ComputedRow`s that other code computed, such as a `Monitor`. `on`: True if the current step is recorded."

@@ -63,7 +63,8 @@ def differences(
         mark_difference(ax, found.step)
         if np.isfinite(row['distance']):
             ax.plot([found.step], [row['distance']], 'o', color=red, ms=5, label='first difference', zorder=3)
-        ax.plot([found.step], [row['tolerance']], '_', color=red, ms=12, mew=1.5, label='tolerance of this tensor', zorder=3)
+        ax.plot([found.step], [row['tolerance']], '_', color=red, ms=12, mew=1.5,
+            label='tolerance of this tensor', zorder=3)
     ax.set_title(make_title(' and '.join(found.names), what))
     ax.legend(loc='best')
     return ax

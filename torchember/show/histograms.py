@@ -55,7 +55,8 @@ def draw_ranges(ax, dtypes, info, lo, hi):
         width = .6*size*len(dtype)*(hi-lo+5.4)/axes_size(ax)[0] # of the text, in units of the x axis
         inside = min(ends[2], hi+3)-max(ends[1], lo-2)>width
         at = min(max((max(ends[1], lo-2)+min(ends[2], hi+3))/2, lo-2+width/2), hi+3-width/2)
-        ax.text(at, y+h/2, dtype, transform=ax.get_xaxis_transform(), ha='center', va='center', fontsize=size, clip_on=True,
+        ax.text(at, y+h/2, dtype, transform=ax.get_xaxis_transform(), ha='center', va='center',
+            fontsize=size, clip_on=True,
             color=('black' if is_dark() else 'white') if inside else mpl.rcParams['text.color'])
         for yes,at,style in zip(info, (f['max']+1, f['normal'], f['subnormal']), ('-', '--', ':'), strict=True):
             if yes and lo-2<=at<=hi+3: ax.axvline(at, ymax=y, color=c, ls=style, lw=1, zorder=.5)
@@ -145,7 +146,8 @@ def draw_histogram(ax, part, kind, dtypes, info, kws, size, rotation):
     color = kws.pop('color', c)
     share = counts/n
     if kind=='bar':
-        ax.bar(np.arange(lo, hi+1), share, align=kws.pop('align', 'edge'), width=kws.pop('width', .94), color=color, **kws)
+        ax.bar(np.arange(lo, hi+1), share, align=kws.pop('align', 'edge'),
+            width=kws.pop('width', .94), color=color, **kws)
     elif kind=='line': ax.plot(np.arange(lo, hi+1)+.5, share, color=color, **kws)
     else:
         # ignore seaborn's options `n` and `log_scale`, which have no meaning for a histogram of counts

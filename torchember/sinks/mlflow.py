@@ -49,7 +49,8 @@ class OpenedRun:
     def had(self, name, step):
         "Return True if the run had a number of this metric and step when it was opened."
         if name not in self.steps:
-            self.steps[name] = {m.step for m in self.client.get_metric_history(self.id, name)} if name in self.metrics else ()
+            known = self.client.get_metric_history(self.id, name) if name in self.metrics else ()
+            self.steps[name] = {m.step for m in known}
         return step in self.steps[name]
 
     def send(self, numbers):

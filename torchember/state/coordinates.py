@@ -310,7 +310,8 @@ def check_widths(widths) -> list:
 def check_seeds(seeds) -> list:
     "Check the seeds, and return them as a list. A number `n` stands for the seeds 0 to n-1."
     found = list(range(seeds)) if isinstance(seeds, int) and not isinstance(seeds, bool) else list(seeds) if hasattr(seeds, '__iter__') else []
-    if not found: raise ValueError(f"seeds must be the number of seeds (at least 1), or a list of seeds, got {seeds!r:.60}.")
+    if not found:
+        raise ValueError(f"seeds must be the number of seeds (at least 1), or a list of seeds, got {seeds!r:.60}.")
     return found
 
 class ModelMaker:

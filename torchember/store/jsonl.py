@@ -448,6 +448,7 @@ def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1, so
     if resume and (old := emberTracker(name, home)).older():
         raise FileExistsError(f"The run {name!r} was recorded by an older torchember ({'0.2' if old.folder else '0.1'}). It can be read, but not continued. "
             "Choose another name=.")
-    t = emberTracker(name, home, fresh=not (resume and exists(name, home)), exact=exact, store=store, ranks=ranks, source=source)
+    t = emberTracker(name, home, fresh=not (resume and exists(name, home)), exact=exact,
+        store=store, ranks=ranks, source=source)
     taken.add(t.log_path)
     return t
