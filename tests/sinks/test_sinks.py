@@ -502,6 +502,23 @@ def test_sink_refuses_a_second_run_at_once(tmp_path):
     assert not a.close()['remarks'] and sink.of is None
 
 
+@pytest.mark.filterwarnings('ignore:torchember')
+def test_a_sink_is_opened_again_after_it_failed_once(tmp_path):
+    "If a server is down in the first step, the later steps are sent"
+    class Down(Sink):
+        def __init__(self): super().__init__(); self.tried,self.steps = 0,[]
+        def open(self, run, about):
+            self.tried += 1
+            if self.tried==1: raise ConnectionError('the server is down')
+        def scalars(self, step, numbers): self.steps.append(step)
+    sink = Down()
+    with torchEmber(nn.Linear(2, 2), name='down', home=tmp_path, sinks=sink) as te:
+        for _ in range(4):
+            te.model(torch.ones(1, 2))
+            te.t.barrier()
+    assert sink.tried==2 and sink.steps[-1]==3 and sink.of is None
+
+
 def test_folder_of_another_run_is_not_used(tmp_path, monkeypatch):
     "A folder of another home or program is not used. A continued run keeps its folder."
     monkeypatch.chdir(tmp_path)

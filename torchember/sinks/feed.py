@@ -115,7 +115,8 @@ class StepSender:
         try: about = self.tracker.about[f'base_{self.tracker.fname}']
         except KeyError: about = {} # another process of the run has the metadata
         self.sink.begin_sending(self.run)
-        self.sink.open(self.run, dict(about))
+        try: self.sink.open(self.run, dict(about))
+        except BaseException: self.sink.end_sending(); raise # the next step tries again
         self.sent = SentSteps(self.tracker, self.sink.target())
 
     def step(self, step, rows):
