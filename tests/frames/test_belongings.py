@@ -110,7 +110,7 @@ refused = {
     'of a process that runs': (lambda p: put(p.parents[1], p.name, base={'pid': os.getppid(), 'host': gethostname(), 'end': None}), ValueError,
         f'by process {os.getppid()} on this machine'),
     'of another machine': (lambda p: put(p.parents[1], p.name, base={'pid': 7, 'host': elsewhere, 'end': None}), ValueError,
-        f'still being written, probably: the run was started on {elsewhere}.*after 10 minutes')}
+        f'still being written, or its process has crashed: the run was started on {elsewhere}.*10 minutes after')}
 
 
 def drop_end(home):

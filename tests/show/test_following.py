@@ -107,7 +107,7 @@ def test_the_last_picture_has_no_speed(home, monkeypatch):
     png = [v.answer('r')['png'], v.answer('r', True)['png']]
     v.most = 20
     png.append(v.answer('r', True)['png'])
-    assert [ax.get_xlabel() for ax in axes]==['step · 60 until now', 'step', 'step · 10 of 60 shown'] and axes[0].figure.get_suptitle()=='r'
+    assert [ax.get_xlabel() for ax in axes]==['step · 60 so far', 'step', 'step · 10 of 60 shown'] and axes[0].figure.get_suptitle()=='r'
     assert all(p[:4]==b'\x89PNG' for p in png)
     write(home, 'numbers', number(0, loss=1.))
     assert Viewer(home, True, {}).answer('numbers', True)['png'] is None

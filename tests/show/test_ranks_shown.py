@@ -122,7 +122,7 @@ def test_running_and_foreign_runs_are_not_removed(home, how):
     before = files(home)
     for more,said in (({'pid': os.getpid()}, r'by this process. End the recording first: te.close\(\)'),
             ({'pid': os.getppid()}, f'by process {os.getppid()} on'),
-            ({'host': 'elsewhere'}, 'probably: the run was started on elsewhere')):
+            ({'host': 'elsewhere'}, 'or its process has crashed: the run was started on elsewhere')):
         written(**more)
         if 'host' in more: os.utime(home/'log/sharded_2.rank1')
         with pytest.raises(ValueError, match=said): how('sharded_2')
