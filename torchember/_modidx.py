@@ -3481,6 +3481,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'torchember/health/targets.py'),
                                            'torchember.health.targets.report_term': ( '55_health/targets.html#report_term',
                                                                                       'torchember/health/targets.py'),
+                                           'torchember.health.targets.samples_of': ( '55_health/targets.html#samples_of',
+                                                                                     'torchember/health/targets.py'),
                                            'torchember.health.targets.series_of': ( '55_health/targets.html#series_of',
                                                                                     'torchember/health/targets.py'),
                                            'torchember.health.targets.share_out_of_reach': ( '55_health/targets.html#share_out_of_reach',

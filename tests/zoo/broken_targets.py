@@ -184,3 +184,16 @@ def sorted_by_class(arm):
             for i in at.split(16): yield x[i],y[i]
     model = classifier()
     fit(arm, model, adam(model, 1e-3), ordered())
+
+
+@is_broken('one_class', paths='2')
+def classes_one_after_the_other(arm):
+    "Four files with one class each are read one after the other, in so few batches that two of seven have two classes"
+    torch.manual_seed(50)
+    x,y = digits(classes=range(4))
+    at = torch.cat([(y==k).nonzero()[:, 0][:100] for k in range(4)])
+    def files():
+        for _ in range(12):
+            for i in at.split(60): yield x[i],y[i]
+    model = classifier(sizes=(64, 32, 4))
+    fit(arm, model, torch.optim.SGD(model.parameters(), lr=.5, momentum=.9), files())

@@ -307,3 +307,14 @@ def compared_in_pairs(arm):
     model = mlp(64, 32, 1)
     def loss(out, x): return (out[:, 0].unsqueeze(1)-x.mean(1)[None]).square().mean()
     fit(arm, model, adam(model), batches(100, 32, x, x), loss)
+
+
+@is_healthy
+def a_rare_class(arm):
+    "One sample in fifty is of the second class, so more than half of the batches have labels of the first class only"
+    torch.manual_seed(50)
+    x,y = digits(classes=(0, 1))
+    zeros,ones = (y==0).nonzero()[:, 0],(y==1).nonzero()[:, 0]
+    keep = torch.cat([zeros[:147], ones[:3]])
+    model = classifier(sizes=(64, 16, 2))
+    fit(arm, model, adam(model, 1e-3), batches(150, 16, x[keep], y[keep]))
