@@ -5,7 +5,7 @@ from torch import nn
 
 from . import is_broken
 from .data import digits
-from .parts import Convolutions, batches, fit, mlp, squared, table
+from .parts import Convolutions, Letters, batches, fit, letters, mlp, of_tokens, passages, squared, table
 
 
 def classifier(*after, sizes=(64, 32, 10)): return nn.Sequential(*mlp(*sizes), *after)
@@ -184,3 +184,76 @@ def sorted_by_class(arm):
             for i in at.split(16): yield x[i],y[i]
     model = classifier()
     fit(arm, model, adam(model, 1e-3), ordered())
+
+
+@is_broken('one_class', paths='2')
+def classes_one_after_the_other(arm):
+    "Four files with one class each are read one after the other, in so few batches that two of seven have two classes"
+    torch.manual_seed(50)
+    x,y = digits(classes=range(4))
+    at = torch.cat([(y==k).nonzero()[:, 0][:100] for k in range(4)])
+    def files():
+        for _ in range(12):
+            for i in at.split(60): yield x[i],y[i]
+    model = classifier(sizes=(64, 32, 4))
+    fit(arm, model, torch.optim.SGD(model.parameters(), lr=.5, momentum=.9), files())
+
+
+# ---- Broken trainings: sequences
+
+class BothWays(nn.Module):
+    "A transformer for letters, whose attention sees all letters"
+    def __init__(self, d=32):
+        super().__init__()
+        self.embed,self.place = nn.Embedding(len(letters), d),nn.Embedding(24, d)
+        self.norm,self.attn = nn.LayerNorm(d),nn.MultiheadAttention(d, 4, batch_first=True)
+        self.feed,self.head = nn.Sequential(nn.LayerNorm(d), *mlp(d, 64, d)),nn.Linear(d, len(letters))
+
+    def forward(self, x, mask=None):
+        x = self.embed(x)+self.place(torch.arange(x.shape[1]))
+        n = self.norm(x)
+        x = x+self.attn(n, n, n, attn_mask=mask, need_weights=False)[0]
+        return self.head(x+self.feed(x))
+
+
+@is_broken('labels_not_shifted', paths='head')
+def letters_as_their_own_labels(arm):
+    "The labels of a language model are its input letters, which were not shifted by one position"
+    torch.manual_seed(51)
+    model = Letters()
+    fit(arm, model, adam(model, 1e-2), ((x, x) for x,_ in passages(150, 16)), of_tokens)
+
+
+@is_broken('no_causal_mask', paths='attn')
+def attention_without_mask(arm):
+    "The labels are the next letters, but nn.MultiheadAttention gets no mask"
+    torch.manual_seed(52)
+    model = BothWays()
+    fit(arm, model, adam(model, 1e-2), passages(120, 16), of_tokens)
+
+
+class Readings(nn.Module):
+    "A GRU over the lines of an image, and a classifier of its last output"
+    def __init__(self, **kwargs):
+        super().__init__()
+        self.gru,self.head = nn.GRU(8, 32, **kwargs),nn.Linear(32, 10)
+
+    def forward(self, x): return self.head(self.gru(x)[0][:, -1])
+
+
+@is_broken('batch_as_sequence', paths='gru')
+def lines_without_batch_first(arm):
+    "The images have the shape (samples, lines, pixels), but the GRU was created without batch_first=True"
+    torch.manual_seed(53)
+    x,y = digits()
+    model = Readings()
+    fit(arm, model, adam(model, 1e-2), batches(100, 32, x.view(-1, 8, 8), y))
+
+
+@is_broken('batch_as_sequence', paths='lstm')
+def language_model_without_batch_first(arm):
+    "A language model whose LSTM was created without batch_first=True, so that each letter sees the same position of other samples"
+    torch.manual_seed(54)
+    model = Letters()
+    model.lstm = nn.LSTM(32, 32)
+    fit(arm, model, adam(model, 1e-2), passages(100, 16), of_tokens)

@@ -5,7 +5,7 @@ from torch import nn
 
 from . import is_healthy
 from .data import digits, fell
-from .parts import Letters, batches, fit, mlp, passages, squared, table
+from .parts import Letters, batches, fit, letters, mlp, of_tokens, passages, squared, table
 
 
 def classifier(*after, sizes=(64, 32, 10)): return nn.Sequential(*mlp(*sizes), *after)
@@ -307,3 +307,114 @@ def compared_in_pairs(arm):
     model = mlp(64, 32, 1)
     def loss(out, x): return (out[:, 0].unsqueeze(1)-x.mean(1)[None]).square().mean()
     fit(arm, model, adam(model), batches(100, 32, x, x), loss)
+
+
+@is_healthy
+def a_rare_class(arm):
+    "One sample in fifty is of the second class, so more than half of the batches have labels of the first class only"
+    torch.manual_seed(50)
+    x,y = digits(classes=(0, 1))
+    zeros,ones = (y==0).nonzero()[:, 0],(y==1).nonzero()[:, 0]
+    keep = torch.cat([zeros[:147], ones[:3]])
+    model = classifier(sizes=(64, 16, 2))
+    fit(arm, model, adam(model, 1e-3), batches(150, 16, x[keep], y[keep]))
+
+
+class AutoOfLetters(nn.Module):
+    "An autoencoder of letters, with one vector for each passage"
+    def __init__(self, d=48):
+        super().__init__()
+        self.embed,self.encode,self.code = nn.Embedding(len(letters), d),nn.GRU(d, d, batch_first=True),nn.Linear(d, d)
+        self.decode,self.head = nn.GRU(d, d, batch_first=True),nn.Linear(d, len(letters))
+
+    def forward(self, x):
+        code = self.code(self.encode(self.embed(x))[0][:, -1])
+        return self.head(self.decode(code[:, None].expand(-1, x.shape[1], -1))[0])
+
+
+@is_healthy
+def letters_from_one_vector(arm):
+    "An autoencoder of six letters: the labels are the inputs on purpose"
+    torch.manual_seed(51)
+    model = AutoOfLetters()
+    fell(fit(arm, model, adam(model, 1e-2), ((x, x) for x,_ in passages(300, 32, 6)), of_tokens), .5)
+
+
+class ShiftsItself(Letters):
+    "A language model that shifts the letters before its embedding, so its labels are its inputs"
+    def forward(self, x): return super().forward(F.pad(x, (1, 0))[:, :-1])
+
+
+@is_healthy
+def letters_shifted_inside(arm):
+    torch.manual_seed(52)
+    model = ShiftsItself()
+    fell(fit(arm, model, adam(model, 1e-2), ((x, x) for x,_ in passages(200, 16)), of_tokens), .7)
+
+
+@is_healthy
+def hidden_letters(arm):
+    "A masked language model: the labels are the letters, and most letters are given. Attention sees all of them, without a mask"
+    torch.manual_seed(53)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64, 0., batch_first=True), 1, enable_nested_tensor=False)
+    model = nn.Sequential(nn.Embedding(len(letters)+1, 32), model, nn.Linear(32, len(letters)))
+    def hidden():
+        for x,_ in passages(120, 16):
+            is_hidden = torch.rand(x.shape)<.2
+            yield torch.where(is_hidden, len(letters), x),torch.where(is_hidden, x, -100)
+    fit(arm, model, adam(model, 1e-2), hidden(), of_tokens)
+
+
+class Translator(nn.Module):
+    "A transformer whose encoder sees all letters of the source, and whose decoder hides later letters"
+    def __init__(self, d=32):
+        super().__init__()
+        self.embed,self.place,self.head = nn.Embedding(len(letters), d),nn.Embedding(16, d),nn.Linear(d, len(letters))
+        self.body = nn.Transformer(d, 4, 1, 1, 64, 0., batch_first=True)
+
+    def forward(self, both):
+        source,target = (self.embed(x)+self.place.weight for x in both)
+        return self.head(self.body(source, target, tgt_mask=torch.full((16, 16), -torch.inf).triu(1)))
+
+
+@is_healthy
+def reversed_letters(arm):
+    "A transformer with encoder and decoder turns passages around. The labels are the next letters of the decoder's input"
+    torch.manual_seed(54)
+    model = Translator()
+    def pairs():
+        for x,_ in passages(120, 16, 17):
+            back = x.flip(1)
+            yield (x[:, :16], back[:, :16]),back[:, 1:]
+    fell(fit(arm, model, adam(model, 3e-3), pairs(), of_tokens), .9)
+
+
+class TimeFirst(nn.Module):
+    "An LSTM with time in dimension 0, which gets images as (samples, lines, pixels) and transposes them"
+    def __init__(self):
+        super().__init__()
+        self.lstm,self.head = nn.LSTM(8, 32),nn.Linear(32, 10)
+
+    def forward(self, x): return self.head(self.lstm(x.transpose(0, 1))[0][-1])
+
+
+@is_healthy
+def lines_transposed(arm):
+    torch.manual_seed(55)
+    x,y = digits()
+    model = TimeFirst()
+    fell(fit(arm, model, adam(model, 1e-2), batches(150, 32, x.view(-1, 8, 8), y)), .7)
+
+
+@is_healthy
+def one_long_sequence(arm):
+    "A single sequence of 40 positions as a batch of one, with a label for each position: the LSTM runs over dimension 0"
+    torch.manual_seed(56)
+    class Tagger(TimeFirst):
+        def forward(self, x): return self.head(self.lstm(x[:, None])[0][:, 0])
+    model = Tagger()
+    def sequences():
+        for _ in range(150):
+            x = torch.randn(40, 8)
+            yield x,(x[:, 0].cumsum(0)>0).long()
+    fit(arm, model, adam(model, 1e-2), sequences(), F.cross_entropy)

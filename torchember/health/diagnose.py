@@ -18,7 +18,8 @@ from ..ground.needs import pd
 from ..store.parameters import not_called
 from ..store.table import activations_in
 from . import activations, batches, ends, experts, first_update, gradients, heads, leftover, losses, modes # noqa: F401 each adds its rules
-from . import outputs, precision, rank, replicas, returns, schedules, sizes, stream, targets, values, wiring # noqa: F401 each adds its rules
+from . import outputs, precision, rank, replicas, returns, schedules, sequences # noqa: F401 each adds its rules
+from . import sizes, stream, targets, values, wiring # noqa: F401 each adds its rules
 from .finding import columns, list_names, low_confidence, severities
 from .history import History
 from .links import can_affect, contains
@@ -49,7 +50,8 @@ def choose_rules(rules) -> list:
 severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of all rules: a rule that finds causes comes before the rules that find their consequences
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
-    'broadcast', 'target_range', 'one_class', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'router_collapse', 'unused_expert',
+    'broadcast', 'target_range', 'one_class', 'labels_not_shifted', 'no_causal_mask', 'batch_as_sequence',
+    'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'router_collapse', 'unused_expert',
     'not_trained', 'resumed', 'schedule_per_batch',
     'clipped_early', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention', 'dead_heads',
     'attention_logits', 'peaked_attention', 'attention_collapse', 'attention',
@@ -149,6 +151,11 @@ def find_unrecorded(h, rules=()) -> list:
             out.append(('the targets of the loss', 'te.log(loss=loss), before loss.backward()'))
     counts_dead = not rules or any(r.name=='dead_units' for r in rules)
     if counts_dead and not any('zero_frac' in s for s in h.series('output')): out.append(('the fraction of dead units', "stats='full'"))
+    # the rule `no_causal_mask` checks nn.MultiheadAttention by its arguments
+    other = any(re.search('(?i)attention|attn', k or '') and k!='MultiheadAttention' for k in h.kinds.values())
+    reads_attention = not rules or any('attention' in r.needs for r in rules)
+    if reads_attention and other and not len(h.attention) and any((e.get('next_tokens') or 0)>=.99 for e in h.losses):
+        out.append(('whether attention sees later tokens', "ttypes=[..., 'attention']"))
     if not h.parameters: out.append(('the parameters of the optimizer', 'torchEmber(model, optimizer=opt), and pass the run to diagnose, not a table'))
     return out+find_missing_statistics(h, rules)
 

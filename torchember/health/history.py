@@ -203,7 +203,9 @@ def facts_of_labels(s) -> dict:
     low,high = found
     same = low==high
     # `distinct` is exact if each batch has labels of one class only. Otherwise `distinct` is a lower bound
-    return dict(smallest=int(low.min()), largest=int(high.max()), batches=len(s), single=int(same.sum()), distinct=len({*low, *high}))
+    # `share` is an estimate from the batches with labels of one class
+    share = {'share': float(np.unique(low[same], return_counts=True)[1].max()/same.sum())} if same.any() else {}
+    return dict(smallest=int(low.min()), largest=int(high.max()), batches=len(s), single=int(same.sum()), distinct=len({*low, *high})) | share
 
 def probed_losses(series) -> list:
     "Return an entry, as in `store.losses`, for each loss of a JAX training that passes predictions and targets to `probe`."

@@ -100,7 +100,7 @@ def report_larger_steps(h, moves, late, limit):
         "gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), 1.).")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #e63dddfe
-@rule(severity='error', needs=('weight', 'weight_grad'), stats=('rms', 'std'), after=('poor_input_scale',))
+@rule(severity='error', needs=('weight', 'weight_grad'), stats=('rms', 'std'), after=('poor_input_scale', 'one_class'))
 def update_too_large(h, ratio=.3, growth=10., many=.34):
     """Find updates as large as the weights, so that one step overwrites learned values
 

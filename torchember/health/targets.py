@@ -8,7 +8,7 @@ __all__ = ['classes_of', 'function_of', 'own_activation', 'find_input_faults', '
            'find_single_unit', 'find_wrong_dimension', 'find_second_activation', 'share_outside',
            'find_scale_out_of_reach', 'find_no_distribution', 'loss_input', 'find_regression_of_classes', 'broadcast',
            'normal_share', 'share_out_of_reach', 'find_unreachable', 'find_wrong_labels', 'target_range',
-           'find_one_class', 'find_unmixed', 'find_constant_targets', 'one_class']
+           'find_one_class', 'samples_of', 'find_unmixed', 'find_constant_targets', 'one_class']
 
 # %% ../../nbs/55_health/47_targets.ipynb #f633a2f2
 import math
@@ -268,16 +268,24 @@ def find_one_class(h, e, least):
         severity='info' if n<32 else 'warning', labels=e['smallest'],
         advice="Print the labels: y.unique(return_counts=True). Check whether labels were scaled like the data, or truncated to integers.")
 
-def find_unmixed(h, e, least, share):
-    """Find unmixed batches: most have labels of only one class, although there are several classes. Return a finding, or None.
+def samples_of(h, e):
+    "Return the number of samples in a batch: the first dimension of the targets, or of an input of the model if that is smaller."
+    sizes = [s.shape[0] for s in h.inputs.get('') or [] if s.shape]
+    return min([(e.get('target_shape') or [0])[0], *sizes])
+
+def find_unmixed(h, e, least, share, chance):
+    """Find unmixed batches: many have labels of only one class, although there are several classes. Return a finding, or None.
 
     Arguments: as in `one_class`.
     """
-    samples,batches = (e.get('target_shape') or [0])[0],e.get('batches') or 0
+    samples,batches = samples_of(h, e),e.get('batches') or 0
     if (e.get('distinct') or 0)<2 or batches<least or samples<8 or e['single']<share*batches: return None
+    # the probability that all labels of a shuffled batch are equal: high if nearly all samples are of one class
+    if (e.get('share') or 0)**(samples-1)>chance: return None
     return report_term(h, e,
-        f"{e['single']:,} of {batches:,} batches have labels of one class only, although {e['distinct']} classes occur: the data are sorted by "
-        "class and not shuffled.", severity='warning', single=e['single'], advice="Use DataLoader(..., shuffle=True), or shuffle the data once.")
+        f"{e['single']:,} of the {batches:,} batches that were checked have labels of one class only, although the batches have {samples} samples, and "
+        f"{e['distinct']} classes occur. So the data are probably sorted by class and not shuffled. A model that sees one class for many steps "
+        "forgets the others.", severity='warning', single=e['single'], batches=batches, advice="Use DataLoader(..., shuffle=True), or shuffle the data once.")
 
 def find_constant_targets(h, e, least):
     """Find constant targets: all targets of a binary cross-entropy are equal. Return a hint, or None.
@@ -294,15 +302,16 @@ def find_constant_targets(h, e, least):
 
 # %% ../../nbs/55_health/47_targets.ipynb #8e7e76fd
 @rule(severity='warning', needs='target')
-def one_class(h, least=8, share=.8):
-    """Find labels of a single class: the same class in all batches, or only one class in each of most batches
+def one_class(h, least=8, share=.5, chance=.1):
+    """Find labels of a single class: the same class in all batches, or only one class in each of many batches
 
     least: least number of batches
     share: least fraction of the batches with a single class, if several classes occur
+    chance: probability of such a batch in shuffled data, above which there is no finding
     """
     for e in h.losses:
         # equal labels are no fault in policy gradients (weighted losses) and contrastive losses (scaled similarities)
         if e.get('weighted') or 'scale' in e['activations']: continue
         is_classifier = e['kind'] in ('cross_entropy', 'nll') and e.get('end') in layers
-        found = (find_one_class(h, e, least) or find_unmixed(h, e, least, share)) if is_classifier else find_constant_targets(h, e, least)
+        found = (find_one_class(h, e, least) or find_unmixed(h, e, least, share, chance)) if is_classifier else find_constant_targets(h, e, least)
         if found is not None: yield found

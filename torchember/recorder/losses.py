@@ -112,11 +112,13 @@ def tokens_among(inputs) -> list:
     return [x.detach() for _,x in inputs if isinstance(x, torch.Tensor) and may_be_tokens(x) and x.dim()==2 and x.shape[1]>1]
 
 class NextTokens:
-    "Tests if the labels are the next tokens: compares labels with the model's integer inputs, shifted by one position."
+    "Tests if the labels are the next tokens, or the tokens at the same position: compares labels with the model's integer inputs."
     most = 4 # number of batches to compare
     def __init__(self):
         # compared: number of batches so far; lengths: lengths of their sequences; least: smallest share of labels equal to the next input token
         self.compared,self.lengths,self.least,self.copies = 0,set(),None,ArrivingCopies(self.add_counts)
+        # checked: number of labels that were compared with the token at the same position; moved: number of those that differ from this token
+        self.checked = self.moved = 0
 
     def add(self, inputs, labels, ignore=None):
         "Add a batch: compare its labels with each of the model's `inputs`. `ignore`: label that does not count."
@@ -130,16 +132,21 @@ class NextTokens:
             self.copies.add(torch.stack([counts for counts,_ in found]), [shape for _,shape in found])
 
     def add_counts(self, counts, shapes):
-        "Add the counts of a batch: the row (one per input) with the most equal labels. Ignore counts that prove nothing, as of few labels."
-        (labels,equal,different,first),(n,length) = max(zip(counts.tolist(), shapes, strict=True), key=lambda c: c[0][1])
-        if 2*labels<n*(length-1) or 2*first<n or 10*different<labels: return
-        self.lengths.add(length)
-        self.least = min(equal/labels, 1 if self.least is None else self.least)
+        "Add the counts of a batch, one row per input. Ignore counts that prove nothing, as of few labels, or of sequences of equal tokens."
+        enough = lambda c: 2*c[0][0]>=c[1][0]*(c[1][1]-1) and 2*c[0][3]>=c[1][0]
+        found = [c for c in zip(counts.tolist(), shapes, strict=True) if enough(c)]
+        if not found: return
+        (labels,equal,different,_),(_,length) = max(found, key=lambda c: c[0][1])
+        if 10*different>=labels:
+            self.lengths.add(length)
+            self.least = min(equal/labels, 1 if self.least is None else self.least)
+        moved = [c[0][2] for c in found if 10*(c[0][0]-c[0][1])>=c[0][0]]
+        if moved: self.checked,self.moved = self.checked+labels,self.moved+min(moved)
 
     def facts(self) -> dict:
-        "Return the facts about next tokens as labels, for the metadata of the run. Empty if `add_counts` has ignored the counts of all batches."
-        return {} if self.least is None else dict(next_tokens=round(self.least, 6), lengths=sorted(self.lengths))
-
+        "Return the facts about tokens as labels, for the metadata of the run. Empty if `add_counts` has ignored the counts of all batches."
+        same = dict(same_tokens=self.checked) if self.checked and not self.moved else {}
+        return same if self.least is None else dict(next_tokens=round(self.least, 6), lengths=sorted(self.lengths)) | same
 
 # %% ../../nbs/40_recorder/36_losses.ipynb #1e3ba0ee
 class TermFacts:

@@ -11,7 +11,7 @@ most_labels = 4096 # each label is counted only if all labels are below this num
 
 texts = 'name', 'tname', 'kind', 'takes', 'target_dtype', 'end'
 whole_numbers = ('first_step', 'seen', 'expanded', 'batches', 'single', 'distinct', 'smallest', 'largest',
-    'classes', 'ignore_index', 'softmax_dim', 'softmax_size')
+    'classes', 'ignore_index', 'softmax_dim', 'softmax_size', 'same_tokens')
 
 def is_valid_loss(e) -> bool:
     "Return True if `e`, a value from a metadata file, is a valid description of a loss term."
