@@ -418,3 +418,12 @@ def one_long_sequence(arm):
             x = torch.randn(40, 8)
             yield x,(x[:, 0].cumsum(0)>0).long()
     fit(arm, model, adam(model, 1e-2), sequences(), F.cross_entropy)
+
+
+@is_healthy
+def letters_copied_both_ways(arm):
+    "A bidirectional LSTM learns to copy its input, as the first step before other tasks"
+    torch.manual_seed(57)
+    model = Letters()
+    model.lstm = nn.LSTM(32, 16, batch_first=True, bidirectional=True)
+    fell(fit(arm, model, adam(model, 1e-2), ((x, x) for x,_ in passages(150, 16)), of_tokens))
