@@ -249,3 +249,26 @@ def all_of_the_forward_without_gradients(arm):
 
 @is_broken('not_trained', steps=(0, 40))
 def one_hot_predictions(arm): unconnected(arm, lambda model, a: F.one_hot(model(a).argmax(1), 10).float().requires_grad_(), 462, logged=False)
+
+
+# Broken trainings: parameters that are in no module of the model
+
+class Residual(nn.Module):
+    "A classifier with residual layers, which `hold` stores in a container of Python or of torch"
+    def __init__(self, hold, n=3, d=48):
+        super().__init__()
+        self.stem,self.head = nn.Linear(64, d),nn.Linear(d, 10)
+        self.inside = hold([nn.Sequential(nn.LayerNorm(d), nn.Linear(d, d), nn.GELU(), nn.Linear(d, d)) for _ in range(n)])
+
+    def forward(self, x):
+        x = self.stem(x)
+        for f in self.inside.values() if isinstance(self.inside, dict) else self.inside: x = x+f(x)
+        return self.head(F.relu(x))
+
+
+@is_broken('outside_model', paths='')
+def layers_in_a_dict(arm):
+    "The layers are in a dict of Python, so the optimizer does not have their parameters"
+    torch.manual_seed(470)
+    model = Residual(lambda layers: dict(enumerate(layers)))
+    fit(arm, model, torch.optim.Adam(model.parameters(), 1e-3), batches(80, 32, *digits()))

@@ -279,7 +279,9 @@ class ModelEvents(Listener):
         self.calls.current = state.track
         state.passes.shapes_known[0] = 0
         state.track.input_dt = {n: shape_of(x) for n,x in inputs}
-        if state.root and self.on: self.recorder.losses.note_inputs(inputs)
+        if state.root and self.on:
+            self.recorder.losses.note_inputs(inputs)
+            self.pipe.remover.outside.note_inputs(inputs)
         self.sources.flow(state, 'input', inputs, call, here.phase)
         self.calls.enter(state.track, call)
         self.cost.add_work(since)
@@ -296,7 +298,9 @@ class ModelEvents(Listener):
         state.track.output_dt = {n: shape_of(x) for n,x in outputs}
         self.sources.flow(state, 'output', outputs, call, here.phase)
         if not here.stack and not compiled and not here.phase: self.pipe.remover.refused.hook_outputs(outputs)
-        if state.root and self.on and not compiled: self.recorder.losses.note_outputs(outputs)
+        if state.root and self.on and not compiled:
+            self.recorder.losses.note_outputs(outputs)
+            if not here.phase: self.pipe.remover.outside.note_outputs(outputs, state.track.module)
         self.calls.current = self.calls.innermost() or state.track
         self.cost.add_work(since)
         return call, here.phase

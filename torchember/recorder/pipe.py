@@ -15,6 +15,7 @@ from .budget import duration
 from ..ground.choose import at, schedule
 from .early_clips import EarlyClips
 from .left_gradients import LeftoverGradients
+from .outside import OutsideParameters
 from .refused import RefusedPasses
 from .row_writer import ProvisionalStep, write_refused
 from .steps import Decision, ProvisionalSteps
@@ -76,10 +77,10 @@ class PassRemover:
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
-        self.left = LeftoverGradients(sources.watch.optimizers if sources.watch else ())
-        self.clips = EarlyClips()
+        optimizers = sources.watch.optimizers if sources.watch else ()
+        self.left,self.clips,self.outside = LeftoverGradients(optimizers),EarlyClips(),OutsideParameters(optimizers)
         self.task = -1 # id of the last backward that reached a logged loss
-        sources.parameters.known.more += [self.left.facts, self.clips.facts]
+        sources.parameters.known.more += [self.left.facts, self.clips.facts, self.outside.facts]
 
     def choose_parameters(self, model):
         "Choose the parameters whose gradients are checked. Called before recording of the model begins."
