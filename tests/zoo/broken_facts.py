@@ -272,3 +272,19 @@ def layers_in_a_dict(arm):
     torch.manual_seed(470)
     model = Residual(lambda layers: dict(enumerate(layers)))
     fit(arm, model, torch.optim.Adam(model.parameters(), 1e-3), batches(80, 32, *digits()))
+
+
+# Broken trainings: gradients are removed before the step
+
+@is_broken('not_trained', paths='')
+def cleared_to_zeros_between_backward_and_step(arm):
+    "Two backward passes for each step, then `zero_grad` sets the gradients to zeros, and only then the optimizer steps"
+    torch.manual_seed(471)
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1, momentum=.9)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(120, 32, *digits())):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        (loss/2).backward()
+        if i%2: opt.zero_grad(set_to_none=False); opt.step()

@@ -436,3 +436,40 @@ def compared_by_a_fixed_network(arm):
         opt.zero_grad()
         loss.backward()
         opt.step()
+
+
+# Healthy trainings: gradients are removed before some steps, or moved to other tensors
+
+@is_healthy
+def gradients_moved_to_a_copy(arm):
+    "The optimizer has copies of the weights. They take over the gradients, which are then removed from the model"
+    torch.manual_seed(494)
+    model = mlp(64, 48, 10)
+    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    opt = torch.optim.SGD(copies, lr=.2)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(100, 32, *digits()):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        loss.backward()
+        for c,p in zip(copies, model.parameters(), strict=True): c.grad = p.grad.clone()
+        model.zero_grad()
+        opt.step()
+        with torch.no_grad():
+            for c,p in zip(copies, model.parameters(), strict=True): p.copy_(c)
+
+
+@is_healthy
+def bad_batches_are_left_out(arm):
+    "The gradients of a batch with a large norm are removed before the step, as some loops do after a spike"
+    torch.manual_seed(495)
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.2)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(120, 32, *digits())):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        if i%5==2: opt.zero_grad()
+        opt.step()

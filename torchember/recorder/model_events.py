@@ -378,6 +378,7 @@ class OptimizerEvents(Listener):
         "Measure the gradients and learning rates for an optimizer's step."
         with self.lock:
             self.pipe.steps.note_content()
+            if unchanged: self.pipe.remover.cleared.note_step(optimizer, self.pipe.remover.refused)
             self.sources.complete(optimizer, scale)
             self.pipe.read_pending()
             if self.pipe.gate.writes: self.sources.rates.note(optimizer)

@@ -14,7 +14,7 @@ from .black_box import BETWEEN
 from .budget import duration
 from ..ground.choose import at, schedule
 from .early_clips import EarlyClips
-from .left_gradients import LeftoverGradients
+from .left_gradients import ClearedGradients, LeftoverGradients
 from .outside import OutsideParameters
 from .refused import RefusedPasses
 from .row_writer import ProvisionalStep, write_refused
@@ -80,7 +80,8 @@ class PassRemover:
         optimizers = sources.watch.optimizers if sources.watch else ()
         self.left,self.clips,self.outside = LeftoverGradients(optimizers),EarlyClips(),OutsideParameters(optimizers)
         self.task = -1 # id of the last backward that reached a logged loss
-        sources.parameters.known.more += [self.left.facts, self.clips.facts, self.outside.facts]
+        self.cleared = ClearedGradients()
+        sources.parameters.known.more += [x.facts for x in (self.left, self.clips, self.outside, self.cleared)]
 
     def choose_parameters(self, model):
         "Choose the parameters whose gradients are checked. Called before recording of the model begins."
