@@ -5,7 +5,7 @@ from torch import nn
 
 from . import is_broken
 from .data import digits
-from .parts import batches, fit, mlp
+from .parts import Convolutions, batches, fit, mlp
 
 
 # Broken trainings: gradients of earlier steps are not cleared
@@ -288,3 +288,21 @@ def cleared_to_zeros_between_backward_and_step(arm):
         te.log(loss=loss)
         (loss/2).backward()
         if i%2: opt.zero_grad(set_to_none=False); opt.step()
+
+
+# Broken trainings: clipping that always acts
+
+@is_broken('clipped_always', paths='')
+def clipped_to_almost_nothing(arm):
+    "The limit for the norm of the gradients is 0.0005, in a convolutional network that is trained with SGD"
+    torch.manual_seed(472)
+    model = Convolutions(norm=False)
+    opt = torch.optim.SGD(model.parameters(), lr=.05, momentum=.9)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(100, 32, *digits(images=True)):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 5e-4)
+        opt.step()

@@ -184,3 +184,12 @@ def sorted_by_class(arm):
             for i in at.split(16): yield x[i],y[i]
     model = classifier()
     fit(arm, model, adam(model, 1e-3), ordered())
+
+
+@is_broken('raw_targets')
+def incomes_in_cents(arm):
+    "The targets of a regression have a mean of 50,000 and are not normalized. The loss is an absolute error with a smooth minimum"
+    torch.manual_seed(18)
+    x,y = table('diabetes', regression=True)
+    model = mlp(10, 64, 64, 1)
+    fit(arm, model, adam(model, 1e-3), batches(120, 32, x, 5e4+2e4*y), lambda p, t: F.smooth_l1_loss(p.squeeze(-1), t))

@@ -473,3 +473,39 @@ def bad_batches_are_left_out(arm):
         loss.backward()
         if i%5==2: opt.zero_grad()
         opt.step()
+
+
+# Healthy trainings: gradients that are always clipped
+
+@is_healthy
+def always_clipped_for_adam(arm):
+    "Each gradient is clipped to a norm of 0.001, but Adam divides gradients by their size"
+    torch.manual_seed(496)
+    model = mlp(64, 48, 10)
+    opt = torch.optim.Adam(model.parameters(), 2e-3)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(120, 32, *digits()):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        opt.step()
+
+
+@is_healthy
+def normalized_gradients_with_a_warm_up(arm):
+    "Each gradient is clipped to a norm of 0.01, with a learning rate that fits, after a warm-up"
+    torch.manual_seed(497)
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=10.)
+    warm = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: min((step+1)/40, 1))
+    te = arm(model, optimizer=opt)
+    for a,b in batches(160, 32, *digits()):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), .01)
+        opt.step()
+        warm.step()

@@ -307,3 +307,26 @@ def compared_in_pairs(arm):
     model = mlp(64, 32, 1)
     def loss(out, x): return (out[:, 0].unsqueeze(1)-x.mean(1)[None]).square().mean()
     fit(arm, model, adam(model), batches(100, 32, x, x), loss)
+
+
+@is_healthy
+def large_targets_that_are_reached(arm):
+    "The targets have a mean of 300, and the learning rate is large enough to reach them"
+    torch.manual_seed(30)
+    x,y = table('diabetes', regression=True)
+    model = mlp(10, 64, 1)
+    fell(fit(arm, model, adam(model, 3e-2), batches(150, 32, x, 300+50*y), squared))
+
+
+@is_healthy
+def the_output_is_scaled(arm):
+    "The targets have a mean of 2000, and the model multiplies its output by 1000"
+    torch.manual_seed(31)
+    x,y = table('diabetes', regression=True)
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp(10, 64, 1)
+        def forward(self, x): return 1000*self.body(x)
+    model = Scaled()
+    fell(fit(arm, model, adam(model, 1e-2), batches(150, 32, x, 2000+500*y), squared))

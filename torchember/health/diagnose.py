@@ -49,9 +49,9 @@ def choose_rules(rules) -> list:
 severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of all rules: a rule that finds causes comes before the rules that find their consequences
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
-    'broadcast', 'target_range', 'one_class', 'constant_output', 'targets_out_of_reach', 'poor_input_scale', 'router_collapse', 'unused_expert',
+    'broadcast', 'target_range', 'one_class', 'constant_output', 'targets_out_of_reach', 'raw_targets', 'poor_input_scale', 'router_collapse', 'unused_expert',
     'not_trained', 'outside_model', 'resumed', 'schedule_per_batch',
-    'clipped_early', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention', 'dead_heads',
+    'clipped_early', 'clipped_always', 'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention', 'dead_heads',
     'attention_logits', 'peaked_attention', 'attention_collapse', 'attention',
     'no_gradient', 'underflow', 'lost_gradients', 'massive_activations', 'overflow', 'stream_grows', 'idle_blocks', 'autocast',
     'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
