@@ -330,3 +330,11 @@ def the_output_is_scaled(arm):
         def forward(self, x): return 1000*self.body(x)
     model = Scaled()
     fell(fit(arm, model, adam(model, 1e-2), batches(150, 32, x, 2000+500*y), squared))
+
+
+@is_healthy
+def high_dropout_of_a_wide_layer(arm):
+    "A wide layer learns, although nine of ten of its outputs are dropped"
+    torch.manual_seed(32)
+    model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Dropout(.9), nn.Linear(1024, 10))
+    fell(fit(arm, model, adam(model, 1e-3), batches(200, 32, *digits())))
