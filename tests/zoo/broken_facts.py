@@ -5,7 +5,7 @@ from torch import nn
 
 from . import is_broken
 from .data import digits
-from .parts import batches, fit, mlp
+from .parts import Convolutions, batches, fit, mlp
 
 
 # Broken trainings: gradients of earlier steps are not cleared
@@ -249,3 +249,60 @@ def all_of_the_forward_without_gradients(arm):
 
 @is_broken('not_trained', steps=(0, 40))
 def one_hot_predictions(arm): unconnected(arm, lambda model, a: F.one_hot(model(a).argmax(1), 10).float().requires_grad_(), 462, logged=False)
+
+
+# Broken trainings: parameters that are in no module of the model
+
+class Residual(nn.Module):
+    "A classifier with residual layers, which `hold` stores in a container of Python or of torch"
+    def __init__(self, hold, n=3, d=48):
+        super().__init__()
+        self.stem,self.head = nn.Linear(64, d),nn.Linear(d, 10)
+        self.inside = hold([nn.Sequential(nn.LayerNorm(d), nn.Linear(d, d), nn.GELU(), nn.Linear(d, d)) for _ in range(n)])
+
+    def forward(self, x):
+        x = self.stem(x)
+        for f in self.inside.values() if isinstance(self.inside, dict) else self.inside: x = x+f(x)
+        return self.head(F.relu(x))
+
+
+@is_broken('outside_model', paths='')
+def layers_in_a_dict(arm):
+    "The layers are in a dict of Python, so the optimizer does not have their parameters"
+    torch.manual_seed(470)
+    model = Residual(lambda layers: dict(enumerate(layers)))
+    fit(arm, model, torch.optim.Adam(model.parameters(), 1e-3), batches(80, 32, *digits()))
+
+
+# Broken trainings: gradients are removed before the step
+
+@is_broken('not_trained', paths='')
+def cleared_to_zeros_between_backward_and_step(arm):
+    "Two backward passes for each step, then `zero_grad` sets the gradients to zeros, and only then the optimizer steps"
+    torch.manual_seed(471)
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1, momentum=.9)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(120, 32, *digits())):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        (loss/2).backward()
+        if i%2: opt.zero_grad(set_to_none=False); opt.step()
+
+
+# Broken trainings: clipping that always acts
+
+@is_broken('clipped_always', paths='')
+def clipped_to_almost_nothing(arm):
+    "The limit for the norm of the gradients is 0.0005, in a convolutional network that is trained with SGD"
+    torch.manual_seed(472)
+    model = Convolutions(norm=False)
+    opt = torch.optim.SGD(model.parameters(), lr=.05, momentum=.9)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(100, 32, *digits(images=True)):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 5e-4)
+        opt.step()

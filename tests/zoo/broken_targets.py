@@ -257,3 +257,20 @@ def language_model_without_batch_first(arm):
     model = Letters()
     model.lstm = nn.LSTM(32, 32)
     fit(arm, model, adam(model, 1e-2), passages(100, 16), of_tokens)
+
+
+@is_broken('raw_targets')
+def incomes_in_cents(arm):
+    "The targets of a regression have a mean of 50,000 and are not normalized. The loss is an absolute error with a smooth minimum"
+    torch.manual_seed(18)
+    x,y = table('diabetes', regression=True)
+    model = mlp(10, 64, 64, 1)
+    fit(arm, model, adam(model, 1e-3), batches(120, 32, x, 5e4+2e4*y), lambda p, t: F.smooth_l1_loss(p.squeeze(-1), t))
+
+
+@is_broken('dropout_too_high', paths=('2', '5'))
+def dropout_keeps_four_percent(arm):
+    "The argument of Dropout is 0.96, because it was taken for the share to keep"
+    torch.manual_seed(19)
+    model = nn.Sequential(*(m for _ in range(2) for m in (nn.Linear(64, 64), nn.ReLU(), nn.Dropout(.96))), nn.Linear(64, 10))
+    fit(arm, model, adam(model, 3e-3), batches(200, 32, *digits()))

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import is_healthy
-from .broken_facts import Peaked, Tanh, Wide, clipped, under_autocast
+from .broken_facts import Peaked, Residual, Tanh, Wide, clipped, under_autocast
 from .data import digits
 from .parts import batches, fit, mlp
 
@@ -376,3 +376,136 @@ def updated_by_an_evolution_strategy(arm):
             for p,n,old in zip(ps, noise, before, strict=True): p.copy_(old-.02*step*n)
             te.log(loss=loss)
             te.step()
+
+
+# Healthy trainings: parameters outside of the recorded model
+
+@is_healthy
+def layers_in_a_list_that_the_optimizer_has(arm):
+    "The layers are in a list of Python, but their parameters are passed to the optimizer"
+    torch.manual_seed(490)
+    model = Residual(list)
+    inside = [p for f in model.inside for p in f.parameters()]
+    fit(arm, model, torch.optim.Adam([*model.parameters(), *inside], 1e-3), batches(80, 32, *digits()))
+
+
+@is_healthy
+def layers_in_a_list_trained_by_hand(arm):
+    "The layers are in a list of Python, and a loop writes their updates into `p.data`, which does not change the version counter"
+    torch.manual_seed(491)
+    model = Residual(list)
+    inside = [p for f in model.inside for p in f.parameters()]
+    opt = torch.optim.SGD(model.parameters(), .1)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(80, 32, *digits()):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        for p in inside: p.data.sub_(.1*p.grad); p.grad = None
+
+
+@is_healthy
+def only_the_decoder_is_recorded(arm):
+    "An autoencoder with an optimizer for each half. Only the decoder is recorded, whose input comes from the encoder"
+    torch.manual_seed(492)
+    encoder,decoder = mlp(64, 32, 8),mlp(8, 32, 64)
+    opt,other = torch.optim.Adam(decoder.parameters(), 2e-3),torch.optim.Adam(encoder.parameters(), 2e-3)
+    te = arm(decoder, optimizer=opt)
+    for a, in batches(120, 32, digits()[0]):
+        loss = F.mse_loss(decoder(encoder(a)), a)
+        te.log(loss=loss)
+        opt.zero_grad()
+        other.zero_grad()
+        loss.backward()
+        opt.step()
+        other.step()
+
+
+@is_healthy
+def compared_by_a_fixed_network(arm):
+    "A perceptual loss: a network that is never trained, but not frozen, compares the output of the model with its input"
+    torch.manual_seed(493)
+    model,eye = mlp(64, 32, 64),mlp(64, 96, 96)
+    opt = torch.optim.Adam(model.parameters(), 2e-3)
+    te = arm(model, optimizer=opt)
+    for a, in batches(120, 32, digits()[0]):
+        loss = F.mse_loss(eye(model(a)), eye(a).detach())
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+
+
+# Healthy trainings: gradients are removed before some steps, or moved to other tensors
+
+@is_healthy
+def gradients_moved_to_a_copy(arm):
+    "The optimizer has copies of the weights. They take over the gradients, which are then removed from the model"
+    torch.manual_seed(494)
+    model = mlp(64, 48, 10)
+    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    opt = torch.optim.SGD(copies, lr=.2)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(100, 32, *digits()):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        loss.backward()
+        for c,p in zip(copies, model.parameters(), strict=True): c.grad = p.grad.clone()
+        model.zero_grad()
+        opt.step()
+        with torch.no_grad():
+            for c,p in zip(copies, model.parameters(), strict=True): p.copy_(c)
+
+
+@is_healthy
+def bad_batches_are_left_out(arm):
+    "The gradients of a batch with a large norm are removed before the step, as some loops do after a spike"
+    torch.manual_seed(495)
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.2)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(120, 32, *digits())):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        if i%5==2: opt.zero_grad()
+        opt.step()
+
+
+# Healthy trainings: gradients that are always clipped
+
+@is_healthy
+def always_clipped_for_adam(arm):
+    "Each gradient is clipped to a norm of 0.001, but Adam divides gradients by their size"
+    torch.manual_seed(496)
+    model = mlp(64, 48, 10)
+    opt = torch.optim.Adam(model.parameters(), 2e-3)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(120, 32, *digits()):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        opt.step()
+
+
+@is_healthy
+def normalized_gradients_with_a_warm_up(arm):
+    "Each gradient is clipped to a norm of 0.01, with a learning rate that fits, after a warm-up"
+    torch.manual_seed(497)
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=10.)
+    warm = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: min((step+1)/40, 1))
+    te = arm(model, optimizer=opt)
+    for a,b in batches(160, 32, *digits()):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), .01)
+        opt.step()
+        warm.step()

@@ -427,3 +427,34 @@ def letters_copied_both_ways(arm):
     model = Letters()
     model.lstm = nn.LSTM(32, 16, batch_first=True, bidirectional=True)
     fell(fit(arm, model, adam(model, 1e-2), ((x, x) for x,_ in passages(150, 16)), of_tokens))
+
+
+@is_healthy
+def large_targets_that_are_reached(arm):
+    "The targets have a mean of 300, and the learning rate is large enough to reach them"
+    torch.manual_seed(30)
+    x,y = table('diabetes', regression=True)
+    model = mlp(10, 64, 1)
+    fell(fit(arm, model, adam(model, 3e-2), batches(150, 32, x, 300+50*y), squared))
+
+
+@is_healthy
+def the_output_is_scaled(arm):
+    "The targets have a mean of 2000, and the model multiplies its output by 1000"
+    torch.manual_seed(31)
+    x,y = table('diabetes', regression=True)
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = mlp(10, 64, 1)
+        def forward(self, x): return 1000*self.body(x)
+    model = Scaled()
+    fell(fit(arm, model, adam(model, 1e-2), batches(150, 32, x, 2000+500*y), squared))
+
+
+@is_healthy
+def high_dropout_of_a_wide_layer(arm):
+    "A wide layer learns, although nine of ten of its outputs are dropped"
+    torch.manual_seed(32)
+    model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Dropout(.9), nn.Linear(1024, 10))
+    fell(fit(arm, model, adam(model, 1e-3), batches(200, 32, *digits())))

@@ -219,7 +219,7 @@ def find_endless_growth(h, gs, steps, norm, jump):
 
 # %% ../../nbs/55_health/35_gradients.ipynb #bb787dfd
 @rule(severity='error', needs='weight_grad', stats='rms',
-    after=('poor_scale', 'poor_input_scale', 'update_too_large', 'gradients_add_up', 'loss_spike', 'gradient_spike'))
+    after=('poor_scale', 'poor_input_scale', 'raw_targets', 'update_too_large', 'gradients_add_up', 'loss_spike', 'gradient_spike'))
 def exploding_gradient(h, jump=1000., depth=1e4, huge=1e3, steep=100.):
     """Find gradients that grow from layer to layer or step to step, or are too large from the start
 

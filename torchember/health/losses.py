@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['stalls_advice', 'diverging', 'loss_rises', 'loss_below', 'stays_at', 'guesses_of_sigmoid', 'guesses',
            'stall_severity', 'is_still_falling', 'has_changed_enough', 'find_fall_to_guess', 'loss_stalls',
-           'loss_spike', 'same_data']
+           'dropout_too_high', 'loss_spike', 'same_data']
 
 # %% ../../nbs/55_health/45_losses.ipynb #8320f225
 import math
@@ -14,6 +14,7 @@ import numpy as np
 
 from .finding import confidence_from, finding, finite_max, fmt, format_ratio, median, plain_median
 from .gradients import is_worse_after
+from .modes import estimate_dropped_share
 from .progress import guessing_losses, running_median, rank_trend
 from .rules import rule
 
@@ -22,7 +23,8 @@ loss_causes = ('not_trained', 'update_too_large', 'update_too_small', 'vanishing
     'attention_logits', 'peaked_attention', 'attention_collapse', 'future_attention', 'router_collapse',
     'poor_scale', 'equal_units', 'gradients_add_up', 'weights_decay', 'collapse', 'batch_norm', 'underflow', 'scaler_skips', 'poor_input_scale',
     'same_data', 'not_finite', 'gradient_spike', 'loss_rises', 'loss_input', 'broadcast', 'target_range', 'one_class', 'constant_output', 'no_gradient',
-    'targets_out_of_reach', 'wrong_last_activation') # rules that can find the cause of a bad loss
+    'targets_out_of_reach', 'wrong_last_activation', 'outside_model', 'clipped_always', 'raw_targets',
+    'dropout_too_high') # rules that can find the cause of a bad loss
 
 def model_output(h):
     "Return the series of the model's output, or of the last module's output if the root was not recorded. Return None if no output was recorded."
@@ -299,6 +301,24 @@ def loss_stalls(h, least=30, close=.03):
         p.steps[0], p.steps[-1], ttype='scalar', severity=stall_severity(h, p, guess, len(p.values)/least), look="overview(run)", start=p.start, end=p.end,
         **({'guessing': guess[1]} if guess else {}), confidence=confidence_from(abs(p.end-guess[1]), close*guess[1]) if guess else .5,
         advice=stalls_advice)
+
+# %% ../../nbs/55_health/45_losses.ipynb #45c1ea01
+@rule(severity='warning', needs=('scalar', 'input', 'output'), stats='rms', after=('not_trained', 'loss_input'))
+def dropout_too_high(h, share=.8, close=.03):
+    """Find a Dropout that drops most values, while the loss stays at that of random guessing
+
+    share: least fraction of the values that are dropped
+    close: largest relative difference between the loss and the loss of random guessing
+    """
+    found = {path: p for path in h.outputs if (p := estimate_dropped_share(h, path))>share}
+    guess = next(((n, v) for n,v in guessing_losses(h).items() if stays_at(h.progress.values, v, close)), None)
+    if not found or guess is None or not has_changed_enough(h): return
+    path = max(found, key=found.get)
+    more = f", and {len(found)-1} more drop{'s'*(len(found)==2)} more than {share:.0%}"*(len(found)>1)
+    yield finding(path, f"{h.outputs[path].title} drops about {found[path]:.0%} of its input in training{more}. The loss stays at {fmt(h.progress.end)}, "
+        f"nearly that of guessing among {guess[0]} classes ({guess[1]:.3f}).", h.steps[0], h.steps[-1], ttype='output', look="overview(run)",
+        dropped=found[path], modules=len(found), confidence=confidence_from(1-found[path], 1-share),
+        advice="Use a smaller share: the argument p of nn.Dropout is the share of values to drop, not to keep. Usual values are 0.1 to 0.5.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #b6c0141e
 def find_loss_jump(p, times, part):

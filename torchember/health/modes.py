@@ -209,6 +209,27 @@ def compare_with_training(h, s, away, adapted=60):
     late = np.flatnonzero(s.steps>=h.steps[max(first, len(h.steps)//3)])
     return (gap := compare_sizes(s, tr, late, away)) and (s, *gap)
 
+def estimate_dropped_share(h, path):
+    """Return the share of values that a Dropout drops in training, estimated from its sizes (rms), or 0 if it is unknown.
+
+    A Dropout multiplies the remaining values by 1/(1-p), so the rms of its output is sqrt(1/(1-p)) times that of its input.
+    """
+    out,ins = h.outputs.get(path),h.inputs.get(path)
+    if out is None or not ins or 'Dropout' not in (out.kind or '') or len(ins[0])!=len(out): return 0.
+    ratio = median(ins[0].rms/np.where(out.rms>0, out.rms, np.nan))
+    return max(1-ratio**2, 0.) if np.isfinite(ratio) else 0.
+
+def is_explained_by_dropout(h, s, times):
+    """Return True if Dropout modules explain that a tensor is `times` as large (rms) in evaluation as in training.
+
+    The rms of a Dropout's output in evaluation is sqrt(1-p) times that in training, and the tensors after it may shrink as much. Several modules
+    multiply these ratios.
+    """
+    if times>=1 or s.ttype=='input' and s.path in h.graph.first_modules: return False
+    before = [p for p in h.outputs if h.graph.position(p)<=h.graph.position(s.path) or s.path=='']
+    return times>.8*float(np.prod([np.sqrt(1-estimate_dropped_share(h, p)) for p in before]))
+
+
 # %% ../../nbs/55_health/42_modes.ipynb #7c2f0a12
 def find_first_evaluation(h, far):
     """Find outputs in the first evaluation, before any update, that differ by a factor `far` (rms) from the first training step. Yield a finding.
@@ -264,7 +285,7 @@ def train_eval(h, away=3., far=30.):
     yield from islice(find_missing_train_call(h), 1)
     yield from find_never_train_mode(h)
     if early := [*find_first_evaluation(h, far)]: yield from early; return
-    found = [f for s in h.series('output', 'input', evaluated=True) if (f := compare_with_training(h, s, away))]
+    found = [f for s in h.series('output', 'input', evaluated=True) if (f := compare_with_training(h, s, away)) and not is_explained_by_dropout(h, *f[:2])]
     if not found: return
     s,times,at = min(found, key=lambda f: f[0].order)
     of_data = s.ttype=='input' and s.path in h.graph.first_modules

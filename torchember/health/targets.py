@@ -8,14 +8,16 @@ __all__ = ['classes_of', 'function_of', 'own_activation', 'find_input_faults', '
            'find_single_unit', 'find_wrong_dimension', 'find_second_activation', 'share_outside',
            'find_scale_out_of_reach', 'find_no_distribution', 'loss_input', 'find_regression_of_classes', 'broadcast',
            'normal_share', 'share_out_of_reach', 'find_unreachable', 'find_wrong_labels', 'target_range',
-           'find_one_class', 'samples_of', 'find_unmixed', 'find_constant_targets', 'one_class']
+           'find_one_class', 'samples_of', 'find_unmixed', 'find_constant_targets', 'one_class', 'sizes_at_ends',
+           'raw_targets']
 
 # %% ../../nbs/55_health/47_targets.ipynb #f633a2f2
 import math
 
 import numpy as np
 
-from .finding import finding, fmt
+from .finding import confidence_from, finding, fmt, median
+from .history import find_changes
 from .rules import rule
 
 # %% ../../nbs/55_health/47_targets.ipynb #34bf9a63
@@ -315,3 +317,33 @@ def one_class(h, least=8, share=.5, chance=.1):
         is_classifier = e['kind'] in ('cross_entropy', 'nll') and e.get('end') in layers
         found = (find_one_class(h, e, least) or find_unmixed(h, e, least, share, chance)) if is_classifier else find_constant_targets(h, e, least)
         if found is not None: yield found
+
+# %% ../../nbs/55_health/47_targets.ipynb #47c1ea02
+def sizes_at_ends(s):
+    "Return the median size (rms) of the predictions or targets in the first steps, and in the last steps. `s`: their `Series`."
+    n = max(3, len(s)//10)
+    return median(s.rms[:n]),median(s.rms[-n:])
+
+@rule(severity='warning', needs=('prediction', 'target'), stats='rms', after=('loss_input', 'broadcast', 'target_range', 'not_trained', 'constant_output'))
+def raw_targets(h, times=10., large=20., fall=.3, least=30):
+    """Find targets of a regression that are not normalized: far larger than the predictions until the end, while the loss hardly falls
+
+    times: least ratio of the targets to the predictions (rms) at the end
+    large: least size (rms) of the targets
+    fall: fraction of the loss at the start, by which the loss must not fall
+    least: least number of steps with predictions and targets
+    """
+    p = h.progress
+    if p.verdict in ('none', 'short', 'means nothing') or p.fell>fall or not any(find_changes(w).any() for w in h.weights.values()): return
+    for e in h.losses:
+        t,y = series_of(h, e, 'target'),series_of(h, e, 'prediction')
+        if e['kind'] not in ('mse', 'l1', 'huber', 'smooth_l1') or t is None or y is None or len(t)<least or len(y)<least: continue
+        (_,wanted),(first,now) = sizes_at_ends(t),sizes_at_ends(y)
+        # an activation that limits the predictions has a rule of its own, `target_range`
+        if not (wanted>large and 0<now<wanted/times and first<wanted/times) or activations_of_term(e)[-1:] and activations_of_term(e)[-1] in reach: continue
+        mean,std = median(t['mean']),median(t['std'])
+        yield report_term(h, e, f"The targets are not normalized: they have a mean of {fmt(mean)} and a standard deviation of {fmt(std)}. The predictions only "
+            f"reach {now/wanted:.1%} of the size (rms) of the targets: {fmt(first)} at the start and {fmt(now)} at the end, in {len(h.steps):,} steps. "
+            f"The loss hardly falls: it is {fmt(p.start)} at the start and {fmt(p.end)} at the end.", mean=mean, std=std, prediction=now, size=wanted,
+            confidence=confidence_from(wanted/now, times), advice="Normalize the targets with the numbers of the training data: y = (y-y.mean())/y.std(). "
+            "To use the model, invert this: model(x)*std+mean.")

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['find_only_frozen', 'longest_pause', 'last_change', 'has_gradients_after', 'find_all_stopped', 'explain_unreached',
-           'find_unreached', 'not_trained']
+           'find_cleared', 'find_unreached', 'not_trained']
 
 # %% ../../nbs/55_health/25_wiring.ipynb #f8684b37
 import numpy as np
@@ -295,6 +295,26 @@ def explain_unreached(h):
     if any(term.get('end')=='AccumulateGrad' for term in h.losses): return 'the loss is computed from a new tensor, which is not connected to the model'
     return 'the loss does not depend on the model, or its gradients are not computed'
 
+def find_cleared(h, known, share=.9, least=3):
+    """Find gradients that are removed in each step between the backward and the step of the optimizer, so that no weight changes. Yield a finding.
+
+    share: least fraction of the checked steps with such a removal
+    least: least number of such steps
+    """
+    counts = h.facts.get('cleared_gradients')
+    if not isinstance(counts, list) or len(counts)!=2 or not all(type(n) is int for n in counts): return
+    checked,n = counts
+    if n<max(least, share*checked) or any(map(has_values, h.grads.values())): return
+    if not h.weights or not all(map(never_changes, h.weights.values())) or not len(h.steps): return
+    held = [p for p in known.ps if p.get('optimizer') is True and p['requires_grad']]
+    if not held or any(p.get('changes') or p.get('elsewhere') for p in known.ps): return
+    many = f"In all {n:,} checked steps" if n==checked else f"In {n:,} of {checked:,} checked steps"
+    yield finding('', f"No weight changed in {len(h.steps)} steps, because gradients are removed before the optimizer uses them. {many}, loss.backward() "
+        "computed gradients, but optimizer.step() found none of them: zero_grad() was called between the two.",
+        h.steps[0], h.steps[-1], look="updates(run)", ttype='weight', parameters=len(held), cleared=n, checked=checked, severity='error',
+        advice="Call optimizer.zero_grad() before loss.backward() or after optimizer.step(), so that each step has the order "
+        "zero_grad(), backward(), step().")
+
 def find_unreached(h, known, least):
     "Find weights of the optimizer that no gradient reached: no weight changes, no gradient is recorded. Yield a finding. `least`: see `not_trained`."
     held = [p for p in known.ps if p.get('optimizer') is True and p['requires_grad']]
@@ -433,7 +453,8 @@ def not_trained(h, held=.6, part=.5, least=5, tiny=1e-4, most=6):
     known,reported = ParameterStates(h.parameters),set()
     yield from find_only_frozen(h, known)
     yield from find_all_stopped(h, least)
-    yield from find_unreached(h, known, least)
+    cleared = [*find_cleared(h, known)]
+    yield from cleared or find_unreached(h, known, least)
     explain = {forgotten: lambda *args: explain_forgotten(h, known, *args, held), cut_off: lambda *args: explain_cut_off(h, known, *args),
         not_called: explain_not_called, frozen: lambda *args: explain_frozen(h, known, *args, part)}
     for reason,f in explain.items():

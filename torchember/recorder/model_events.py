@@ -285,7 +285,7 @@ class ModelEvents(Listener):
         self.calls.current = state.track
         state.passes.shapes_known[0] = 0
         state.track.input_dt = {n: shape_of(x) for n,x in inputs}
-        if state.root and self.on: self.recorder.losses.note_inputs(inputs)
+        if state.root and self.on: self.recorder.losses.note_inputs(inputs); self.pipe.remover.outside.note_inputs(inputs)
         self.sources.flow(state, 'input', inputs, call, here.phase)
         self.calls.enter(state.track, call)
         self.cost.add_work(since)
@@ -293,8 +293,7 @@ class ModelEvents(Listener):
 
     def call_ends(self, state, outputs, compiled=False):
         "Handle the end of a module call: measure its parameters and outputs. Return the number and the phase of the call."
-        since,here = clock(),self.calls.here
-        call = self.calls.exit()
+        since,here,call = clock(),self.calls.here,self.calls.exit()
         if (ttypes := self.sources.parameter_types[self.steps.manual]) and not here.phase: # in an evaluation, the model may contain averaged weights
             with self.lock: self.sources.parameters.after_call(state, state is here.outermost and here.depth==1, ttypes)
         state.passes.shapes_known[1] = 0
@@ -302,6 +301,7 @@ class ModelEvents(Listener):
         self.sources.flow(state, 'output', outputs, call, here.phase)
         if not here.stack and not compiled and not here.phase: self.pipe.remover.refused.hook_outputs(outputs)
         if state.root and self.on and not compiled: self.recorder.losses.note_outputs(outputs)
+        if state.root and self.on and not (compiled or here.phase): self.pipe.remover.outside.note_outputs(outputs, state.track.module)
         self.calls.current = self.calls.innermost() or state.track
         self.cost.add_work(since)
         return call, here.phase
@@ -378,6 +378,7 @@ class OptimizerEvents(Listener):
         "Measure the gradients and learning rates for an optimizer's step."
         with self.lock:
             self.pipe.steps.state.note_content()
+            if unchanged: self.pipe.remover.cleared.note_step(optimizer, self.pipe.remover.refused)
             self.sources.complete(optimizer, scale)
             self.pipe.read_pending()
             if self.pipe.gate.writes: self.sources.rates.note(optimizer)

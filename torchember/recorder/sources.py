@@ -16,7 +16,8 @@ from ..ground.record import flowing
 from ..measure.planning import WatchedLists
 from .buffers import Buffers
 from .early_clips import EarlyClips
-from .left_gradients import LeftoverGradients
+from .left_gradients import ClearedGradients, LeftoverGradients
+from .outside import OutsideParameters
 from .gradients import Gradients
 from .optimizer import Updates
 from .learning_rates import LearningRates
@@ -123,7 +124,8 @@ class Sources:
         self.ttypes,self.buffer,self.watch = ttypes,buffer,watch
         self.sampled = [] # some weights, to detect steps of unknown optimizers: a step changes their version counters
         # checks of gradients that the training loop may forget to remove, or clip too early
-        self.checks = LeftoverGradients(watch.optimizers if watch else ()), EarlyClips()
+        optimizers = watch.optimizers if watch else ()
+        self.checks = LeftoverGradients(optimizers), EarlyClips(), OutsideParameters(optimizers), ClearedGradients()
         outputs = [OutputFacts(steps)] if 'output' in ttypes else []
         self.parameters = Parameters(buffer, ttypes, note, [f.facts for f in (*outputs, *self.checks)])
         self.optimizers = KnownOptimizers(watch, self.parameters)
