@@ -222,7 +222,8 @@ def saturated(h, slope=.05):
         "Hardly any gradient passes through this activation.",
         s.path if layer is None else layer, severity='error' if h.progress.is_bad else None, ttype='output',
         advice=("Divide the learning rate by 10, or normalize before this module (BatchNorm, LayerNorm)." if step!=h.steps[0] else
-        "Use smaller initial weights before this module: torch.nn.init.xavier_uniform_(layer.weight). Also normalize the data: (x-mean)/std."),
+        "Use smaller initial weights before this module: torch.nn.init.xavier_uniform_(layer.weight). Also "
+        "normalize the data: (x-mean)/std."),
         slope=left, saturated=s.path, layers=len(found),
         confidence=confidence_from(left, slope*full_slope[kind], (len(s)-at)/len(s), h.progress.is_good))
 
@@ -289,7 +290,8 @@ def find_large_weights(h, logit):
         at = find_lasting_start(each**2>logit)
         if at is None: continue
         yield w.finding(at, f"{logit_text.format(of=f' of {name_module(path, w.kind)}')}Queries and keys have an rms of about {fmt(each[at])}, "
-            f"so the logits have an rms of about {fmt(each[at]**2)}, from step {w.steps[at]} on.", severity='error' if h.progress.is_bad else None,
+            f"so the logits have an rms of about {fmt(each[at]**2)}, from step {w.steps[at]} "
+            "on.", severity='error' if h.progress.is_bad else None,
             advice="Start with smaller weights: torch.nn.init.xavier_uniform_(attention.in_proj_weight). Or apply LayerNorm to the input of this module, "
             "or divide the learning rate by 10.",
             logits=float(each[at]**2), confidence=confidence_from(each[at]**2, logit, against=h.progress.is_good))
@@ -325,7 +327,8 @@ def find_large_products(h, logit):
         severity = 'error' if h.progress.is_bad else 'info' if h.progress.is_good else None
         keys = '' if k is q else f", those of {name_module(k.path)} of {fmt(k.rms[n-1])}"
         yield q.finding(at, f"{logit_text.format(of='')}The outputs of {name_module(q.path)} have an rms of {fmt(q.rms[n-1])}{keys}, "
-            f"so the logits have an rms of about {fmt(size[n-1])}. The logits are too large from step {q.steps[at]} on.", severity=severity,
+            f"so the logits have an rms of about {fmt(size[n-1])}. The logits are too large from step {q.steps[at]} "
+            "on.", severity=severity,
             advice=attention_advice+(", or divide the learning rate by 10." if at else ", or use smaller initial weights for both."),
             logits=float(size[n-1]), confidence=confidence_from(size[n-1], logit, (n-at)/n, h.progress.is_good))
 
@@ -381,7 +384,8 @@ def find_posterior_collapse(h, least=1e-3):
                 f"The outputs of {name_module(p)} have an rms of {fmt(m.rms[-1])}, those of {name_module(q)} of {fmt(v.rms[-1])}. "
                 f"The KL divergence is about {fmt(nats[-1])} nats per value.",
                 advice="Increase the weight of the KL divergence slowly: loss = reconstruction + beta*kl, with beta from 0 to 1. Or sum the reconstruction "
-                "error over all values instead of averaging, or use free bits.", nats=float(nats[-1]), confidence=confidence_from(nats[-1], least))
+                "error over all values instead of averaging, or use free "
+                "bits.", nats=float(nats[-1]), confidence=confidence_from(nats[-1], least))
 
 collapse_advice = ("Divide the learning rate and weight_decay by 10. If the loss compares two outputs of the model, equal outputs may minimize the loss: "
     "add negative samples, or detach() one of the two outputs.")
@@ -392,7 +396,8 @@ def find_rank_collapse(h):
         for stat in ('RankMe', 'rankme', 'effective_rank'):
             if stat not in s or len(s)<3 or not s[stat][0]>3 or (at := find_lasting_start(s[stat]<1.5)) is None: continue
             yield finding(s, f"The effective rank of the {s.ttype} of {name_module(s.path, s.kind)} collapses: {stat} falls from {fmt(s[stat][0])} "
-                f"at the start to {fmt(s[stat][-1])}. From step {s.steps[at]} on, the rank is below 1.5, so nearly all values lie along one direction.",
+                f"at the start to {fmt(s[stat][-1])}. From step {s.steps[at]} on, the rank is below 1.5, so nearly "
+                "all values lie along one direction.",
                 s.steps[at], s.steps[-1], advice=collapse_advice, rank=float(s[stat][-1]))
 
 # %% ../../nbs/55_health/40_activations.ipynb #7052a2ad

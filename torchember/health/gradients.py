@@ -78,11 +78,13 @@ def find_vanished_later(h, gs, over_time, many=.7):
     s = gs[k]
     i = find_true_tail(s.rms<over_time*start[k])
     yield report_gradients(h, s if len(gone)<len(gs) else '', f"From step {s.steps[i]} on, gradients vanish: the rms of the gradient of {s.title} fell "
-        f"from {fmt(start[k])} to {fmt(plain_median(s.rms[i:]))}. The gradients vanish in {len(gone)} of {len(gs)} layers.",
+        f"from {fmt(start[k])} to {fmt(plain_median(s.rms[i:]))}. The gradients vanish in {len(gone)} of {len(gs)} "
+        "layers.",
         s.steps[i], s.steps[-1], start=start[k], layers=len(gone), severity=None if is_harmed(h) else 'warning',
         confidence=confidence_from(plain_median(s.rms[i:])/start[k], over_time, len(gone)/len(gs)),
         advice="Plot the activations around this step with torchember: overview(run, ttype='output'). "
-        "If an activation returns only zeros (dead) or only its extreme values (saturated) there, lower the learning rate.")
+        "If an activation returns only zeros (dead) or only its extreme values (saturated) there, lower the "
+        "learning rate.")
 
 # %% ../../nbs/55_health/35_gradients.ipynb #ca03e71d
 @rule(severity='error', needs='weight_grad', stats='rms',
@@ -146,7 +148,8 @@ def find_growth_with_depth(h, gs, depth):
     s = gs[keys[int(np.nanargmax(size))]]
     if not ratio>depth or largest<=1 or h.graph.position(s.path)>=h.graph.position(keys[-1][0]) or not (is_harmed(h) or ratio>100*depth): return None
     return report_gradients(h, s, f"Gradients explode in the backward pass: the gradient of {s.title} has an rms of {fmt(largest)}. In the last layer, "
-        f"the gradient of `{gs[keys[-1]].label}` has an rms of {fmt(size[-1])}.", s.steps[0], s.steps[-1], largest=largest, ratio=float(ratio),
+        f"the gradient of `{gs[keys[-1]].label}` has an rms of "
+        f"{fmt(size[-1])}.", s.steps[0], s.steps[-1], largest=largest, ratio=float(ratio),
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(ratio, depth, against=not is_harmed(h)),
         advice=f"Use smaller initial weights: {init_code(s)}. Or add normalization layers or residual connections. "
         "Gradient clipping limits the harm: torch.nn.utils.clip_grad_norm_(model.parameters(), 1.) after backward().")
@@ -190,9 +193,11 @@ def find_steep_loss(h, gs, steps, norm, steep):
     k = max(by, key=by.get)
     s,start = gs[k],plain_median(norm[:5])
     return report_gradients(h, s, f"Gradients are too large from the start: the gradient of {s.title} has an rms of {fmt(typical_size(s, 0, .1))}. "
-        f"With this gradient, a change of the weight by 0.1% can change the loss by up to {by[k]/10:,.0f}%.", steps[0], steps[-1],
+        "With this gradient, a change of the weight by 0.1% can change the loss by up to "
+        f"{by[k]/10:,.0f}%.", steps[0], steps[-1],
         advice=f"Clip the gradients after backward(): torch.nn.utils.clip_grad_norm_(model.parameters(), {fmt(min(1., start/10))}). Or use smaller initial "
-        "weights (in recurrent networks: torch.nn.init.orthogonal_), or add normalization layers.", elasticity=by[k], norm=start,
+        "weights (in recurrent networks: torch.nn.init.orthogonal_), or add normalization "
+        "layers.", elasticity=by[k], norm=start,
         severity=None if is_harmed(h) else 'warning', confidence=confidence_from(by[k], steep, against=h.progress.is_good))
 
 def find_huge_start(h, gs, steps, norm, huge):
@@ -212,7 +217,8 @@ def find_endless_growth(h, gs, steps, norm, jump):
     i = max(find_true_tail(norm>jump*start), 3)
     if not start>0 or not is_harmed(h) or len(norm)-i<3: return None
     return report_gradients(h, '', f"The gradients keep growing: the norm of all gradients rises from {fmt(start)} to {fmt(norm[-1])}. From step "
-        f"{steps[i]} on, the norm is more than {jump:,.0f} times its initial value.", steps[i], steps[-1], start=start, end=float(norm[-1]),
+        f"{steps[i]} on, the norm is more than {jump:,.0f} times its initial "
+        "value.", steps[i], steps[-1], start=start, end=float(norm[-1]),
         confidence=confidence_from(norm[-1]/start, jump),
         advice="Divide the learning rate by 10. Or clip the gradients after backward(), at 10 times their initial norm: "
         f"torch.nn.utils.clip_grad_norm_(model.parameters(), {fmt(10*start)}).")
@@ -272,7 +278,8 @@ def find_common_spike(h, gs, times):
         if not recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
         yield report_gradients(h, '', f"At step {steps[i]}, the norm of all gradients jumps to {fmt(norm[i])} ({format_ratio(norm[i]/usual)} its usual "
-            f"value), and soon falls again. The gradient of {s.title} grows most.", steps[i], norm=float(norm[i]), usual=usual,
+            f"value), and soon falls again. The gradient of {s.title} grows "
+            "most.", steps[i], norm=float(norm[i]), usual=usual,
             confidence=confidence_from(norm[i]/usual, times),
             severity=None if is_worse_after(h.progress, steps[i]) else 'info',
             advice=f"{batch_advice} Gradient clipping at 10 times the usual norm limits the harm: "
@@ -305,7 +312,8 @@ def gradient_spike(h, alone=50., times=100., all_of_them=1000.):
         clip = (f"torch.nn.utils.clip_grad_norm_(layer.parameters(), {fmt(10*plain_median(total_norms({k: s})[1]))}) "
             "(10 times the median norm)")
     yield s.finding(at, f"At step {step}, the rms of the gradient of {s.title} is {fmt(rms_at_step(s, step))} ({format_ratio(size)} its median over all "
-        f"steps). The gradients of the other layers {f'have {format_ratio(others)} their usual rms' if others>0 else 'are zero'} in this step.",
+        "steps). The gradients of the other layers "
+        f"{f'have {format_ratio(others)} their usual rms' if others>0 else 'are zero'} in this step.",
         last=at, times=size, others=others,
         confidence=confidence_from(size, times),
         advice=f"{where} Gradient clipping limits the harm: {clip} after backward().")

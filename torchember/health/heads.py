@@ -136,9 +136,11 @@ def has_zero_values(layer, small):
 # reason why heads are dead -> text about these heads, advice
 reasons_of_dead_heads = {
     'blind': ("saw no key: the mask hides all keys from all queries",
-        "Check whether the mask must be inverted (~mask): in torch, True shows a key in scaled_dot_product_attention, and hides it in nn.MultiheadAttention."),
+        "Check whether the mask must be inverted (~mask): in torch, True shows a key in "
+        "scaled_dot_product_attention, and hides it in nn.MultiheadAttention."),
     'logits': ("had queries or keys of zero, so the attention weights did not depend on the input",
-        "Initialize the weights of queries and keys randomly: torch.nn.init.xavier_uniform_(layer.weight). If both are zero, neither gets a gradient."),
+        "Initialize the weights of queries and keys randomly: torch.nn.init.xavier_uniform_(layer.weight). If both "
+        "are zero, neither gets a gradient."),
     'values': ("had value vectors (V) of zero or almost zero, so nothing was added to the output",
         "Check the weights that compute the values, and masks that prune these weights. "
         "If value weights and output weights are both zero, neither gets a gradient.")}
@@ -257,7 +259,8 @@ def attention_logits(h, large=100., times=5., records=4):
         at = int(np.flatnonzero(top>large)[0])
         head = l.names[int(np.nanargmax(l['logit_max'][-1]))]
         yield finding(l.path, f"The attention logits of {l.title} keep growing: the largest logit is {fmt(top[0])} at step {l.steps[0]}, "
-            f"and {fmt(top[-1])} at step {l.steps[-1]} (in `{head}`). With such logits, the softmax gives one key almost all the weight.",
+            f"and {fmt(top[-1])} at step {l.steps[-1]} (in `{head}`). With such logits, the softmax gives one key "
+            "almost all the weight.",
             int(l.steps[at]), int(l.steps[-1]), ttype='attention', logit=float(top[-1]), start=float(top[0]),
             confidence=confidence_from(top[-1], large), look=f"scalar_line(run, {l.path!r}, 'attention', 'logit_max')",
             advice="Apply LayerNorm to queries and keys (qk_norm). Or add weight decay to the weights that compute them, "
@@ -281,6 +284,7 @@ def uniform_heads(h, equal=.999, records=8, keys=8):
     l,names = max(some, key=lambda s: len(s[1]))
     n = sum(len(names) for _,names in some)
     yield finding(l.path, f"{n} attention head{'s'*(n>1)} give{'s'*(n==1)} all keys the same weight at all {len(l.steps)} recorded steps"
-        f"{', such as' if n>len(names) else ':'} {list_names(names)} of {l.title}. Such a head only computes the mean of all values that it sees.",
+        f"{', such as' if n>len(names) else ':'} {list_names(names)} of {l.title}. Such a head only computes the "
+        "mean of all values that it sees.",
         int(l.steps[0]), int(l.steps[-1]), ttype='attention', heads=n, look="attention_map(run, stat='entropy')",
         advice="Check the initial weights and the learning rate of queries and keys of these heads, or use fewer heads.")

@@ -92,7 +92,8 @@ def find_ascent(h, share, least):
     if len(shares)<2 or plain_median(shares)<share or (shares>.6).mean()<.75: return None
     usual = plain_median(shares)
     return finding('', f"The optimizer maximizes the loss: in {usual:.0%} of the steps (median of {len(shares)} weight tensors), "
-        "the weights move in the direction of their gradients, and not in the opposite direction.", h.steps[0], h.steps[-1],
+        "the weights move in the direction of their gradients, and not in the opposite "
+        "direction.", h.steps[0], h.steps[-1],
         ttype='weight', stands=True, look="overview(run)",
         advice="Check that backward() is called on loss and not on -loss. Then check the optimizer for maximize=True or a negative "
         "learning rate, and search for hooks that change gradients.",
@@ -154,7 +155,8 @@ def loss_below(h, times=5.):
         p.steps[at], p.steps[-1], ttype='scalar', severity='error' if endless and grown and (positive or classes) else None,
         look="overview(run)", start=p.start, end=float(v[-1]),
         advice="Check the formula of the loss for a wrong sign, or a missing square or abs. Check that targets are in range (binary_cross_entropy: 0 to 1), "
-        "and that the loss gets what it expects: logits or probabilities. A negative log-likelihood may be below zero, but stops falling at some value.")
+        "and that the loss gets what it expects: logits or probabilities. A negative log-likelihood may be below "
+        "zero, but stops falling at some value.")
 
 # %% ../../nbs/55_health/45_losses.ipynb #a8ac2972
 def stays_at(values, guess, close=.03):
@@ -211,7 +213,8 @@ def find_fall_to_guess(h, p, least, close):
     if found is None or not p.start>found[1]*(1+close): return None
     n,v = found
     return finding('', f"The loss falls from {fmt(p.start)} to {fmt(p.end)} and stays there. This is nearly the loss of guessing among {n} classes "
-        f"({v:.3f} = ln {n}). The model has learned nothing from its inputs.", p.steps[0], p.steps[-1], ttype='scalar', severity='warning',
+        f"({v:.3f} = ln {n}). The model has learned nothing from its "
+        "inputs.", p.steps[0], p.steps[-1], ttype='scalar', severity='warning',
         look="overview(run)", start=p.start, end=p.end, guessing=v, advice=stalls_advice)
 
 stalls_advice = ("Train on a single batch only: the loss should fall to almost zero. If this loss stays high, the model or the loss function is wrong. "
@@ -236,7 +239,8 @@ def find_double_softmax(h, p):
         if p.best<floor*.98 or p.values[0]>math.log(n)*1.15: continue
         leaf = next((q for q in reversed(h.graph.leaves) if h.activation(h.outputs[q]) in ('Softmax', 'LogSoftmax')), path)
         return finding(leaf, f"Softmax is applied twice: the outputs of the model are already probabilities, which sum to 1 over {n} classes. With "
-            f"probabilities in place of logits, the cross-entropy cannot fall below {floor:.3f}; the loss is {fmt(p.end)} at the end.",
+            f"probabilities in place of logits, the cross-entropy cannot fall below {floor:.3f}; the loss is "
+            f"{fmt(p.end)} at the end.",
             p.steps[0], p.steps[-1], ttype='output',
             severity='error', look="overview(run)",
             advice="Remove the softmax at the end of the model, because torch.nn.functional.cross_entropy expects logits. "
@@ -253,7 +257,8 @@ def find_relu_logits(h, p):
         # a cross-entropy begins near the loss of guessing. If this loss began elsewhere, it must stay at the loss of guessing later
         if abs(p.values[0]-guess)>.3*guess and not (relu and stays_at(p.values, guess)): continue
         return finding(path, f"The logits of {s.title} are never below zero: a ReLU after the last layer removes the gradient of all negative logits. "
-            f"The loss is probably a cross-entropy: it goes from {fmt(p.start)} to {fmt(p.end)}, and guessing gives {guess:.3f} = ln {s.shape[-1]}.",
+            f"The loss is probably a cross-entropy: it goes from {fmt(p.start)} to {fmt(p.end)}, and guessing gives "
+            f"{guess:.3f} = ln {s.shape[-1]}.",
             p.steps[0], p.steps[-1], ttype='output', look="overview(run)", advice="Remove the ReLU after the last layer: cross_entropy expects logits.")
 
 def find_double_sigmoid(h, p):
@@ -271,7 +276,8 @@ def find_double_sigmoid(h, p):
         sure = .02<yes<.98 and spread>.7*math.sqrt(yes*(1-yes))
         if not sure or abs(p.end-floor)>.08 or p.best<floor-.08: continue
         return finding(path, f"Sigmoid is applied twice: most outputs of the model are near 0 or 1 ({yes:.0%} near 1), but the loss stays at "
-            f"{fmt(p.end)}. With probabilities in place of logits, binary_cross_entropy_with_logits cannot fall below about {floor:.3f}.",
+            f"{fmt(p.end)}. With probabilities in place of logits, binary_cross_entropy_with_logits cannot fall "
+            f"below about {floor:.3f}.",
             p.steps[0], p.steps[-1], ttype='output', severity='error', look="overview(run)", floor=floor, end=p.end,
             advice="Remove the sigmoid at the end of the model, because binary_cross_entropy_with_logits expects logits. "
             "Or keep the sigmoid, and use binary_cross_entropy.")
@@ -316,7 +322,8 @@ def dropout_too_high(h, share=.8, close=.03):
     path = max(found, key=found.get)
     more = f", and {len(found)-1} more drop{'s'*(len(found)==2)} more than {share:.0%}"*(len(found)>1)
     yield finding(path, f"{h.outputs[path].title} drops about {found[path]:.0%} of its input in training{more}. The loss stays at {fmt(h.progress.end)}, "
-        f"nearly that of guessing among {guess[0]} classes ({guess[1]:.3f}).", h.steps[0], h.steps[-1], ttype='output', look="overview(run)",
+        f"nearly that of guessing among {guess[0]} classes "
+        f"({guess[1]:.3f}).", h.steps[0], h.steps[-1], ttype='output', look="overview(run)",
         dropped=found[path], modules=len(found), confidence=confidence_from(1-found[path], 1-share),
         advice="Use a smaller share: the argument p of nn.Dropout is the share of values to drop, not to keep. Usual values are 0.1 to 0.5.")
 

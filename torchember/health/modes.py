@@ -81,7 +81,8 @@ def find_wrong_scale(h, out, times=3, share=.6):
 
 # %% ../../nbs/55_health/42_modes.ipynb #9f68f32c
 running_advice = ("Check the momentum of the BatchNorm. The default is 0.1. With a smaller momentum, the running statistics need more steps to fit the data. "
-    "Prepare the data in the same way for training and evaluation. Use a separate BatchNorm for each kind of data, and GroupNorm for small batches.")
+    "Prepare the data in the same way for training and evaluation. Use a separate BatchNorm for each kind of data, "
+    "and GroupNorm for small batches.")
 
 def uses_batch_statistics(h, out):
     "Return True if a module normalizes by statistics of the batch, so that the mean of its output is the mean of its bias."
@@ -253,7 +254,8 @@ def find_first_evaluation(h, far):
         f"step. {more}A ratio near 1 is expected, because the weights are the same, and the data are similar.",
         severity='warning', stands=True, times=times, at_output=most,
         advice="Compare both modes on one batch: model.eval()(x) and model.train()(x). If the model has torch.nn.utils.spectral_norm: "
-        "run some batches in training mode first, or use torch.nn.utils.parametrizations.spectral_norm. Otherwise search for code that uses self.training.")
+        "run some batches in training mode first, or use torch.nn.utils.parametrizations.spectral_norm. Otherwise "
+        "search for code that uses self.training.")
 
 def is_norm_with_statistics(kind):
     "Return True if `kind` is the class name of a BatchNorm or InstanceNorm, which can have running statistics. Return False for None."

@@ -93,7 +93,8 @@ def report_constant_output(h, s, value):
     softmax,n = is_softmax_of_one(h, s, value),len(s)
     why = ". A softmax over one unit returns the same value for any weights" if softmax else ''
     return s.finding(0, f"The output of {s.title} is {fmt(value)} for all samples in all {n:,} steps{why}. "
-        "The loss does not depend on the weights, so the model learns nothing.", stands=softmax, value=value, look="overview(run)",
+        "The loss does not depend on the weights, so the model learns "
+        "nothing.", stands=softmax, value=value, look="overview(run)",
         advice=softmax_advice if softmax else constant_advice)
 
 @rule(severity='error', needs='output', after=('equal_units', 'not_trained', 'dead_units', 'poor_input_scale', 'poor_scale', 'update_too_large'))
@@ -160,7 +161,8 @@ def no_gradient_finding(h, steps, of, why, advice):
     `steps`: numbers of these steps; `of`: number of recorded steps; `why`, `advice`: result of `explain_no_gradient`.
     """
     return finding('', f"All gradients are exactly zero {list_zero_steps(steps, of)}, although the loss is "
-        f"{fmt(h.progress.end)} at the end. The model learns nothing.{why}", steps[0], steps[-1], ttype='weight_grad', advice=advice,
+        f"{fmt(h.progress.end)} at the end. The model learns "
+        f"nothing.{why}", steps[0], steps[-1], ttype='weight_grad', advice=advice,
         look="scalar_global_heatmap(run, ttype='weight_grad', stat='std')", zero=len(steps), of=of, loss=h.progress.end)
 
 # %% ../../nbs/55_health/43_outputs.ipynb #5402d067
@@ -176,9 +178,11 @@ def report_out_of_reach(h, s, late, why, low=0):
     """
     p = h.progress
     return s.finding(0, f"The outputs cannot reach the targets. {s.title} returns values from {low} to 1, but the loss is {fmt(late)} in the last "
-        f"steps ({fmt(p.values[0])} in the first step). {why}", look="overview(run)", start=float(p.values[0]), end=late,
+        f"steps ({fmt(p.values[0])} in the first step). "
+        f"{why}", look="overview(run)", start=float(p.values[0]), end=late,
         advice="For regression, remove the last activation, and scale the targets: (y-mean)/std. "
-        "For classes 0, 1, 2, ..., use one unit per class, and CrossEntropyLoss on the logits (in Keras: softmax and sparse_categorical_crossentropy).")
+        "For classes 0, 1, 2, ..., use one unit per class, and CrossEntropyLoss on the logits (in Keras: softmax "
+        "and sparse_categorical_crossentropy).")
 
 @rule(severity='error', needs=('scalar', 'output'), after=('constant_output', 'not_finite', 'poor_input_scale', 'loss_input', 'target_range'))
 def targets_out_of_reach(h, above=20., below=-1.5):

@@ -40,4 +40,5 @@ def outside_model(h):
         f"and never change{'s'*one}.{where}", h.steps[0], h.steps[-1], severity=severity, ttype='weight', stands=True, look="overview(run)",
         parameters=n, values=values, places=places,
         advice=f"Use nn.ModuleList, nn.ModuleDict or nn.ParameterList: self.{named} = nn.ModuleList([...]). Then create the optimizer with "
-        "model.parameters(). If these parameters should stay fixed, call requires_grad_(False), which also saves the time to compute their gradients.")
+        "model.parameters(). If these parameters should stay fixed, call requires_grad_(False), which also saves "
+        "the time to compute their gradients.")

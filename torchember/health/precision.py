@@ -54,7 +54,8 @@ def autocast(h):
         s.steps[0], s.steps[-1], severity='info' if last and cast else None, ttype='output',
         look="read(run, ttype='output')[['path', 'dtype']]", layers=len(full), of=len(layers),
         advice=f"Search forward() of {list_names(dict.fromkeys(s.kind for s in full))} for autocast(enabled=False), .float(), or an operation that autocast "
-        "does not know. For a custom kernel, use torch.amp.custom_fwd. If full precision is intended here, change nothing.")
+        "does not know. For a custom kernel, use torch.amp.custom_fwd. If full precision is intended here, change "
+        "nothing.")
 
 # %% ../../nbs/55_health/37_precision.ipynb #31c8aa55
 def zero_shares(h, least):

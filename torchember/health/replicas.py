@@ -45,7 +45,8 @@ def explain_gradients(c):
     g,period = c['grads'],find_period(c['grads']['at'])
     many = f"all {g['of']}" if g['steps']==g['of'] else f"{g['steps']} of {g['of']}"
     if g['steps']>=.9*g['of']: return (
-        f"The gradients of these ranks differ in {many} recorded steps from step {g['first']} on, so the gradients are not averaged.",
+        f"The gradients of these ranks differ in {many} recorded steps from step {g['first']} on, so the gradients "
+        "are not averaged.",
         "Call the DistributedDataParallel model, and not model.module. Wrap the model after all changes to it (.to(), .half(), new layers). "
         "Use no_sync() only to accumulate gradients.")
     every = 'every second step' if period==2 else f'one of {period} steps'
@@ -57,7 +58,8 @@ def explain_gradients(c):
         "Look for what happened at this step: new parameters, another wrapper, a no_sync() that did not end.")
     return (f"The gradients of these ranks differ in {g['steps']} of {g['of']} steps "
         f"({list_drift_steps(g['at'])}). In these steps, the gradients are not averaged.",
-        "Call the DistributedDataParallel model in each step, and not the model inside (model.module). Check whether a rank leaves out batches.")
+        "Call the DistributedDataParallel model in each step, and not the model inside (model.module). Check "
+        "whether a rank leaves out batches.")
 
 def explain_equal(c):
     "Explain why weights differ between two ranks with equal gradients. Return (reason, advice). `c`: entry of `compare_replicas`."

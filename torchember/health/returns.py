@@ -123,7 +123,8 @@ def report_replaced(h, step, weights, fell, count):
     intended = 'If the task or the data changed on purpose, change nothing. ' if head else ''
     more = f" In total, {len(weights)} weight tensors were replaced."*(len(weights)>1)
     return finding('' if len(weights)>1 else w, f"At step {step}, the values of {w.title} were replaced: the weight changed by {fmt(ratio)} times its rms "
-        f"(usual: {fmt(usual)} times). No recorded gradient or learning rate explains this change.{more} {loss_phrase(h, fell, count)}",
+        f"(usual: {fmt(usual)} times). No recorded gradient or learning rate explains this change.{more} "
+        f"{loss_phrase(h, fell, count)}",
         step, step, severity='info' if head else None, ttype='weight',
         stands=True, look="updates(run)", advice=intended+where_to_look+keys_advice, ratio=ratio, usual=usual, before=fell[0], after=fell[1],
         weights=list_names(sorted(h.weights[k].label for k in weights)))

@@ -93,7 +93,8 @@ def clipped_always(h, close=1e-3, share=.9, low=.05, small=1e-4, least=20):
     what = 'clipped' if step_counts(h, 'early_clips') else 'clipped or normalized'
     many = f'all {len(norm):,} steps' if same.all() else f'{same.sum():,} of {len(norm):,} steps'
     yield finding('', f"Gradients are {what} to a norm of {fmt(usual)} in {many}, so the weights hardly change: by a median of {moved:.2g} of their size in a "
-        f"step, and 0.001 is usual. The loss does not fall: it is {fmt(h.progress.start)} at the start and {fmt(h.progress.end)} at the end.",
+        f"step, and 0.001 is usual. The loss does not fall: it is {fmt(h.progress.start)} at the start and "
+        f"{fmt(h.progress.end)} at the end.",
         steps[0], steps[-1], ttype='weight_grad', look="updates(run)", norm=usual, steps=int(same.sum()), moved=moved,
         confidence=confidence_from(moved, small, same.mean()),
         advice="Clip only unusually large gradients. torch.nn.utils.clip_grad_norm_ returns the norm before clipping: print it for some steps, and use "

@@ -159,7 +159,8 @@ def explain_small_steps(h, step, drop):
     """
     falls = [(n.name, at[-1], finite_max(n.values)) for n in h.rates if len(at := n.values[n.steps<=step])]
     if fell := [f for f in falls if f[1]<100*drop*f[2]]: return (
-        f"The schedule lowered the learning rate too early: {fell[0][0]} is {fmt(fell[0][1])} at step {step}. Its largest value is {fmt(fell[0][2])}.",
+        f"The schedule lowered the learning rate too early: {fell[0][0]} is {fmt(fell[0][1])} at step {step}. Its "
+        f"largest value is {fmt(fell[0][2])}.",
         "Let the schedule end at the last step. If scheduler.step() is called after each batch, T_max, step_size and milestones must be numbers "
         "of batches. If scheduler.step() is called once per epoch, these arguments must be numbers of epochs.")
     if bad := [f for f in falls if not np.isfinite(f[1])]: return (f"The learning rate {bad[0][0]} is {bad[0][1]}.", "Check the code that sets the learning "
@@ -168,7 +169,8 @@ def explain_small_steps(h, step, drop):
         "before optimizer.step(): clip_grad_norm_ or a mask may have set them to zero. Then check that the eps of the optimizer is small (usual: 1e-8), and "
         "search for code that restores old weights.")
     return "The learning rate was not recorded.", ("Print the learning rate: optimizer.param_groups[0]['lr']. "
-        "If the learning rate has not fallen, check that optimizer.step() is called, and that no code restores old weights.")
+        "If the learning rate has not fallen, check that optimizer.step() is called, and that no code restores old "
+        "weights.")
 
 class UpdatesEnd(NamedTuple):
     "End of the updates of one weight."
@@ -384,7 +386,8 @@ def report_growing_start(h, growing, limit):
     first,last = min(growing, key=lambda s: h.graph.position(s.w.path)),max(growing, key=lambda s: s.out_rms)
     return report_start(h, first.w, f"At step {h.steps[0]}, the activations grow from layer to layer: the outputs of `{last.w.path}` have an rms of "
         f"{fmt(last.out_rms)}. The initial weights of {len(growing)} layers are about {format_ratio(median([s.scaled for s in growing]))} as large (rms) as in "
-        f"a suitable initialization. The first of these weights is {first.w.title}.", 'error' if is_harmed(h) else None, intended_scale, largest=last.out_rms,
+        "a suitable initialization. The first of these weights is "
+        f"{first.w.title}.", 'error' if is_harmed(h) else None, intended_scale, largest=last.out_rms,
         scaled=first.scaled, layers=len(growing), confidence=confidence_from(last.out_rms, limit, against=h.progress.is_good))
 
 def report_tiny_start(h, tiny, limit):
@@ -395,7 +398,8 @@ def report_tiny_start(h, tiny, limit):
     """
     s,n = min(tiny, key=lambda s: h.graph.position(s.w.path)),len(tiny)
     return report_start(h, s.w, f"The initial values of {s.w.title} are only {fmt(s.scaled)} times as large (rms) as in a suitable initialization. "
-        f"The output of this layer hardly depends on the data.{f' In total, {n} layers have such small weights.' if n>1 else ''}",
+        "The output of this layer hardly depends on the "
+        f"data.{f' In total, {n} layers have such small weights.' if n>1 else ''}",
         'error' if n>1 and is_harmed(h) else None, gain=s.gain, scaled=s.scaled, layers=n,
         confidence=confidence_from(s.scaled, limit, against=h.progress.is_good))
 
@@ -468,7 +472,8 @@ def report_not_centred(s, size, spread, limit):
     limit: ratio of rms to standard deviation, above which the mean is too far from zero
     """
     return s.finding(0, f"The data are far from zero: the input of {s.title} has a mean of {fmt(median(s['mean']))} and a "
-        f"standard deviation of only {fmt(spread)}. A mean near 0 is usual.", stat='mean', rms=size, std=spread, confidence=confidence_from(size/spread, limit),
+        f"standard deviation of only {fmt(spread)}. A mean near 0 is "
+        "usual.", stat='mean', rms=size, std=spread, confidence=confidence_from(size/spread, limit),
         advice="Subtract from each feature its mean in the training set: x-mean.")
 
 # %% ../../nbs/55_health/30_sizes.ipynb #09b0ca7b

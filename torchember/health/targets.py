@@ -84,7 +84,8 @@ def find_wrong_dimension(h, e):
     if not any(s.shape and len(s.shape)>1 and s.shape[0]==size for s in ins): return None
     sure = e['kind'] in ('cross_entropy', 'nll') and 'int' in (e.get('target_dtype') or '')
     return report_term(h, e, f"The softmax before the loss is taken over dimension 0, the {size} samples of the batch, and not over the {shape[1]} outputs. "
-        "So each prediction depends on the other samples of the batch.", 'softmax', 'log_softmax', severity='error' if sure else 'warning',
+        "So each prediction depends on the other samples of the "
+        "batch.", 'softmax', 'log_softmax', severity='error' if sure else 'warning',
         advice="Pass the dimension of the classes: nn.Softmax(dim=1), or F.log_softmax(x, dim=1).")
 
 # %% ../../nbs/55_health/47_targets.ipynb #bbffa985
@@ -122,7 +123,8 @@ def find_scale_out_of_reach(h, e, part=.5):
     names,s,takes = activations_of_term(e),series_of(h, e, 'prediction'),e['takes']
     if takes=='log_probabilities' and names[-1:] in (['softmax'], ['sigmoid'], ['normalize']): return report_term(h, e,
         f"The loss {label_loss(e)} expects logarithms of probabilities, but gets the output of a {'softmax' if names[-1]=='normalize' else names[-1]}. "
-        "The value of the loss and its gradients are therefore wrong.", names[-1], severity='error', activation=names[-1],
+        "The value of the loss and its gradients are therefore "
+        "wrong.", names[-1], severity='error', activation=names[-1],
         advice="Use F.log_softmax(logits, dim=1) in place of this activation."+" Or pass the logits to F.cross_entropy."*(e['kind']=='nll'))
     if s is None or e.get('weighted') or takes not in ('log_probabilities', 'probabilities'): return None
     # without a logarithm before the loss, the prediction itself must be the logarithm of a probability
@@ -148,7 +150,8 @@ def find_no_distribution(h, e):
     classes = e.get('classes') or 0
     if classes<2 or e['takes']=='logits': return None
     return report_term(h, e, f"A cross-entropy of {classes} classes gets the output of a {names[-1]}, not of a softmax. The values of the classes need not "
-        "sum to 1, so they are not the probabilities of exclusive classes.", names[-1], severity='warning', activation=names[-1],
+        "sum to 1, so they are not the probabilities of exclusive "
+        "classes.", names[-1], severity='warning', activation=names[-1],
         advice="Use a softmax in place of the last activation. If a sample can belong to several classes, use a sigmoid and binary_cross_entropy.")
 
 find_input_faults = find_single_unit, find_wrong_dimension, find_second_activation, find_scale_out_of_reach, find_no_distribution
@@ -187,7 +190,8 @@ def broadcast(h):
         equal = 'loss(model(x).squeeze(-1), y), or loss(model(x), y.unsqueeze(-1))' if shape[-1]==1 else \
             'loss(model(x), y.squeeze(-1)), or loss(model(x).unsqueeze(-1), y)'
         yield report_term(h, e, f"Predictions of shape {tuple(shape)}{other} are broadcast to {tuple(result)}. Each prediction is compared with the targets of "
-            "all samples, so the model learns only the mean of the targets.", severity='error' if shape[0]==result[0] or shape[0]==1 else 'warning', elements=n,
+            "all samples, so the model learns only the mean of the "
+            "targets.", severity='error' if shape[0]==result[0] or shape[0]==1 else 'warning', elements=n,
             advice=f"Give predictions and targets equal shapes: {equal}.")
 
 # %% ../../nbs/55_health/47_targets.ipynb #1ea6ff22
@@ -219,7 +223,8 @@ def find_unreachable(h, e, least, part):
     limits,fit = (f'no values below {low}', f'shift the targets to values above {low}') if math.isinf(high) else (
         f'values between {low} and {high}', f'scale the targets to values between {low} and {high}')
     return report_term(h, e, f"The last activation ({last[0]}) returns {limits}, but the targets are between {fmt(smallest)} and "
-        f"{fmt(largest)}. About {share:.0%} of the targets are out of reach.", *last, severity='error' if share>.2 else 'warning', low=smallest, high=largest,
+        f"{fmt(largest)}. About {share:.0%} of the targets are out of "
+        "reach.", *last, severity='error' if share>.2 else 'warning', low=smallest, high=largest,
         share=share, advice=f"Remove the {last[0]} after the last layer, or {fit}.")
 
 def find_wrong_labels(h, e, part):

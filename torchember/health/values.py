@@ -123,7 +123,8 @@ def explain_forward(h, s, i):
         f"Then check the data of this step, or the computation of {s.title}.")
     return (f"The input of this module was finite{f' (largest absolute value: {fmt(huge)})' if huge else ''}, so the fault is in this module.",
         f"Print the smallest and largest input of {s.title} at this step. Common causes: log or sqrt of values at or below zero, "
-        "a division by a standard deviation of zero, or exp of large values. Also check for very large weights, and for a softmax over only -inf.")
+        "a division by a standard deviation of zero, or exp of large values. Also check for very large weights, and "
+        "for a softmax over only -inf.")
 
 def describe_forward(h, step):
     "Describe the outputs and the loss of a step in which all recorded outputs are finite, but a gradient is not. Return a sentence."
@@ -177,14 +178,17 @@ def explain_source(h, s, i, bad):
     if order_of(s) in (3, 4): return explain_backward(h, s, s.steps[i], bad)
     if s.ttype=='weight' and s.steps[i]==h.steps[0]: return (
         "This is the first recorded step, so the fault may be in the initial weights, or in a loaded checkpoint.",
-        "Check the code that initializes or loads this weight. If the weight was finite before the first update, divide the learning rate by 10.")
+        "Check the code that initializes or loads this weight. If the weight was finite before the first update, "
+        "divide the learning rate by 10.")
     if s.ttype in ('weight', 'update', 'optimizer'): return explain_weight(h, s.steps[i])
     if s.ttype=='target': return ("The fault is in the data, or in code that computes the targets.",
-        "Find these targets: (~torch.isfinite(y)).nonzero(). Remove the samples with NaN or infinities, or leave these values out of the loss.")
+        "Find these targets: (~torch.isfinite(y)).nonzero(). Remove the samples with NaN or infinities, or leave "
+        "these values out of the loss.")
     if s.ttype=='prediction': return ("Probably, the fault is in code between the output of the model and the loss.",
         "Search this code for log or sqrt of values at or below zero, a division by zero, or exp of large values.")
     return ("All recorded tensors were finite before.",
-        f"Check which code writes to {s.title}, and print its inputs at this step. A running mean stays NaN after the first NaN, so reset it afterwards.")
+        f"Check which code writes to {s.title}, and print its inputs at this step. A running mean stays NaN after "
+        "the first NaN, so reset it afterwards.")
 
 # %% ../../nbs/55_health/20_values.ipynb #2ebc6959
 @rule(severity='error', needs=('input', 'output', 'weight', 'weight_grad'), after=('update_too_large', 'exploding_gradient',
@@ -229,7 +233,8 @@ def report_nonfinite_tensors(h, found, step, loss):
     if order_of(s) in (3, 4) and loss and loss[0]<=step:
         value = loss[1].values[loss[1].steps==loss[0]][0]
         return finding('', f"{loss[1].name} is {value} at step {step}, while all outputs of the model are finite: the fault is in "
-            f"the computation of the loss. Therefore, the gradients of {'one module' if n==1 else f'{n} modules'} are not finite either.",
+            f"the computation of the loss. Therefore, the gradients of {'one module' if n==1 else f'{n} modules'} "
+            "are not finite either.",
             step, last, advice=loss_advice, look="overview(run)", ttype='scalar', **evidence)
     why,advice = explain_source(h, s, i, {(o.path, o.ttype) for o,at in found if o.steps[at[0]]==step})
     reached = f" NaN or infinities reached {n} modules by step {last}." if n>1 else ''

@@ -122,12 +122,14 @@ def explain_forgotten(h, known, part, own, held):
     wrote = any((w := h.weights.get((p['path'], p['name']))) is not None and find_changes(w).any() for p in own)
     effect,severity = ('is not trained', 'warning') if wrote else ('never changes', 'warning' if is_before_all_trained(h, known, own) else 'error')
     if not known.learn and part=='': return (
-        f"No parameter of the model is in the optimizer: {what[0].lower()+what[1:]} gets gradients, but {effect}.", severity,
+        f"No parameter of the model is in the optimizer: {what[0].lower()+what[1:]} gets gradients, but "
+        f"{effect}.", severity,
         "Create the optimizer after the model is final (after .to(device), new heads, load_model), or add the parameters now: "
         "optimizer.add_param_group({'params': model.parameters()}).")
     named = all(any(w in p['path'].lower() for w in untrained_names) for p in own)
     if named or is_intended(h, known, held): return (
-        f"{what} is not in the optimizer, so it {effect}. This part has {known.share(own):.0%} of all parameter values.", 'info',
+        f"{what} is not in the optimizer, so it {effect}. This part has {known.share(own):.0%} of all parameter "
+        "values.", 'info',
         "If this part should be trained, pass its parameters to the optimizer. If it should stay fixed, call requires_grad_(False), which also "
         "saves the time to compute its gradients.")
     return (f"{what} is not in the optimizer, so it {effect}{', although it gets gradients' if has_gradient else ''}.", severity,
@@ -149,12 +151,14 @@ def explain_cut_off(h, known, part, own):
     return (f"{what} requires gradients, but never gets any, because the loss does not depend on this part of the model.",
         # severity 'info' for a called module, because its output may have another purpose than the loss
         'info' if any(p['path'] in h.graph.calls for p in own) else 'warning',
-        "If the output of this part should matter, use this output in the loss. If not, remove the part, or call requires_grad_(False).")
+        "If the output of this part should matter, use this output in the loss. If not, remove the part, or call "
+        "requires_grad_(False).")
 
 def explain_not_called(part, own):
     "Explain a module that is not called in any step. Return a sentence, the severity of the finding, and advice."
     return (f"{describe_part(part, own)} is never called, so it has no effect.", 'warning',
-        "Call this module in forward(), or remove it from the model. Its parameters get no gradients, so forward() does not use them in another way.")
+        "Call this module in forward(), or remove it from the model. Its parameters get no gradients, so forward() "
+        "does not use them in another way.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #4303e381
 frozen_names = ('pos', 'embed', *untrained_names) # words in the names of modules that are usually frozen on purpose
@@ -176,9 +180,11 @@ def explain_frozen(h, known, part, own, most):
     effect = 'and no other part of the model is trained' if part else 'so nothing is trained'
     if not known.learn: return f"{what} is frozen, {effect}.", 'warning', "To train the model, call model.requires_grad_(True) before you create the optimizer."
     if is_unexpected(h, known, own, most): return (f"{what} is frozen, while the layers before and after it are trained.", 'warning',
-        "If this part is frozen by mistake, call requires_grad_(True) before you create the optimizer. If freezing is intended, change nothing.")
+        "If this part is frozen by mistake, call requires_grad_(True) before you create the optimizer. If freezing "
+        "is intended, change nothing.")
     return (f"{what} is frozen. This part has {known.share(own):.0%} of all parameter values.", 'info',
-        "To train this part, call requires_grad_(True) before you create the optimizer. If freezing is intended, change nothing.")
+        "To train this part, call requires_grad_(True) before you create the optimizer. If freezing is intended, "
+        "change nothing.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #6e0f5c1a
 # value of 'reason' in a finding about parameters of an optimizer that was not passed to torchEmber
@@ -195,9 +201,11 @@ def find_trained_elsewhere(known, h):
         parts,n = [part or 'the model' for part,_ in known.parts(own)],total_elements(own)
         its,them,verb = ('its', 'it', 'is') if len(parts)==1 else ('their', 'them', 'are')
         reason = f"but {its} values change: another optimizer trains {them}." if changes else (
-            f"but another optimizer has {them}. In {len(h.steps):,} recorded steps, no change of {its} values was observed.")
+            f"but another optimizer has {them}. In {len(h.steps):,} recorded steps, no change of {its} values was "
+            "observed.")
         yield finding(own[0]['path'] if len(own)==1 else '', f"{list_names(parts)} ({len(own):,} parameter{'s'*(len(own)>1)}, "
-            f"{n:,} values) {verb} not in the optimizer that was passed to torchEmber, {reason}", h.steps[0], h.steps[-1], severity='info',
+            f"{n:,} values) {verb} not in the optimizer that was passed to torchEmber, "
+            f"{reason}", h.steps[0], h.steps[-1], severity='info',
             look="updates(run)", ttype='weight', parameters=len(own), values=n, reason=other_optimizer,
             advice="Pass all optimizers: torchEmber(model, optimizer=[a, b]). Then a step ends after the steps of all optimizers, "
             "and all updates and states are recorded.")
@@ -284,7 +292,8 @@ def find_all_stopped(h, least):
     now = [float(n.values[-1]) for n in rates]
     if not all(v>.01*np.max(n.values)>0 for v,n in zip(now, rates, strict=True)) or not has_gradients_after(h, step): return
     yield finding('', f"No weight changes from step {step} on, although there are gradients and the learning rate is {fmt(max(now))}. "
-        f"The optimizer has no effect in the last {(h.steps>step).sum():,} of {len(h.steps):,} steps.", step, h.steps[-1],
+        f"The optimizer has no effect in the last {(h.steps>step).sum():,} of {len(h.steps):,} "
+        "steps.", step, h.steps[-1],
         ttype='weight', look="updates(run)", rate=max(now),
         advice="Check that optimizer.step() is still called. If it was compiled or captured in a graph, gradients must have existed at that time. "
         "Check that the model was not copied or moved: the optimizer must have the tensors of model.parameters().")
@@ -326,7 +335,8 @@ def find_unreached(h, known, least):
     yield finding('', f"No weight changed in {len(h.steps)} steps, and no gradient of any weight was recorded. Probably, {explain_unreached(h)}.",
         h.steps[0], h.steps[-1], look="updates(run)", ttype='weight', parameters=len(held), severity='error' if h.loss is not None or h.losses else 'warning',
         advice="Search for .detach(), .data, .item(), .numpy(), torch.tensor(...), torch.no_grad() or argmax between the model and the loss. "
-        "Check that loss.backward() is called before optimizer.step(). If this run does not record gradients, also check that the learning rate is not zero.")
+        "Check that loss.backward() is called before optimizer.step(). If this run does not record gradients, also "
+        "check that the learning rate is not zero.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #b31c9d70
 class StoppedWeight:
