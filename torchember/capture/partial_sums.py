@@ -16,7 +16,7 @@ from .tensors import outputs
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #865cffed
 def partial_sums(named):
-    "Return the partial sums in (name, tensor) pairs: `DTensor` objects of which each rank has one summand (placement `Partial`)."
+    "Return those of the (name, tensor) pairs that are partial sums: a `DTensor` with placement `Partial`, of which each rank has one summand."
     return [x for _,x in named if type(x) is not torch.Tensor and any(p.is_partial() for p in getattr(x, 'placements', ()))]
 
 # %% ../../nbs/10_capture/17_partial_sums.ipynb #7e1d0a02

@@ -143,7 +143,7 @@ def is_over(state):
 
 # %% ../../nbs/50_frames/04_handle.ipynb #6ffa4147
 class LogReader:
-    "Log of one process, open for reading. `tracker`: the run as a `tracker`; None for a file outside of a home (folder of runs)."
+    "Log of one process, open for reading. `tracker`: the `tracker` object of the run, or None if the file is not in a home (folder of runs)."
     def __init__(self, path, tracker=None):
         self.path,self.t,self.name = path,tracker,path.name
         self.store = JsonLines(path) if tracker is None else tracker.file.disk # `JsonLines` object that reads the log

@@ -146,7 +146,7 @@ class CauseTracker:
         return max(known, more)
 
     def add(self, tensor, path, ttype, numbers, parameter, far, own):
-        "Add the distances of a tensor in two runs: `far` (of a gradient: relative to the module's gradients) and `own` (relative to the tensor)."
+        "Add the distances of a tensor in two runs. `own`: relative to the tensor; `far`: the same, but of a gradient relative to its module's gradients."
         self.before[tensor],self.any = max(self.before.get(tensor, 0.), far),self.any or far>0
         if ttype in parameter_types: self.parameters[parameter] = max(self.parameters.get(parameter, 0.), own)
         if ttype in (*flow_types, 'weight', 'buffer'):

@@ -391,7 +391,7 @@ def find_stops(h, entries, least, share):
     return [s for s in found if s.frozen or go_on and is_worth_reporting(s)]
 
 def is_worth_reporting(s, tiny=1e-4):
-    """Return True if a stopped weight is worth reporting: no other rule reports the reason why it is no longer trained.
+    """Return True if a weight that no longer changes is worth reporting, because no other rule reports the reason.
 
     Other rules report gradients that become zero for another reason than freezing.
     """

@@ -77,7 +77,7 @@ class UnreadTensors:
         if block.source is not None: block.source[row] = row
 
     def assign_rows(self):
-        "Assign a row to each queued tensor. If the same taps were queued together before, their heads are written all at once, by a `ListPlan`."
+        "Assign a row to each queued tensor. If the same taps were queued together before, a `ListPlan` writes the headers of their rows all at once."
         queued,self.queued = self.queued,{}
         groups = {}
         for tap,(_,_,replaces) in queued.items(): groups.setdefault((tap.rows.block, tap.format.wanted, replaces), []).append(tap)

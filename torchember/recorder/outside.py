@@ -112,7 +112,7 @@ class OutsideParameters:
         self.inputs = () # inputs of the running pass
         self.found,self.enclosed = [],False # list of `OutsideParameter`; enclosed: second result of `find_outside`
         self.places = [] # result of `attributes_with`
-        self.own = [] # (weak reference, version counter) of some parameters of the model at the search
+        self.own = [] # (weak reference, version counter) of some parameters of the model, noted when outside parameters were searched
         self.owned = None # ids of found parameters that other optimizers of this process have; None before they are searched
 
     def note_inputs(self, inputs):

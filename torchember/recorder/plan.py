@@ -340,7 +340,7 @@ class Plan:
         return [('ttype', 'rows', 'tensors', 'written', 'time'), *body]
 
     def title(self):
-        "Return the title of the plan, with the totals."
+        "Return the title of the plan, with the numbers of rows, bytes and seconds for each recorded step."
         return f"Plan for {self.name}: {self.rows:,} rows, {byte_size(self.bytes)} and about {duration(self.seconds)} for each recorded step"
 
     def tail(self):

@@ -53,7 +53,7 @@ names_of_indices = 'channel','token' # columns with an index, written as integer
 class Stream(PassNumbers):
     "Records the residual stream of a model, after each block, in some training passes."
     ttype,unseen = 'stream',no_blocks
-    def __init__(self, when, pipe, wants=None): # when: a schedule, or paths of blocks
+    def __init__(self, when, pipe, wants=None): # when: a schedule of steps to record, or the paths of the blocks to record
         self.names = when if isinstance(when, list|tuple|set) else None
         super().__init__(True if self.names else when, pipe, wants)
         # blocks: ids of modules that can be blocks; nested: paths of blocks inside other blocks

@@ -39,7 +39,7 @@ def find_step_start(f, step, low, high):
     return low
 
 def read_step(f, step, start, end):
-    "Read all lines of a step, or of the next recorded step. Return the number of the step (None if there is none), and its lines."
+    "Read all lines of a step or, if it was not recorded, of the next recorded step. Return (number of the step, None without such a step; its lines)."
     f.seek(at := find_step_start(f, step, start, end))
     lines,found,rest = [],None,b''
     while at<end and (data := f.read(min(1<<18, end-at))):
