@@ -313,7 +313,7 @@ def test_findings_are_on_top_and_open_by_click(chromium, tmp_path):
         expect(health.locator('h2')).to_contain_text('What is wrong: 1 error')
         first = health.locator('li').first
         expect(first).to_have_class('error')
-        expect(first).to_contain_text(re.compile('^error input of .* at step 20.*Try: .*Look at: overview'))
+        expect(first).to_contain_text(re.compile('^error The input of .* at step 20.*Try: .*Look at: overview'))
         expect(health).to_contain_text('rules checked 40 steps')
         first.locator('> button').click()
         drawn(page)

@@ -15,8 +15,8 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'node_operation_name', 'saved', 'is_freed_node', 'node_shape', 'has_spectral_norm', 'operation_arguments',
            'is_dynamo_frame', 'never_compile', 'warn_no_hooks', 'add_hook', 'register_ordered_effect', 'never_merge',
            'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store',
-           'fsdp_meshes', 'group_between_shards', 'may_free_parameters', 'is_fsdp', 'running_ddp', 'pipeline_stages',
-           'lists_parameters_as_torch', 'hook_callers', 'copy_for_dynamo', 'report_softmax']
+           'fsdp_meshes', 'group_between_shards', 'may_free_parameters', 'is_fsdp', 'is_flat_parameter', 'running_ddp',
+           'pipeline_stages', 'lists_parameters_as_torch', 'hook_callers', 'copy_for_dynamo', 'report_softmax']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, types, weakref
@@ -511,6 +511,10 @@ def may_free_parameters():
 def is_fsdp(module):
     "Return True if `fully_shard` was applied to the module."
     return hasattr(module, '_get_fsdp_state')
+
+def is_flat_parameter(p):
+    "Return True for a flat parameter of FSDP1, which is in no module."
+    return hasattr(p, '_is_flat_param')
 
 def running_ddp():
     "Return the running DDP: the `DistributedDataParallel` with a running forward, or None. Works in all versions of torch."

@@ -207,7 +207,7 @@ def printed_table_class():
         @property
         def healthy(self):
             "True if no row of the table is an error or a warning."
-            return self._status in self and not self[self._status].isin(['error', 'warning']).any()
+            return self.status_column in self and not self[self.status_column].isin(['error', 'warning']).any()
 
         def __repr__(self): return super().__repr__() if (lines := self.lines()) is None else '\n'.join(lines)
 
@@ -221,7 +221,7 @@ def findings_class():
     "Return the class of the result of `diagnose`, a DataFrame that prints as sentences."
     class Findings(printed_table_class()):
         "A table of findings, the most severe first, with consequences below their cause. The column `follows` is the row number of the cause."
-        _metadata,_status = ['run', 'looked', 'missing'],'severity'
+        _metadata,status_column = ['run', 'looked', 'missing'],'severity'
         run,looked,missing = '','',()
 
         def lines(self):

@@ -375,7 +375,7 @@ def step_checks_class():
     "Return the class of the result of `check_step`, a DataFrame that prints as lines."
     class StepChecks(printed_table_class()):
         "Table of checks of the first steps of a run: one row for each check."
-        _metadata,_status = ['run', 'head'],'status'
+        _metadata,status_column = ['run', 'head'],'status'
         run,head = '',''
 
         def lines(self):

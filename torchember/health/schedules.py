@@ -85,7 +85,8 @@ def clipped_always(h, close=1e-3, share=.9, low=.05, small=1e-4, least=20):
     small: largest median change of a weight in a step, relative to the weight
     least: least number of steps
     """
-    if not h.progress.is_bad or is_warming_up(h) or (total := total_norms(h.grads)) is None or len(total[1])<least: return
+    if not h.progress.is_bad or not h.grads or is_warming_up(h): return
+    if (total := total_norms(h.grads)) is None or len(total[1])<least: return
     steps,norm = total
     usual,moves = plain_median(norm),[m.median() for m in relative_updates(h).values()]
     same = abs(norm-usual)<=close*usual

@@ -73,7 +73,10 @@ class View:
     def __getitem__(self, i): return self._real()[i]
     def __repr__(self): return printable(f'<view of {self._name}>')
 
-    _is_empty = property(lambda self: not (self._extended or self._reduced), doc="True if the view stores no tensor of the current step.")
+    @property
+    def _is_empty(self):
+        "True if the view stores no tensor of the current step."
+        return not (self._extended or self._reduced)
 
     # the names of these methods have an underscore, because a module may have attributes with the same names
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from ..capture.loss_graph import moves
 from ..capture.optimizer import evenly_spaced, find_ids_in_optimizers, parameters_of
-from ..capture.private_torch import inside_transform, node_operation_name
+from ..capture.private_torch import inside_transform, is_flat_parameter, node_operation_name
 from ..measure.devices import is_being_captured
 
 # %% ../../nbs/40_recorder/48_outside.ipynb #e3137da3
@@ -35,8 +35,7 @@ def edges_below(nodes, stop=(), most=most_nodes):
 def parameter_of(node):
     "Return the parameter of an autograd node, or None if the node is no leaf, or its tensor is no plain `nn.Parameter`."
     p = getattr(node, 'variable', None)
-    # FSDP1 computes with flat parameters, which are in no module
-    return p if type(p) is nn.Parameter and not hasattr(p, '_is_flat_param') else None
+    return p if type(p) is nn.Parameter and not is_flat_parameter(p) else None
 
 def users_of(edges, wanted):
     "Return the operations that use the parameters `wanted`, a set of ids. An operation such as the transposition of a weight does not count."
