@@ -415,14 +415,14 @@ def test_a_click_opens_a_histogram_and_escape_closes_it(pointed):
     "A left click on the heat map opens a histogram, and Escape, Back or a right click closes it"
     i = pointed(scalar_global_heatmap, tt='weight', scalar_metric='std')
     outside = i.stack[0]
-    assert i.layout.top.children==(outside.box,) and 'Click on a patch' in i.layout.hint.value and 'keep the line at this step' in i.layout.hint.value
+    assert i.layout.top.children==(outside.box,) and 'Click a cell' in i.layout.hint.value and 'keep the line at this step' in i.layout.hint.value
     title = i.figure.get_suptitle()
     for ax,x,y,b in ((i.figure.axes[0], 19, .5, 2), (i.figure.axes[0], 1e9, .5, 1), (i.figure.axes[1], .5, None, 1)):
         send('button_press_event', ax, x, y, b)
         assert len(i.stack)==1
     send('button_press_event', i.figure.axes[0], 19, 1.7, 1)
     assert i.figure.get_suptitle()=='r · weights · b.bias · step 20'
-    assert i.layout.top.children==(i.layout.back, i.now.box) and 'Right click, Escape' in i.layout.hint.value
+    assert i.layout.top.children==(i.layout.back, i.now.box) and 'right click, Escape' in i.layout.hint.value
     assert (i.controls['step'].steps.tolist(), i.cursor.pinned, 'go to this step' in i.layout.hint.value)==([0, 20], 20, True) and crossed(i)[0][0]==20
     assert set(i.now.table.pname)=={'bias'} and i.controls is i.now.controls is not outside.controls
     good = i.picture.good
