@@ -353,7 +353,7 @@ def test_several_batches_of_a_step_are_one_packet_and_late_numbers_follow(pair):
     assert [(s, [r['ttype'] for r in rows]) for s,rows in pair.told]==[(0, ['output', 'weight']), (0, ['scalar']), (1, ['output', 'weight'])]
     began = time.monotonic()
     pair.end()
-    assert [(s, [r['ttype'] for r in rows]) for s,rows in pair.told[3:]]==[(1, ['scalar'])] and time.monotonic()-began<.3 and not pair.said
+    assert [(s, [r['ttype'] for r in rows]) for s,rows in pair.told[3:]]==[(1, ['scalar'])] and time.monotonic()-began<1.5 and not pair.said
     assert not pair.first.thread and not pair.second.thread
 
 
