@@ -269,6 +269,23 @@ def test_what_is_kept_of_logs_is_bounded(tmp_path, monkeypatch):
     put(tmp_path, [row(s) for s in range(9)], name='b')
     assert [[s.rows for s in inspect_log(open_run('b', tmp_path).log, n).segments] for n in (99, 4, 99)]==[[9], [4, 4, 1], [9]]
 
+
+def test_lines_of_a_file_that_is_renamed_while_they_are_read(tmp_path, monkeypatch):
+    "If a file is shorter when it is opened, because another file has its name now, the lines are read from the renamed file"
+    old,new,data = tmp_path/'a.1',tmp_path/'a.2',b'{"step":0}\n'*9
+    old.write_bytes(data); new.write_bytes(data)
+    listed = iter([[(old, 0)]])
+    monkeypatch.setattr('torchember.store.parts.parts_and_lines', lambda path: (None, next(listed, [(new, 0)])))
+    def shrinking(path, start, n, real=chunks.read_bytes):
+        if path==old: old.write_bytes(data[:11])
+        return real(path, start, n)
+    monkeypatch.setattr(chunks, 'read_bytes', shrinking)
+    segment = Segment(old, 0, len(data), 9, 0, 0, log=tmp_path/'a')
+    assert segment.lines()==data
+    new.write_bytes(data[:22])
+    with pytest.raises(OSError, match='is shorter than before.*Call scan again'): segment.lines()
+
+
 def live(path, size=None, more=b'', fresh=False):
     "Return a run of this process of which only `size` bytes are on disk, with more lines in memory."
     disk = SimpleNamespace(unwritten_lines=lambda: (size, more), fresh=fresh)

@@ -6,6 +6,7 @@ import math
 import os
 import pickle
 import warnings
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ import torchember
 from torchember import (BackwardInputExtension, BackwardOutputEigOfCovExtension, BackwardOutputExtension, EmberWarning, Extension,
     ForwardInputEigOfCovExtension, ForwardInputExtension, ForwardOutputExtension, Monitor, MultiStepQuantity, SingleStepQuantity, at, cal_cov_matrix,
     cal_eig, every, linear, quantity, read, torchEmber)
-from torchember.monitor import InputMean, MeanTID
+from torchember.monitor import InputMean, MeanTID, WeightNorm
 
 every_quantity = ['InputCovMaxEig', 'InputCovStableRank', 'InputCovCondition', 'InputCovCondition20', 'InputCovCondition50', 'InputCovCondition80', 'InputMean',
     'InputStd', 'InputSndNorm', 'OutputGradSndNorm', 'OutputGradCovMaxEig', 'OutputGradCovStableRank', 'OutputGradCovCondition50', 'RankMe',
@@ -898,3 +899,15 @@ def test_row_has_the_errors_of_two_quantities(tmp_path):
         monitor.track(0)
     row, = read('both', home=tmp_path).to_dict('records')
     assert (row['error'], row['First']!=row['First'], row['Second']!=row['Second'])==("First: ValueError: one; Second: KeyError: 'two'", True, True)
+
+
+def test_a_quantity_that_is_kept_does_not_keep_the_model():
+    model = nn.Sequential(nn.Linear(2, 2))
+    q = WeightNorm(model[0])
+    monitor = Monitor(model, {'0': [q]})
+    monitor.track(0)
+    monitor.close()
+    gone = weakref.ref(model)
+    del model,monitor
+    gc.collect()
+    assert gone() is None and isinstance(q, WeightNorm)

@@ -167,8 +167,8 @@ def test_nothing_is_compared_while_a_cuda_graph_is_captured(monkeypatch):
     from torchember.recorder import losses
     tokens,found = torch.randint(20, (4, 12)),losses.NextTokens()
     monkeypatch.setattr(losses, 'is_being_captured', lambda kind: True)
-    found.add([tokens], tokens[:, 1:].flatten())
+    found.add([('ids', tokens)], tokens[:, 1:].flatten())
     assert not found.compared
     monkeypatch.undo()
-    found.add([tokens], tokens[:, 1:].flatten())
+    found.add([('ids', tokens)], tokens[:, 1:].flatten())
     assert found.compared==1

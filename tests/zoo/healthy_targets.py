@@ -458,3 +458,38 @@ def high_dropout_of_a_wide_layer(arm):
     torch.manual_seed(32)
     model = nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Dropout(.9), nn.Linear(1024, 10))
     fell(fit(arm, model, adam(model, 1e-3), batches(200, 32, *digits())))
+
+
+class TagsItself(Letters):
+    "A forward LSTM that gets the labels as a second argument, and computes its loss"
+    def forward(self, x, tags):
+        out = super().forward(x)
+        return out,of_tokens(out, tags)
+
+
+@is_healthy
+def tags_as_an_input_of_the_model(arm):
+    "The labels are an argument of the model, so they equal one of its inputs. They are the letters of the passage, each moved by one in the alphabet"
+    torch.manual_seed(58)
+    model = TagsItself()
+    opt = adam(model, 1e-2)
+    te = arm(model, optimizer=opt)
+    for x,_ in passages(150, 16):
+        _,loss = model(x, (x+1)%len(letters))
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+
+
+@is_healthy
+def few_labels_in_a_batch(arm):
+    "Most samples have no label (-1). Often, all labels of a batch are of one class by chance"
+    torch.manual_seed(59)
+    x,y = digits(classes=range(2))
+    hidden = torch.where(torch.rand(len(y))<.06, y, -1)
+    model = classifier(sizes=(64, 16, 2))
+    def some():
+        for a,b in batches(150, 32, x, hidden):
+            if (b>=0).any(): yield a,b
+    fit(arm, model, adam(model, 1e-3), some(), lambda p, t: F.cross_entropy(p, t, ignore_index=-1))

@@ -64,9 +64,11 @@ class Segment:
                 size = size_or_zero(f)
                 if at<=first and end<=at+size: return read_bytes(f, first-at, end-first)
                 at += size
-            raise OSError(shorter_message(self.log))
+            return b''
         data = (read_bytes(self.path, self.start, self.end-self.start) if self.log is None or is_url(self.log)
             else call_with_current_files(self.log, read))
+        # check the length only now, because `call_with_current_files` reads again if a file was renamed meanwhile
+        if len(data)<self.end-self.start: raise OSError(shorter_message(self.path if self.log is None else self.log))
         return data if data.endswith(b'\n') else data+b'\n'
 
     @property
@@ -79,12 +81,10 @@ class Segment:
         return overlaps((self.first, self.last), steps)
 
 def read_bytes(path, start, n):
-    "Return `n` bytes of a file from byte `start`. Raise OSError if the file is shorter."
+    "Return `n` bytes of a file from byte `start`, or fewer bytes if the file is shorter."
     with open_file(path) as f:
         f.seek(start)
-        data = f.read(n)
-    if len(data)<n: raise OSError(shorter_message(path))
-    return data
+        return f.read(n)
 
 def shorter_message(path):
     "Return the error message for a log file that became shorter while it was read."

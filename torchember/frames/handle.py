@@ -103,7 +103,6 @@ def read_base_metadata(name, data):
     except KeyError: return {}, None
     except (ValueError, OSError) as e: return {}, printable(e)
 
-#| exporti
 silence_seconds = 300. # a run on another machine is called silent after this many seconds without a new row
 
 def process_exists(pid):

@@ -166,8 +166,8 @@ def find_lasting_jump(h, gs, steps, norm, jump):
     for i,usual in find_jumps(norm, jump):
         if not is_worse_after(h.progress, steps[i]) or recovers(norm, i, usual): continue
         s = largest_jump(gs, steps[i])
-        return report_gradients(h, '', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])} ({format_ratio(norm[i]/usual)} its usual value), "
-            f"and does not soon return to this value. The gradient of {s.title} grows most.",
+        return report_gradients(h, '', f"At step {steps[i]}, the gradient norm explodes to {fmt(norm[i])} ({format_ratio(norm[i]/usual)} its usual value)"
+            f"{', and does not soon return to this value' if len(norm)-i>=3 else ''}. The gradient of {s.title} grows most.",
             steps[i], steps[-1], norm=float(norm[i]), usual=float(usual), confidence=confidence_from(norm[i]/usual, jump),
             advice="Clip the gradients between backward() and step(), at 10 times the usual norm: "
             f"torch.nn.utils.clip_grad_norm_(model.parameters(), {fmt(10*usual)}).")

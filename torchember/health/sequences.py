@@ -53,14 +53,15 @@ def labels_not_shifted(h, fallen=.1, share=.99):
     fallen: fraction of its start to which the loss has fallen, above which the finding is only a hint
     share: share of labels equal to the next input token, from which the labels are those of a language model
     """
-    tokens = tokens_of(h)
     for e in h.losses:
-        if not e.get('same_tokens') or not tokens or (e.get('next_tokens') or 0)>=share: continue
-        if has_bottleneck(h, tokens[0]) or all(shifts_tokens(h, t) for t in tokens): continue
+        # labels that are also an input of the model equal themselves, but no embedding gets them unchanged
+        tokens = next((t for t in tokens_of(h) if t.tname==e.get('same_input')), None)
+        if not e.get('same_tokens') or tokens is None or (e.get('next_tokens') or 0)>=share: continue
+        if has_bottleneck(h, tokens) or shifts_tokens(h, tokens): continue
         p,n = h.progress,e['same_tokens']
         low = p.end<fallen*p.start
-        # a model that sees all tokens, such as an encoder, may be meant to copy them
-        sure = low and hides_later_tokens(h)
+        # a model that sees all tokens, such as an encoder, may be meant to copy them. A bottleneck cannot be seen if both sizes are equal
+        sure = low and hides_later_tokens(h) and tokens.shape[0]!=tokens.shape[1]
         fell = f" The loss falls from {fmt(p.start)} to {fmt(p.end)}, because the answer is in the input." if low else ''
         yield report_term(h, e, f"All {n:,} labels that were compared equal the input token at the same position. So the model learns to copy its input, "
             f"and not to predict the next token.{fell} This is a fault unless the model is meant to copy its input.",
@@ -93,14 +94,16 @@ def no_causal_mask(h, share=.99):
         lengths = {*(e.get('lengths') or ())} & {ins[0].shape[1]}
         paths = self_attentions(h, lengths)
         if not paths or any(s.tname=='attn_mask' for s in h.all if s.ttype=='input' and h.kinds.get(s.path)=='MultiheadAttention'): continue
-        which = name_module(paths[0], 'MultiheadAttention')+(f' and {len(paths)-1} more attention layers get' if len(paths)>1 else ' gets')
+        which = name_module(paths[0], 'MultiheadAttention')+(
+            f" and {len(paths)-1} more attention layer{'s'*(len(paths)>2)} get" if len(paths)>1 else ' gets')
         yield finding(paths[0], f"The labels are the next input tokens, but no attention mask hides later tokens: {which} no attn_mask in any of "
-            f"the {len(h.steps):,} steps. So each position sees the token that it has to predict, and the model copies it. "
-            "The training loss is low, but the model cannot generate text.",
+            f"the {len(h.steps):,} step{'s'*(len(h.steps)!=1)}. So each position sees the token that it has to predict, and the model learns to copy it. "
+            "The training loss can become low, but the model cannot generate text.",
             int(h.inputs[paths[0]][0].steps[0]), last_recorded_step(h), ttype='input', look='overview(run)', layers=len(paths),
             stands=True,
             advice="Pass a causal mask: attn_mask=torch.ones(n, n, dtype=torch.bool).triu(1) to nn.MultiheadAttention, src_mask=... to "
-                "nn.TransformerEncoderLayer, or mask=... to nn.TransformerEncoder. True hides a token.")
+                "nn.TransformerEncoderLayer, or mask=... to nn.TransformerEncoder. True hides a token. "
+                "If the inputs have the shape (samples, positions, features), the layer also needs batch_first=True.")
         return
 
 # %% ../../nbs/55_health/48_sequences.ipynb #5e900011
@@ -128,13 +131,16 @@ def batch_as_sequence(h):
         if x is None or state is None: continue
         n,length = x.shape[:2]
         # the second dimension of a state is what the layer takes for the batch
-        if n!=length==state.shape[1] and min(n, length)>1 and any(is_batch(h, e, n, length) for e in h.losses): found.append((path, x, state))
+        of = [e['kind'] for e in h.losses if is_batch(h, e, n, length)]
+        if n!=length==state.shape[1] and min(n, length)>1 and of: found.append((path, x, state, of))
     if not found: return
-    path,x,state = found[0]
+    path,x,state,of = found[0]
     n,length = x.shape[:2]
     more = f" {len(found)} recurrent layers do so: {list_names([p for p,*_ in found])}." if len(found)>1 else ''
     yield finding(path, f"{name_module(path, h.kinds[path])} runs over the {n} samples of the batch, and not over the {length} positions of a sequence. "
         f"Its input has the shape {x.shape}, and its state has the shape {state.shape}, so it takes dimension 1 for the batch. "
         f"The output for a sample depends on other samples of the batch, and does not combine its positions.{more}",
         int(x.steps[0]), last_recorded_step(h), ttype='input', look='overview(run)', stands=True, samples=n, positions=length,
+        # a regression may have one target for each time step
+        severity=None if {'cross_entropy', 'nll'} & {*of} else 'warning',
         advice=f"Create the layer with batch_first=True: nn.{h.kinds[path]}(..., batch_first=True). Or transpose its input and output: x.transpose(0, 1).")

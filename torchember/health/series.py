@@ -36,7 +36,8 @@ def count_shape_elements(shapes):
 
 def as_tuple(shape):
     "Return a shape (a list, tuple or array) as a tuple. Return None for other values, which stand for a missing shape."
-    return tuple(shape) if isinstance(shape, list|tuple|np.ndarray) else None
+    if isinstance(shape, np.ndarray): shape = shape.tolist() # so that messages show 3 and not np.int64(3)
+    return tuple(shape) if isinstance(shape, list|tuple) else None
 
 # %% ../../nbs/55_health/06_series.ipynb #db7397b4
 class SeriesColumns:

@@ -276,8 +276,10 @@ def find_one_class(h, e, least):
         advice="Print the labels: y.unique(return_counts=True). Check whether labels were scaled like the data, or truncated to integers.")
 
 def samples_of(h, e):
-    "Return the number of samples in a batch: the first dimension of the targets, or of an input of the model if that is smaller."
-    sizes = [s.shape[0] for s in h.inputs.get('') or [] if s.shape]
+    """Return the number of samples in a batch: the smallest of the first dimension of the targets, that of the first input of the model, and the
+    mean number of labels that count."""
+    sizes = [s.shape[0] for s in (h.inputs.get('') or [])[:1] if s.shape]
+    if e.get('counted') and e.get('batches'): sizes.append(e['counted']//e['batches'])
     return min([(e.get('target_shape') or [0])[0], *sizes])
 
 def find_unmixed(h, e, least, share, chance):
@@ -288,7 +290,7 @@ def find_unmixed(h, e, least, share, chance):
     samples,batches = samples_of(h, e),e.get('batches') or 0
     if (e.get('distinct') or 0)<2 or batches<least or samples<8 or e['single']<share*batches: return None
     # the probability that all labels of a shuffled batch are equal: high if nearly all samples are of one class
-    if (e.get('share') or 0)**(samples-1)>chance: return None
+    if min(float(e.get('share') or 0), 1.)**(samples-1)>chance: return None
     return report_term(h, e,
         f"{e['single']:,} of the {batches:,} batches that were checked have labels of one class only, although the batches have {samples} samples, and "
         f"{e['distinct']} classes occur. So the data are probably sorted by class and not shuffled. A model that sees one class for many steps "
@@ -329,7 +331,8 @@ def sizes_at_ends(s):
     n = max(3, len(s)//10)
     return median(s.rms[:n]),median(s.rms[-n:])
 
-@rule(severity='warning', needs=('prediction', 'target'), stats='rms', after=('loss_input', 'broadcast', 'target_range', 'not_trained', 'constant_output'))
+@rule(severity='warning', needs=('prediction', 'target'), stats=('mean', 'std', 'rms'),
+    after=('loss_input', 'broadcast', 'target_range', 'not_trained', 'constant_output'))
 def raw_targets(h, times=10., large=20., fall=.3, least=30):
     """Find targets of a regression that are not normalized: far larger than the predictions until the end, while the loss hardly falls
 
@@ -347,6 +350,7 @@ def raw_targets(h, times=10., large=20., fall=.3, least=30):
         # an activation that limits the predictions has a rule of its own, `target_range`
         if not (wanted>large and 0<now<wanted/times and first<wanted/times) or activations_of_term(e)[-1:] and activations_of_term(e)[-1] in reach: continue
         mean,std = median(t['mean']),median(t['std'])
+        if not np.isfinite([mean, std]).all(): continue
         yield report_term(h, e, f"The targets are not normalized: they have a mean of {fmt(mean)} and a standard deviation of {fmt(std)}. The predictions only "
             f"reach {now/wanted:.1%} of the size (rms) of the targets: {fmt(first)} at the start and {fmt(now)} at the end, in {len(h.steps):,} steps. "
             f"The loss hardly falls: it is {fmt(p.start)} at the start and {fmt(p.end)} at the end.", mean=mean, std=std, prediction=now, size=wanted,

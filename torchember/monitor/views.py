@@ -54,7 +54,9 @@ class View:
     "View of a module for a quantity: gives access to its attributes, and to its tensors captured in the current step."
     # module: stored as a weak reference; name: name of the module in messages; watch: `Watch` of the module in a `Monitor`, or None
     def __init__(self, module, name='', watch=None):
-        self._real,self._name,self._watch = weakref.ref(module),name or type(module).__name__,watch
+        self._real,self._name = weakref.ref(module),name or type(module).__name__
+        # a weak reference, because the watch has the module, and a quantity that the user keeps has this view
+        self._watch = (lambda: None) if watch is None else weakref.ref(watch)
         # _reduced: (ttype, reduction) -> result; _extended: attribute -> the `Extension` that sets the attribute
         self._reduced,self._extended = {},{}
 
@@ -62,8 +64,8 @@ class View:
 
     def __getattr__(self, name): # Python calls this method only for attributes that the view itself does not have
         if name in tensor_attributes:
-            t = tensor_attributes[name]
-            raise MissingTensor(self._watch and self._watch.explain_missing(t) or f"{self._name} has no {name}: {tensor_descriptions[t]} was not captured. "
+            t,watch = tensor_attributes[name],self._watch()
+            raise MissingTensor(watch and watch.explain_missing(t) or f"{self._name} has no {name}: {tensor_descriptions[t]} was not captured. "
                 "Return an extension for this tensor from the quantity's method forward_extensions() or backward_extensions().")
         return getattr(self._real(), name)
 
@@ -82,7 +84,7 @@ class View:
 
     def _loss_scale(self):
         "Return the loss scale that the gradients of parameters contain. Return None if they are not scaled."
-        return None if self._watch is None else self._watch.passes.scale_of_parameters()
+        return None if (watch := self._watch()) is None else watch.passes.scale_of_parameters()
 
     def _extend(self, extension, value):
         "Store a value as the attribute of an `Extension`."

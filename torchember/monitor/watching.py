@@ -291,6 +291,7 @@ class Watch(Listener):
     running = 1 # always 1 (a pass is running), so that a call of this module never begins a pass
     on = wants_any = True
     rank = -1 # `pass_rank` of the running call
+    captured = None # `CapturedTensors`; None while the quantities are created
     # asked: pairs (class of a quantity, schedule), or (quantity, its schedule); passes: `ModelPasses` of the model
     def __init__(self, track, asked, passes):
         self.track,self.passes = track,passes
@@ -378,6 +379,7 @@ class Watch(Listener):
 
     def explain_missing(self, ttype):
         "Explain a missing tensor: return the reason why it was not captured in this step. Return None if no quantity needs it."
+        if self.captured is None: return None
         name,p,c,request = self.view._name,self.passes.predictor,self.captured,self.captured.requests[ttype]
         if ttype in c.changed:
             return f"the {ttype.replace('_', ' ')} of {name} was changed in place after it was captured. From the next step on, the tensor is copied."

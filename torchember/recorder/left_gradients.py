@@ -119,7 +119,8 @@ class ClearedGradients:
         own = {id(p) for p in parameters_of(optimizer)}
         if own.isdisjoint(map(id, refused.parameters)): return
         self.checked += 1
-        self.cleared += bool(refused.removed()) and all(may_be_cleared(p) for p in refused.parameters if id(p) in own)
+        # `may_be_cleared` reads few values, and `removed` may read whole gradients on the CPU
+        self.cleared += all(may_be_cleared(p) for p in refused.parameters if id(p) in own) and bool(refused.removed())
 
     def facts(self, found) -> dict: # found: result of `every_parameter`
         "Return the facts for the metadata: number of checked optimizer steps, and of those whose gradients had been removed. Empty if there are none."

@@ -51,8 +51,8 @@ class Labels:
     def __init__(self):
         # counts: how often each label occurred; too_many: True if a label is too large to be counted
         self.counts,self.too_many = np.zeros(0, np.int64),False
-        # batches: number of batches; single: number of batches with only one label
-        self.smallest,self.largest,self.batches,self.single = None,None,0,0
+        # batches: number of batches; single: number of batches with only one label; counted: number of labels in all batches
+        self.smallest,self.largest,self.batches,self.single,self.counted = None,None,0,0,0
         self.copies = ArrivingCopies(self.add_values)
 
     def add(self, target, ignore=None):
@@ -67,6 +67,7 @@ class Labels:
         if not len(v): return
         low,high = int(v.min()),int(v.max())
         self.batches += 1
+        self.counted += len(v)
         self.single += low==high and len(v)>1
         self.smallest = low if self.smallest is None else min(low, self.smallest)
         self.largest = high if self.largest is None else max(high, self.largest)
@@ -82,7 +83,7 @@ class Labels:
     def facts(self) -> dict:
         "Return the facts for the run's metadata: a dict of statistics of all labels. Return an empty dict if no labels were added."
         if not self.batches: return {}
-        out = dict(smallest=self.smallest, largest=self.largest, batches=self.batches, single=self.single)
+        out = dict(smallest=self.smallest, largest=self.largest, batches=self.batches, single=self.single, counted=self.counted)
         if self.too_many: return out
         return out | dict(distinct=int(np.count_nonzero(self.counts)), share=float(self.counts.max()/self.counts.sum()))
 
@@ -108,8 +109,8 @@ def may_be_tokens(x) -> bool:
     return x.dtype in (torch.int64, torch.int32) and has_values(x) and not hasattr(x, '__tensor_flatten__')
 
 def tokens_among(inputs) -> list:
-    "Return the inputs that may be tokens, and have the shape (sequences, positions). `inputs`: (name, tensor) pairs."
-    return [x.detach() for _,x in inputs if isinstance(x, torch.Tensor) and may_be_tokens(x) and x.dim()==2 and x.shape[1]>1]
+    "Return the inputs that may be tokens, and have the shape (sequences, positions). `inputs`, result: (name, tensor) pairs."
+    return [(n, x.detach()) for n,x in inputs if isinstance(x, torch.Tensor) and may_be_tokens(x) and x.dim()==2 and x.shape[1]>1]
 
 class NextTokens:
     "Tests if the labels are the next tokens, or the tokens at the same position: compares labels with the model's integer inputs."
@@ -117,35 +118,39 @@ class NextTokens:
     def __init__(self):
         # compared: number of batches so far; lengths: lengths of their sequences; least: smallest share of labels equal to the next input token
         self.compared,self.lengths,self.least,self.copies = 0,set(),None,ArrivingCopies(self.add_counts)
-        # checked: number of labels that were compared with the token at the same position; moved: number of those that differ from this token
-        self.checked = self.moved = 0
+        # name of an input -> number of labels that were compared with its token at the same position, and number of labels that differ from it
+        self.same = {}
 
     def add(self, inputs, labels, ignore=None):
-        "Add a batch: compare its labels with each of the model's `inputs`. `ignore`: label that does not count."
+        "Add a batch: compare its labels with each of the model's `inputs`, (name, tensor) pairs. `ignore`: label that does not count."
         if not inputs or self.compared>=self.most or not may_be_tokens(labels): return
         kind = labels.device.type
         if is_being_captured(kind): return # a CUDA graph would repeat the comparison at each replay
         with without_torch_modes(kind):
-            found = [(counts, x.shape) for x in inputs if (counts := count_next_tokens(x, labels.detach(), ignore)) is not None]
+            found = [(counts, x.shape, n) for n,x in inputs if (counts := count_next_tokens(x, labels.detach(), ignore)) is not None]
             if not found: return
             self.compared += 1
-            self.copies.add(torch.stack([counts for counts,_ in found]), [shape for _,shape in found])
+            self.copies.add(torch.stack([counts for counts,*_ in found]), [of for _,*of in found])
 
-    def add_counts(self, counts, shapes):
-        "Add the counts of a batch, one row per input. Ignore counts that prove nothing, as of few labels, or of sequences of equal tokens."
+    def add_counts(self, counts, inputs):
+        """Add the counts of a batch, one row per input. Ignore counts that prove nothing, as of few labels, or of sequences of equal tokens.
+
+        `inputs`: (shape, name) of each input."""
         enough = lambda c: 2*c[0][0]>=c[1][0]*(c[1][1]-1) and 2*c[0][3]>=c[1][0]
-        found = [c for c in zip(counts.tolist(), shapes, strict=True) if enough(c)]
+        found = [(c, *of) for c,of in zip(counts.tolist(), inputs, strict=True) if enough((c, of[0]))]
         if not found: return
-        (labels,equal,different,_),(_,length) = max(found, key=lambda c: c[0][1])
+        (labels,equal,different,_),(_,length),_ = max(found, key=lambda c: c[0][1])
         if 10*different>=labels:
             self.lengths.add(length)
             self.least = min(equal/labels, 1 if self.least is None else self.least)
-        moved = [c[0][2] for c in found if 10*(c[0][0]-c[0][1])>=c[0][0]]
-        if moved: self.checked,self.moved = self.checked+labels,self.moved+min(moved)
+        for (labels,equal,different,_),_,name in found:
+            if 10*(labels-equal)<labels: continue
+            checked,moved = self.same.get(name, (0, 0))
+            self.same[name] = checked+labels,moved+different
 
     def facts(self) -> dict:
         "Return the facts about tokens as labels, for the metadata of the run. Empty if `add_counts` has ignored the counts of all batches."
-        same = dict(same_tokens=self.checked) if self.checked and not self.moved else {}
+        same = next((dict(same_tokens=checked, same_input=str(name)) for name,(checked,moved) in self.same.items() if not moved), {})
         return same if self.least is None else dict(next_tokens=round(self.least, 6), lengths=sorted(self.lengths)) | same
 
 # %% ../../nbs/40_recorder/36_losses.ipynb #1e3ba0ee

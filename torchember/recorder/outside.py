@@ -79,6 +79,8 @@ class OutsideParameter:
     def still_same(self):
         "Return the parameter if it has a gradient and has not changed since the search. Return None if it has changed, or does not exist any more."
         p = self.ref()
+        # during the capture of a CUDA graph, no value can be read
+        if p is not None and is_being_captured(p.device.type): return None
         if p is None or p.grad is None or not p.requires_grad or p._version!=self.version or tuple(p.shape)!=self.shape: return None
         now = self.some_values(p)
         return p if now.device==self.values.device and torch.equal(now, self.values) else None
@@ -91,14 +93,14 @@ def parameters_in_container(value, depth=2) -> dict:
     inner = list(value.values() if isinstance(value, dict) else value)[:1000]
     return {k: p for v in inner for k,p in parameters_in_container(v, depth-1).items()}
 
-def attributes_with(model, wanted:set) -> list:
-    "Return the names of the attributes of the model's modules that are Python containers with parameters in `wanted`, a set of ids."
-    found = []
+def attributes_with(model, wanted:set) -> dict:
+    "Return the attributes of the model's modules that are Python containers with parameters in `wanted`: name -> ids. `wanted`: a set of ids."
+    found = {}
     for path,m in model.named_modules():
         for name,v in list(vars(m).items()):
             if name in ('_modules', '_parameters', '_buffers') or not isinstance(v, list|tuple|set|dict): continue
             # the list of weights of a recurrent layer holds parameters that are registered, too
-            if wanted & parameters_in_container(v).keys(): found.append(f'{path}.{name}' if path else name)
+            if ids := wanted & parameters_in_container(v).keys(): found[f'{path}.{name}' if path else name] = ids
     return found
 
 # %% ../../nbs/40_recorder/48_outside.ipynb #96c0ae56
@@ -106,25 +108,34 @@ class OutsideParameters:
     "Finds, once in a run, parameters that compute the output of the recorded model, but that nothing trains."
     least = 4 # least number of changes of a parameter of the model, before an unchanged parameter counts as not trained
 
-    def __init__(self, optimizers=()): # optimizers: known optimizers
-        self.optimizers,self.done = optimizers,False # done: True after the search
-        self.inputs = () # inputs of the running pass
+    def __init__(self, optimizers=(), failed=None): # optimizers: known optimizers; failed: called with an exception of the search, default: raise it
+        self.optimizers,self.failed,self.done = optimizers,failed,False # done: True after the search
+        self.inputs = () # weak references to the inputs of the running pass, because compiled passes and evaluations are never searched
         self.found,self.enclosed = [],False # list of `OutsideParameter`; enclosed: second result of `find_outside`
-        self.places = [] # result of `attributes_with`
+        self.places = {} # result of `attributes_with`
         self.own = [] # (weak reference, version counter) of some parameters of the model, noted when outside parameters were searched
         self.owned = None # ids of found parameters that other optimizers of this process have; None before they are searched
 
     def note_inputs(self, inputs):
         "Note the inputs of the model, (name, tensor) pairs, until the pass ends."
-        if not self.done: self.inputs = [x for _,x in inputs if isinstance(x, torch.Tensor)]
+        if not self.done: self.inputs = [weakref.ref(x) for _,x in inputs if isinstance(x, torch.Tensor)]
 
     def note_outputs(self, outputs, model):
         "Search the autograd graph of the model's outputs, (name, tensor) pairs, in the first pass with gradients."
         if self.done: return
-        tensors,inputs = [x for _,x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None],self.inputs
+        tensors = [x for _,x in outputs if isinstance(x, torch.Tensor) and x.grad_fn is not None]
+        inputs = [x for ref in self.inputs if (x := ref()) is not None]
         self.inputs = ()
         if not tensors or inside_transform() is not None or is_being_captured(tensors[0].device.type): return
         self.done = True
+        try: self.search(tensors, inputs, model)
+        # the search reads attributes of the user's modules, which may raise any exception
+        except Exception as e:
+            if self.failed is None: raise
+            self.failed(e)
+
+    def search(self, tensors, inputs, model):
+        "Search the autograd graph of the outputs `tensors` for parameters outside of the model."
         ps = list(model.parameters())
         # parameters of sharded models, such as DTensor, are replaced by other tensors while the model computes
         if not ps or any(type(p) is not nn.Parameter or p.is_inference() for p in ps): return
@@ -143,7 +154,8 @@ class OutsideParameters:
         if not self.found or not self.is_trained(): return {}
         own = {id(p) for p,_,_ in found} | {id(p) for o in self.optimizers for p in parameters_of(o)}
         left = [p for o in self.found if (p := o.still_same()) is not None and id(p) not in own]
-        if left and self.owned is None: self.owned = find_ids_in_optimizers({*map(id, left)})
+        if left and self.owned is None: self.owned = find_ids_in_optimizers({id(p) for o in self.found if (p := o.ref()) is not None})
         left = [p for p in left if id(p) not in self.owned]
         if not left: return {}
-        return {'outside': dict(tensors=len(left), values=sum(p.numel() for p in left), enclosed=self.enclosed, places=self.places[:8])}
+        places = [name for name,ids in self.places.items() if ids & {*map(id, left)}]
+        return {'outside': dict(tensors=len(left), values=sum(p.numel() for p in left), enclosed=self.enclosed, places=places[:8])}

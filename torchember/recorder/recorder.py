@@ -95,7 +95,9 @@ def statistics_of_types(stats) -> dict:
 class CurrentListener:
     "Listener that passes each event on to the listener that `find` returns at this moment."
     def __init__(self, find): self.find = find
-    def __getattr__(self, name): return getattr(self.find(), name)
+    def __getattr__(self, name):
+        if name=='find': raise AttributeError(name) # of a copy that was made without `__init__`
+        return getattr(self.find(), name)
 
 def make_step_controller(t, s, lock, gradient, turn, look_for_modules, listener=None):
     """Create the `StepController` of a recorder. `t`: run; `s`: `Settings`; `listener`: listener of the optimizers in `s`, if there are any.

@@ -102,7 +102,7 @@ class BlackBoxContent:
     @property
     def late(self):
         "Late rows as JSON lines: rows that were added after the end of their step."
-        return [line for line in self.data[NOTES+most_text:][:int(self.w[LATE])].split(b'\n') if line]
+        return [line for line in self.data[NOTES+most_text:NOTES+most_text+int(self.w[LATE])].split(b'\n') if line]
 
     @property
     def running(self):

@@ -125,7 +125,8 @@ class Sources:
         self.sampled = [] # some weights, to detect steps of unknown optimizers: a step changes their version counters
         # checks of gradients that the training loop may forget to remove, or clip too early
         optimizers = watch.optimizers if watch else ()
-        self.checks = LeftoverGradients(optimizers), EarlyClips(), OutsideParameters(optimizers), ClearedGradients()
+        search_failed = lambda e: buffer.notices.failed(self.states[0].track.name, 'the autograd graph', e)
+        self.checks = LeftoverGradients(optimizers), EarlyClips(), OutsideParameters(optimizers, search_failed), ClearedGradients()
         outputs = [OutputFacts(steps)] if 'output' in ttypes else []
         self.parameters = Parameters(buffer, ttypes, note, [f.facts for f in (*outputs, *self.checks)])
         self.optimizers = KnownOptimizers(watch, self.parameters)

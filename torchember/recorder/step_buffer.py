@@ -331,7 +331,8 @@ class StepRows:
     def renew_arena(self):
         "Create an empty arena when recording of a model starts, so that new rows do not supersede earlier rows."
         self.arena = Arena()
-        self.forget_logged_rows()
+        self.snapshots.forget_logged_rows()
+        self.custom.forget_logged_rows()
 
     def use_black_box(self, box):
         "Store new rows in a black box from now on. `box`: a `BlackBox`, or None to use ordinary memory."

@@ -70,7 +70,7 @@ def draw_panels(parts, numbers, norms, tensors, run, ax, found=()):
         heat(a, p.grid, meanings.get(p.column, p.column) if len(p.grid.labels)>5 else p.column, zeros=p.column in sizes)
         a.set_ylabel(name_of_type(p.kind))
     axes[-1].set_xlabel('step')
-    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes[-1].xaxis.set_major_locator(MaxNLocator('auto', integer=True, steps=[1, 2, 2.5, 5, 10]))
     steps = np.concatenate([p.grid.steps for p in parts])
     if top is not None: draw_loss_and_norm(top, numbers, norms)
     # limits of the x axis that show all columns of the heat maps and all points of the curves
