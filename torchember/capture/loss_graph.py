@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['activations', 'moves', 'selections', 'value_links', 'node_kinds', 'with_result', 'passed', 'LossOperation',
-           'only_child', 'arithmetic', 'loss_operation_of', 'LossPath', 'find_path_to_model', 'tensor_before_operation',
-           'LossTerm', 'is_expanded', 'shape_of_tensor', 'remove_expanded_dims', 'last_operation_name', 'torch_term',
-           'residual_term', 'target_of', 'constant_of', 'is_distribution', 'product_term', 'label_selection_term',
-           'read_indices', 'LossGraph', 'term_of', 'is_weight', 'find_terms', 'join_logarithms']
+           'only_child', 'arithmetic', 'loss_operation_of', 'LossPath', 'find_path_to_model', 'exchange_at',
+           'tensor_before_operation', 'LossTerm', 'is_expanded', 'shape_of_tensor', 'remove_expanded_dims',
+           'last_operation_name', 'torch_term', 'residual_term', 'target_of', 'constant_of', 'is_distribution',
+           'product_term', 'label_selection_term', 'read_indices', 'LossGraph', 'term_of', 'is_weight', 'find_terms',
+           'join_logarithms']
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #ac9da0f7
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from typing import NamedTuple
 import torch
 
 from .private_torch import is_freed_node, node_number, node_shape, node_operation_name, saved
+from .reshapes import exchanges_dimensions, reshapes
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #ed509c41
 # Name of an autograd operation -> name of the activation, or of an operation that often follows an activation
@@ -63,6 +65,7 @@ class LossPath(NamedTuple):
     # Node of the operation nearest to the loss, except selections and `value_links`; `end` if there is none. Parts of one loss have the same anchor
     anchor:object
     raw:torch.Tensor|None # Prediction of the model, if an autograd node has saved the prediction
+    exchange:tuple|None = None # Shapes before and after a reshape that exchanges dimensions; None if no reshape does
     names = property(lambda self: tuple(l.name for l in self.links), doc="Names of the operations, the last operation first")
 
 value_links = 'clamp', 'log', 'shift', 'one_minus', 'normalize'
@@ -71,16 +74,23 @@ def find_path_to_model(node, raw=None, most=12) -> LossPath:
     """Find the path to the model: follow the autograd graph from a node to the last layer. `raw`: result of the node, if known.
 
     `most`: maximum number of nodes to visit."""
-    links,anchor,found = [],None,raw
+    links,anchor,found,exchange = [],None,raw,None
     for _ in range(most):
         link,below = loss_operation_of(node)
         if below is None: break
+        if link is None: exchange = exchange_at(node) or exchange
         if link is not None: links.append(link)
         if anchor is None and link is not None:
             if link.name not in (*value_links, 'select'): anchor = node
             found = tensor_before_operation(node, link, found)
         node = below
-    return LossPath(tuple(links), node, anchor or node, found)
+    return LossPath(tuple(links), node, anchor or node, found, exchange)
+
+def exchange_at(node):
+    "Return the shapes before and after a node of the autograd graph if it is a reshape that exchanges dimensions. Else return None."
+    if node_operation_name(node) not in reshapes: return None
+    before,after = saved(node, 'self_sym_sizes'),node_shape(node)
+    return (tuple(before), tuple(after)) if before and after and exchanges_dimensions(before, after, logits=True) else None
 
 def tensor_before_operation(node, link, known):
     """Return the tensor before an operation, if its node saved it: the input of a clamp, log or division by a sum. Else return `known`.
@@ -109,6 +119,7 @@ class LossTerm(NamedTuple):
     weighted:bool = False # True if the loss is multiplied by a tensor, as in a policy gradient
     result_shape:tuple|None = None # Shape of the element-wise loss before `mean` or `sum`, after a broadcast
     end:str = '' # Autograd operation of the model's last layer, such as 'Addmm' or 'Convolution'
+    exchange:tuple|None = None # Shapes before and after a reshape between model and loss that exchanges dimensions; None if no reshape does
     number:int = -1 # Sequence number of the autograd node, which torch counts in each thread; -1 if unknown
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #047e5bfa
@@ -152,7 +163,7 @@ def torch_term(node, word):
         target = remove_expanded_dims(target)
         target_shape = tuple(target.shape)
     return LossTerm(kind, takes, way.raw, target, shape, target_shape, way.links, broadcast, saved(node, 'ignore_index'),
-        saved(node, 'weight') is not None, result_shape=shape_of_tensor(given), end=last_operation_name(way))
+        saved(node, 'weight') is not None, result_shape=shape_of_tensor(given), end=last_operation_name(way), exchange=way.exchange)
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #2ef26cdc
 def residual_term(node, word):
@@ -168,7 +179,7 @@ def residual_term(node, word):
     shape,whole = node_shape(below),node_shape(difference)
     target = target_of(way, residual, slot==0) if shape==whole else None
     return LossTerm('l1' if word=='Abs' else 'mse', 'values', way.raw if shape==whole else None, target, shape, shape_of_tensor(target), way.links,
-        shape is not None and shape!=whole and node_operation_name(below)!='Unsqueeze', result_shape=whole, end=last_operation_name(way))
+        shape is not None and shape!=whole and node_operation_name(below)!='Unsqueeze', result_shape=whole, end=last_operation_name(way), exchange=way.exchange)
 
 with_result = 'softmax', 'sigmoid', 'tanh', 'relu' # activations with an autograd node that saves the result
 
@@ -208,9 +219,9 @@ def product_term(node, divergence=False):
     if top in (('log_softmax',), ('log',)):
         kind = 'kl_div' if divergence else 'cross_entropy'
         return LossTerm(kind, 'logits' if top==('log_softmax',) else 'probabilities', way.raw, target, shape, shape, way.links,
-            end=last_operation_name(way))
+            end=last_operation_name(way), exchange=way.exchange)
     if not divergence or not is_distribution(target): return None
-    return LossTerm('kl_div', 'log_probabilities', way.raw, target, shape, shape, way.links, end=last_operation_name(way))
+    return LossTerm('kl_div', 'log_probabilities', way.raw, target, shape, shape, way.links, end=last_operation_name(way), exchange=way.exchange)
 
 def label_selection_term(node, word):
     "Return the `LossTerm` of a loss that selects the log-probabilities of the labels: `log_p.gather(1, y)` or `log_p[rows, y]`. Else return None."
@@ -220,7 +231,7 @@ def label_selection_term(node, word):
     way = find_path_to_model(below)
     if way.names[:1] not in (('log_softmax',), ('log',)): return None
     kind,takes = ('cross_entropy', 'logits') if way.names[0]=='log_softmax' else ('nll', 'log_probabilities')
-    return LossTerm(kind, takes, way.raw, index, node_shape(below), tuple(index.shape), way.links, end=last_operation_name(way))
+    return LossTerm(kind, takes, way.raw, index, node_shape(below), tuple(index.shape), way.links, end=last_operation_name(way), exchange=way.exchange)
 
 def read_indices(node):
     """Read the labels from an indexing node: return its last saved index tensor, such as `y` in `log_p[rows, y]`.

@@ -213,6 +213,7 @@ def describe_term(term) -> dict:
         class_weights=term.class_weights, weighted=term.weighted, end=term.end)
     if term.broadcast and term.result_shape: out['result_shape'] = list(term.result_shape)
     out |= softmax_facts(term.links)
+    if term.exchange: out['reshaped'] = [list(s) for s in term.exchange]
     if term.kind in ('cross_entropy', 'nll', 'margin') and term.shape: out['classes'] = term.shape[1 if len(term.shape)>1 else 0]
     if term.ignore_index is not None: out['ignore_index'] = term.ignore_index
     return out | target_facts(term)

@@ -285,7 +285,9 @@ class ModelEvents(Listener):
         self.calls.current = state.track
         state.passes.shapes_known[0] = 0
         state.track.input_dt = {n: shape_of(x) for n,x in inputs}
-        if state.root and self.on: self.recorder.losses.note_inputs(inputs); self.pipe.remover.outside.note_inputs(inputs)
+        if state.root and self.on:
+            for part in (self.recorder.losses, self.pipe.remover.outside, self.pipe.remover.reshapes): part.note_inputs(inputs)
+        elif not self.pipe.remover.reshapes.done and not compiled: self.pipe.remover.reshapes.compare_inputs(state.track.path, inputs)
         self.sources.flow(state, 'input', inputs, call, here.phase)
         self.calls.enter(state.track, call)
         self.cost.add_work(since)
@@ -301,7 +303,8 @@ class ModelEvents(Listener):
         self.sources.flow(state, 'output', outputs, call, here.phase)
         if not here.stack and not compiled and not here.phase: self.pipe.remover.refused.hook_outputs(outputs)
         if state.root and self.on and not compiled: self.recorder.losses.note_outputs(outputs)
-        if state.root and self.on and not (compiled or here.phase): self.pipe.remover.outside.note_outputs(outputs, state.track.module)
+        if state.root and self.on and not (compiled or here.phase):
+            for part in (self.pipe.remover.outside, self.pipe.remover.reshapes): part.note_outputs(outputs, state.track.module)
         self.calls.current = self.calls.innermost() or state.track
         self.cost.add_work(since)
         return call, here.phase

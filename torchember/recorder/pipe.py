@@ -74,7 +74,7 @@ class PassRemover:
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
-        self.left,self.clips,self.outside,self.cleared = sources.checks
+        self.left,self.clips,self.outside,self.cleared,self.reshapes = sources.checks
         self.task = -1 # id of the last backward that reached a logged loss
 
     def choose_parameters(self, model):

@@ -18,6 +18,7 @@ from .buffers import Buffers
 from .early_clips import EarlyClips
 from .left_gradients import ClearedGradients, LeftoverGradients
 from .outside import OutsideParameters
+from .reshapes import ExchangedDimensions
 from .gradients import Gradients
 from .optimizer import Updates
 from .learning_rates import LearningRates
@@ -126,7 +127,8 @@ class Sources:
         # checks of gradients that the training loop may forget to remove, or clip too early
         optimizers = watch.optimizers if watch else ()
         search_failed = lambda e: buffer.notices.failed(self.states[0].track.name, 'the autograd graph', e)
-        self.checks = LeftoverGradients(optimizers), EarlyClips(), OutsideParameters(optimizers, search_failed), ClearedGradients()
+        self.checks = (LeftoverGradients(optimizers), EarlyClips(), OutsideParameters(optimizers, search_failed), ClearedGradients(),
+            ExchangedDimensions(search_failed))
         outputs = [OutputFacts(steps)] if 'output' in ttypes else []
         self.parameters = Parameters(buffer, ttypes, note, [f.facts for f in (*outputs, *self.checks)])
         self.optimizers = KnownOptimizers(watch, self.parameters)

@@ -18,7 +18,9 @@ def is_valid_loss(e) -> bool:
     if not isinstance(e, dict) or not isinstance(e.get('kind'), str) or not isinstance(e.get('name'), str): return False
     if not all(isinstance(e.get(k), str|None) and len(e.get(k) or '')<=1000 for k in texts): return False
     if not all(isinstance(e.get(k), int|None) for k in whole_numbers): return False
-    shapes = [e.get(k) for k in ('shape', 'target_shape', 'result_shape', 'lengths')]
+    pair = e.get('reshaped', [])
+    if not isinstance(pair, list) or len(pair) not in (0, 2): return False
+    shapes = [*(e.get(k) for k in ('shape', 'target_shape', 'result_shape', 'lengths')), *pair]
     if not all(s is None or isinstance(s, list) and all(type(n) is int for n in s) for s in shapes): return False
     return (isinstance(e.get('activations'), list) and all(isinstance(a, str) for a in e['activations'])
         and all(isinstance(e.get(k), float|int|None) for k in ('share', 'next_tokens')))
