@@ -51,7 +51,8 @@ def exchanges_dimensions(before, after, logits=False, most=6) -> bool:
     if not before or not after or 0 in before or max(len(before), len(after))>most: return False
     merged,split = (order_before_merge(*s) is not None for s in ((before, after), (after, before)))
     if not keeps_order(before, after): return True
-    if len(before)==len(after): return merged or split
+    # (samples * heads, features of a head) to (samples, features) fits by chance, too
+    if len(before)==len(after): return len(before)>2 and (merged or split)
     # one of these shapes may fit by chance, for example if the batch has as many samples as a head has features. The usual faults have other shapes:
     # features as (samples, heads, positions, features of a head) and back, and logits of shape (samples, classes, positions) as (-1, classes)
     return before[0]==after[0] and (merged or split) or logits and merged and len(after)==2 and after[1]==before[1]
