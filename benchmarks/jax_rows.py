@@ -55,7 +55,7 @@ def steps(quick):
             else: yield line(f'{title}: {what}', unit='x', at_most=1.15 if scalars else None, note=of_step(got), **ratios(got['cpu']))
 
 
-@row('jax-plain', 'JAX without numba: as the row jax, but operations of XLA compute the statistics')
+@row('jax-plain', 'JAX without numba: as the benchmark jax, but operations of XLA compute the statistics')
 def plain(quick):
     needs_jax()
     for name,title in names.items():

@@ -225,17 +225,17 @@ def alexnet_sums(quick):
     return compare(t.measured, lambda: t.measured()+seconds(sums), quick, 20)
 
 
-@row('alexnet-default', 'as the row alexnet, but the next forward pass ends a step')
+@row('alexnet-default', 'as the benchmark alexnet, but the next forward pass ends a step')
 def alexnet_default(quick):
     limit = 5 if len(cpu_readers())>1 else 10
     yield recorded('AlexNet, by passes', quick, 35, limit=limit, note='; gradients are read at the start of the next step', calls_step=False)
 
 
-@row('alexnet-full', "as the row alexnet, with stats='full'")
+@row('alexnet-full', "as the benchmark alexnet, with stats='full'")
 def alexnet_full(quick): yield recorded("AlexNet, stats='full'", quick, 20, least=2 if quick else 5, stats='full')
 
 
-@row('alexnet-numerics', 'as the row alexnet, with output gradients, optimizer state, 8 statistics and exponent counts')
+@row('alexnet-numerics', 'as the benchmark alexnet, with output gradients, optimizer state, 8 statistics and exponent counts')
 def alexnet_numerics(quick):
     from torchember.measure.columns import sets
     if len(cpu_readers())==1: raise Skip('needs the extra `fast`, which is not installed')
@@ -338,7 +338,7 @@ def under_inductor(name, made, steps, budget, quick):
 def compiled(quick): yield from under_inductor('GPT-2', gpt2, 1, 40, quick)
 
 
-@row('compiled-mlp', 'as the row compiled, for an MLP: here the fixed cost of a row dominates')
+@row('compiled-mlp', 'as the benchmark compiled, for an MLP: here the fixed cost of a row dominates')
 def compiled_mlp(quick): yield from under_inductor('MLP of 20 tiny layers', lambda: mlp(20), 100, 8, quick)
 
 

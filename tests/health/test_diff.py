@@ -286,7 +286,7 @@ def test_jax_and_torch_are_the_same_with_mapped_paths(tmp_path):
 def test_another_length_or_schedule_is_reported(home):
     a,b = run(home),run(home, n=12)
     d = diff(a.assign(path=a['path'].astype(object)), b)
-    assert not d and f'Only a has {steps-12} steps from 12 to {steps-1}.' in d.text and d.table['step'].max()==11
+    assert not d and f'Only `a` has {steps-12} steps from 12 to {steps-1}.' in d.text and d.table['step'].max()==11
     fifth = run(home, every=5)
     d = diff(fifth, a)
     assert not d and 'Only b has' in d.text and sorted(set(d.table[d.table.ttype=='weight']['step']))==[0, 5, 10, 15, 20, 25]
@@ -312,7 +312,7 @@ def test_a_layer_of_only_one_run_is_reported(home):
     a,b = run(home),run(home, make=longer)
     for d in (diff(a, b), diff(b, a)): assert not d and "has the module `extra`." in d.text, d.text
     d = diff(a, run(home, ttypes=('input', 'output')))
-    assert not d and 'Only a has rows of weight, weight_grad.' in d.text
+    assert not d and 'Only `a` has rows of weight, weight_grad.' in d.text
 
 
 def test_paths_are_mapped(home):

@@ -207,7 +207,7 @@ def test_one_of_several_layers_or_steps_is_the_default(t):
     other = t.assign(std=np.where((t.path=='fc2') & (t.step>2), t['std']*2, t['std']))
     other.attrs['run'] = 's'
     one = compare([t, other], most=1)
-    assert isinstance(one, plt.Axes) and one.get_title('left')=='fc2' and one.figure.get_suptitle().endswith('the runs differ from step 3 on, in fc2')
+    assert isinstance(one, plt.Axes) and one.get_title('left')=='fc2' and one.figure.get_suptitle().endswith('the runs differ from step 3 on, first in fc2')
     assert compare([t, t]).figure.get_suptitle().endswith('the runs do not differ')
     for kinds,label in ((['output', 'weight'], 'outputs'), (['weight', 'output'], 'weights')):
         assert overview(t, ttype=kinds, ax=plt.figure().subplots()).get_ylabel()==label

@@ -152,17 +152,17 @@ def describe_unmatched(pairs, formats, differ):
     for one,other,alone in ((a, b, pairs.alone[0]), (b, a, pairs.alone[1])):
         mine,its = (np.unique(s.df['step']) if len(a.df) and len(b.df) else s.steps for s in (one, other))
         more = np.setdiff1d(mine, its).tolist()
-        if more: out.append(f"Only {one.name} has {describe_steps(more)}.")
+        if more: out.append(f"Only `{one.name}` has {describe_steps(more)}.")
         theirs = set(other.paths)
         layers = list(dict.fromkeys(x.path for x in alone if x.other_path not in theirs))
-        if layers: out.append(f"Only {one.name} has the module{'s'*(len(layers)>1)} {list_first_names(layers)}.")
+        if layers: out.append(f"Only `{one.name}` has the module{'s'*(len(layers)>1)} {list_first_names(layers)}.")
         kinds = [t for t in dict.fromkeys(x.ttype for x in alone) if t not in set(other.texts('ttype', np.arange(len(other.df))))]
-        if kinds: out.append(f"Only {one.name} has rows of {', '.join(kinds)}.")
+        if kinds: out.append(f"Only `{one.name}` has rows of {', '.join(kinds)}.")
         rest = [x for x in alone if x.other_path in theirs and x.ttype not in kinds]
-        if rest: out.append(f"Only {one.name} has {list_first_names([f'{t} {n} of {p}' for p,t,n,_ in rest], 3)}.")
+        if rest: out.append(f"Only `{one.name}` has {list_first_names([f'{t} {n} of {p}' for p,t,n,_ in rest], 3)}.")
         gone = [n for n in one.logged if n not in other.logged and not builtin_scalar_name(n)]
-        if gone: out.append(f"Only {one.name} has the logged number{'s'*(len(gone)>1)} {list_first_names(gone)}.")
-    for x,y in formats: out.append(f"{a.name} has {x} where {b.name} has {y}, so numbers may differ by the rounding of the less precise dtype.")
+        if gone: out.append(f"Only `{one.name}` has the logged number{'s'*(len(gone)>1)} {list_first_names(gone)}.")
+    for x,y in formats: out.append(f"`{a.name}` has {x} where `{b.name}` has {y}, so numbers may differ by the rounding of the less precise dtype.")
     if differ.any(): out.append("The batch size differs in some steps.")
     return out
 

@@ -79,7 +79,7 @@ def compare(
         a.set_title(title)
         if parted[label] is not None: mark_difference(a, parted[label])
     first = order[0]
-    what = 'the runs do not differ' if parted[first] is None else f'the runs differ from step {parted[first]:,} on, in {first}'
+    what = 'the runs do not differ' if parted[first] is None else f'the runs differ from step {parted[first]:,} on, first in {first}'
     if ax is None:
         label_figure(axes, make_title(name_of_type(ttype), meanings.get(stat, stat), what), 'step')
         handles = [mpl.lines.Line2D([], [], color=c, label=n) for n,c in zip(names, colors, strict=True)]

@@ -59,7 +59,7 @@ def differences(
         else 'the same numbers, to the last digit')
     if found:
         row,red = found.table.loc[found.first],alarm[is_dark()]
-        what = f"the runs differ from step {found.step:,} on, in {describe_row_tensor(row).replace('`', '')}"
+        what = f"the runs differ from step {found.step:,} on, first in {describe_row_tensor(row).replace('`', '')}"
         mark_difference(ax, found.step)
         if np.isfinite(row['distance']):
             ax.plot([found.step], [row['distance']], 'o', color=red, ms=5, label='first difference', zorder=3)

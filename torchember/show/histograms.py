@@ -46,7 +46,8 @@ def draw_ranges(ax, dtypes, info, lo, hi):
         f = limits(dtype)
         c = palettes[is_dark()][1+i%7]
         y = 1-h*(1.05+1.35*i)
-        ends = [max(f['subnormal'], lo-2), max(f['normal'], lo-2), min(f['max']+1, hi+3)]
+        last = min(f['max']+1, hi+3)
+        ends = [max(f['subnormal'], lo-2), min(max(f['normal'], lo-2), last), last]
         if ends[0]<ends[2]:
             for a,b,alpha in ((ends[0], ends[1], .35), (ends[1], ends[2], .9)):
                 ax.add_patch(mpl.patches.Rectangle((a, y), b-a, h, transform=ax.get_xaxis_transform(),
