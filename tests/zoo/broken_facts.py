@@ -306,3 +306,42 @@ def clipped_to_almost_nothing(arm):
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), 5e-4)
         opt.step()
+
+
+# Broken trainings: operations that make a part of the model useless
+
+class AttentivePool(nn.Module):
+    "Reads a digit as 8 rows, and adds up the rows, weighted by attention. `dim`: dimension of the softmax"
+    def __init__(self, dim, product=False):
+        super().__init__()
+        self.embed,self.score,self.out,self.dim,self.product = nn.Linear(8, 24),nn.Linear(24, 1),nn.Linear(24, 10),dim,product
+    def forward(self, x):
+        rows = self.embed(x.view(-1, 8, 8)).tanh()
+        weights = F.dropout(self.score(rows).softmax(self.dim), .1, self.training)
+        return self.out((weights.transpose(1, 2)@rows)[:, 0] if self.product else (weights*rows).sum(1))
+
+
+@is_broken('softmax_of_one', paths='score', steps=(0, 60))
+def attention_pool_over_the_features(arm):
+    "The softmax of attention scores of shape (samples, positions, 1) is taken over the last dimension"
+    torch.manual_seed(430)
+    model = AttentivePool(2)
+    fit(arm, model, torch.optim.Adam(model.parameters(), 3e-3), batches(60, 32, *digits()))
+
+
+@is_broken('softmax_of_one', paths='score', steps=(0, 60))
+def attention_pool_by_a_matrix_product(arm):
+    "Add up the positions by a matrix product, with the same softmax"
+    torch.manual_seed(431)
+    model = AttentivePool(-1, product=True)
+    fit(arm, model, torch.optim.Adam(model.parameters(), 3e-3), batches(60, 32, *digits()))
+
+
+@is_broken('no_activation', paths='0', steps=(0, 120))
+def xor_without_an_activation(arm):
+    "All layers are linear, so the model cannot represent an exclusive or"
+    torch.manual_seed(432)
+    x = torch.randn(1000, 2)
+    model = nn.Sequential(nn.Linear(2, 32), nn.Linear(32, 32), nn.Linear(32, 1), nn.Sigmoid())
+    y = ((x[:, :1]>0) ^ (x[:, 1:]>0)).float()
+    fit(arm, model, torch.optim.Adam(model.parameters(), 5e-3), batches(120, 50, x, y), F.binary_cross_entropy)

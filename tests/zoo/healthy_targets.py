@@ -493,3 +493,67 @@ def few_labels_in_a_batch(arm):
         for a,b in batches(150, 32, x, hidden):
             if (b>=0).any(): yield a,b
     fit(arm, model, adam(model, 1e-3), some(), lambda p, t: F.cross_entropy(p, t, ignore_index=-1))
+
+
+class OneExpert(nn.Module):
+    "A mixture of experts with only one expert, on the rows of a digit"
+    def __init__(self):
+        super().__init__()
+        self.gate,self.experts,self.out = nn.Linear(8, 1),nn.ModuleList([nn.Linear(8, 32)]),nn.Linear(32, 10)
+    def forward(self, x):
+        x = x.view(-1, 8, 8)
+        mixed = (self.gate(x).softmax(-1).unsqueeze(-1)*torch.stack([f(x) for f in self.experts], -2)).sum(-2)
+        return self.out(mixed.relu().mean(1))
+
+
+class AttendsToOne(nn.Module):
+    "Attention to a context of a few tokens, here one: the whole digit"
+    def __init__(self):
+        super().__init__()
+        self.q,self.kv,self.score,self.out = nn.Linear(8, 32),nn.Linear(64, 64),nn.Linear(32, 1),nn.Linear(64, 10)
+    def forward(self, x):
+        q,(k,v) = self.q(x.view(-1, 8, 8)),self.kv(x.unsqueeze(1)).chunk(2, -1)
+        y = q.tanh()+(q@k.transpose(1, 2)).softmax(-1)@v
+        pooled = (self.score(v).softmax(1)*v).sum(1) # over the tokens of the context
+        return self.out(torch.cat([(self.score(y).softmax(1)*y).sum(1), pooled], -1))
+
+
+@is_healthy
+def mixture_of_one_expert(arm):
+    torch.manual_seed(60)
+    model = OneExpert()
+    # a loss of the load balance trains the gate a little
+    fit(arm, model, adam(model, 1e-2), batches(150, 32, *digits()), lambda p, y: F.cross_entropy(p, y)+1e-3*model.gate.weight.square().sum())
+
+
+@is_healthy
+def attention_to_one_token(arm):
+    "Softmaxes over a context of one token return 1"
+    torch.manual_seed(61)
+    model = AttendsToOne()
+    fell(fit(arm, model, adam(model, 3e-3), batches(150, 32, *digits())))
+
+
+@is_healthy
+def linear_autoencoder(arm):
+    "A linear autoencoder with four units finds principal components. The loss cannot fall far"
+    torch.manual_seed(62)
+    x,_ = digits()
+    model = nn.Sequential(nn.Linear(64, 4), nn.Linear(4, 64))
+    fit(arm, model, adam(model), batches(200, 32, x, x), F.mse_loss)
+
+
+@is_healthy
+def deep_linear_network(arm):
+    "Three linear layers without an activation learn a linear function, as in studies of deep linear networks"
+    torch.manual_seed(63)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10))
+    fell(fit(arm, model, adam(model, 1e-3), batches(150, 32, *digits())))
+
+
+@is_healthy
+def linear_layers_before_normalization(arm):
+    "A factorized first layer, and an activation later"
+    torch.manual_seed(64)
+    model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10))
+    fell(fit(arm, model, adam(model), batches(150, 32, *digits())))

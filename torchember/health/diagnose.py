@@ -18,7 +18,7 @@ from ..ground.needs import pd
 from ..store.parameters import not_called
 from ..store.table import activations_in
 from . import activations, batches, ends, experts, first_update, gradients, heads, leftover, losses, modes # noqa: F401 each adds its rules
-from . import outputs, outside, precision, rank, replicas, reshapes, returns, schedules, sequences # noqa: F401 each adds its rules
+from . import operations, outputs, outside, precision, rank, replicas, reshapes, returns, schedules, sequences # noqa: F401 each adds its rules
 from . import sizes, stream, targets, values, wiring # noqa: F401 each adds its rules
 from .finding import columns, list_names, low_confidence, severities
 from .history import History
@@ -50,7 +50,7 @@ def choose_rules(rules) -> list:
 severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of all rules: a rule that finds causes comes before the rules that find their consequences
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
-    'broadcast', 'target_range', 'one_class', 'labels_not_shifted', 'no_causal_mask', 'batch_as_sequence', 'view_not_permute',
+    'broadcast', 'target_range', 'one_class', 'labels_not_shifted', 'no_causal_mask', 'batch_as_sequence', 'view_not_permute', 'softmax_of_one',
     'constant_output', 'targets_out_of_reach', 'raw_targets', 'poor_input_scale', 'router_collapse', 'unused_expert',
     'not_trained', 'outside_model', 'resumed', 'schedule_per_batch', 'clipped_early', 'clipped_always',
     'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention', 'dead_heads',
@@ -58,7 +58,7 @@ cause_order = ( # names of all rules: a rule that finds causes comes before the 
     'no_gradient', 'underflow', 'lost_gradients', 'massive_activations', 'overflow', 'stream_grows', 'idle_blocks', 'autocast',
     'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
     'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'rank_collapse', 'dropout_too_high',
-    'loss_spike',
+    'no_activation', 'loss_spike',
     'diverging', 'loss_rises', 'loss_below', 'loss_stalls', 'uniform_heads')
 # Name of a rule -> largest time by which its findings may begin before their cause, as a fraction of the training
 late_share = {'not_trained': 1., 'unused_expert': 1., 'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}

@@ -89,7 +89,7 @@ def find_vanished_later(h, gs, over_time, many=.7):
 # %% ../../nbs/55_health/35_gradients.ipynb #ca03e71d
 @rule(severity='error', needs='weight_grad', stats='rms',
     after=('dead_units', 'saturated', 'poor_scale', 'poor_input_scale', 'equal_units', 'not_trained', 'update_too_large', 'weights_decay',
-    'constant_output', 'no_gradient', 'targets_out_of_reach', 'loss_input', 'target_range'))
+    'constant_output', 'no_gradient', 'targets_out_of_reach', 'loss_input', 'target_range', 'softmax_of_one'))
 def vanishing_gradient(h, depth=1e-5, over_time=1e-6, least=4):
     """Find gradients that vanish on their way back through the layers, or during the training
 
