@@ -50,7 +50,7 @@ def choose_rules(rules) -> list:
 severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of all rules: a rule that finds causes comes before the rules that find their consequences
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
-    'broadcast', 'target_range', 'one_class', 'labels_not_shifted', 'no_causal_mask', 'batch_as_sequence', 'view_not_permute',
+    'broadcast', 'target_range', 'one_class', 'labels_not_shifted', 'labels_shifted_twice', 'no_causal_mask', 'batch_as_sequence', 'view_not_permute',
     'constant_output', 'targets_out_of_reach', 'raw_targets', 'poor_input_scale', 'router_collapse', 'unused_expert',
     'not_trained', 'outside_model', 'resumed', 'schedule_per_batch', 'clipped_early', 'clipped_always',
     'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention', 'dead_heads',
