@@ -224,6 +224,39 @@ def letters_as_their_own_labels(arm):
     fit(arm, model, adam(model, 1e-2), ((x, x) for x,_ in passages(150, 16)), of_tokens)
 
 
+def letters_with_loss(arm, model, n=150):
+    "Train a model that gets letters and labels, and returns its loss."
+    opt = adam(model, 1e-2)
+    te = arm(model, optimizer=opt)
+    for x,y in passages(n, 16):
+        loss = model(x, labels=y)
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+
+
+class LettersWithLoss(Letters):
+    "An LSTM that shifts its labels by one letter, as the causal language models of Hugging Face, and returns its loss"
+    def forward(self, x, labels):
+        return F.cross_entropy(super().forward(x).flatten(0, 1), F.pad(labels, (0, 1), value=-100)[:, 1:].flatten())
+
+
+@is_broken('labels_shifted_twice', paths='head')
+def letters_shifted_by_data_and_model(arm):
+    "The labels are the next letters, and the model shifts its labels once more"
+    torch.manual_seed(59)
+    letters_with_loss(arm, LettersWithLoss())
+
+
+@is_broken('labels_shifted_twice', paths='head')
+def letters_shifted_by_data_and_loss(arm):
+    "The labels are the next letters, and the loss compares each output with the label of the next position"
+    torch.manual_seed(60)
+    model = Letters()
+    fit(arm, model, adam(model, 1e-2), passages(150, 16), lambda out, y: of_tokens(out[:, :-1], y[:, 1:]))
+
+
 @is_broken('no_causal_mask', paths='attn')
 def attention_without_mask(arm):
     "The labels are the next letters, but nn.MultiheadAttention gets no mask"

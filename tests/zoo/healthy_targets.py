@@ -557,3 +557,44 @@ def linear_layers_before_normalization(arm):
     torch.manual_seed(64)
     model = nn.Sequential(nn.Linear(64, 16), nn.Linear(16, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10))
     fell(fit(arm, model, adam(model), batches(150, 32, *digits())))
+
+
+class TwoHeads(Letters):
+    "An LSTM with one head for the next letter, and one head for the letter after the next one"
+    def __init__(self):
+        super().__init__()
+        self.second = nn.Linear(32, len(letters))
+
+    def forward(self, x):
+        h = self.lstm(self.embed(x))[0]
+        return self.head(h),self.second(h)
+
+
+@is_healthy
+def two_letters_ahead_by_a_second_head(arm):
+    "Multi-token prediction: the labels of the second head are two letters ahead on purpose"
+    torch.manual_seed(61)
+    model = TwoHeads()
+    fell(fit(arm, model, adam(model, 1e-2), passages(150, 16), lambda out, y: of_tokens(out[0], y)+.3*of_tokens(out[1][:, :-1], y[:, 1:])))
+
+
+class OddEven(Letters):
+    "An LSTM that gets every letter twice, so the next letter of a passage is two positions ahead"
+    def forward(self, x): return super().forward(x.repeat_interleave(2, 1))[:, 1::2]
+
+
+@is_healthy
+def letters_given_twice(arm):
+    torch.manual_seed(62)
+    model = OddEven()
+    fell(fit(arm, model, adam(model, 1e-2), passages(120, 16), of_tokens))
+
+
+@is_healthy
+def sequences_of_period_two(arm):
+    "Each sequence alternates between two letters, so the letter two positions ahead is the letter itself, and the next label is the letter before"
+    torch.manual_seed(63)
+    model = Letters()
+    def alternating():
+        for x,_ in passages(100, 16): yield (both := x[:, :2].repeat(1, 13))[:, :-2],both[:, 1:-1]
+    fell(fit(arm, model, adam(model, 1e-2), alternating(), of_tokens))

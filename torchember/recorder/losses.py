@@ -89,8 +89,8 @@ class Labels:
 
 # %% ../../nbs/40_recorder/36_losses.ipynb #6e9c61bc
 def count_next_tokens(tokens, labels, ignore=None):
-    """Return four counts as a tensor: labels, labels equal to the next input token, labels that differ from the current token, and labels
-    at the first position.
+    """Return six counts as a tensor: labels, labels equal to the next input token, labels that differ from the current token, labels at the
+    first position, labels with an input token two positions ahead, and labels equal to this token.
 
     `tokens`: (sequences, positions) input of a model; `labels`: for all positions, or for all but the last; `ignore`: label that does not
     count. Return None if the number of labels fits neither.
@@ -102,7 +102,9 @@ def count_next_tokens(tokens, labels, ignore=None):
     if labels.device!=tokens.device: return None
     now,after = tokens[:, :-1],tokens[:, 1:]
     counts = torch.ones_like(labels, dtype=torch.bool) if ignore is None else labels!=ignore
-    return torch.stack([x.sum() for x in (counts, counts & (labels==after), counts & (labels!=now), counts[:, 0])])
+    ahead = counts[:, :-1]
+    return torch.stack([x.sum() for x in (counts, counts & (labels==after), counts & (labels!=now), counts[:, 0],
+        ahead, ahead & (labels[:, :-1]==tokens[:, 2:]))])
 
 def may_be_tokens(x) -> bool:
     "Return True if a tensor may contain tokens, or labels of tokens: int32 or int64, with readable values. False for wrappers such as `DTensor`."
@@ -113,13 +115,15 @@ def tokens_among(inputs) -> list:
     return [(n, x.detach()) for n,x in inputs if isinstance(x, torch.Tensor) and may_be_tokens(x) and x.dim()==2 and x.shape[1]>1]
 
 class NextTokens:
-    "Tests if the labels are the next tokens, or the tokens at the same position: compares labels with the model's integer inputs."
+    "Tests if the labels are tokens at the next or the same position, or two positions ahead: compares labels with the model's integer inputs."
     most = 4 # number of batches to compare
     def __init__(self):
         # compared: number of batches so far; lengths: lengths of their sequences; least: smallest share of labels equal to the next input token
         self.compared,self.lengths,self.least,self.copies = 0,set(),None,ArrivingCopies(self.add_counts)
         # name of an input -> number of labels that were compared with its token at the same position, and number of labels that differ from it
         self.same = {}
+        # later: the same for the token two positions ahead; follows: name of an input -> True if all labels equal its next token
+        self.later,self.follows = {},{}
 
     def add(self, inputs, labels, ignore=None):
         "Add a batch: compare its labels with each of the model's `inputs`, (name, tensor) pairs. `ignore`: label that does not count."
@@ -139,19 +143,27 @@ class NextTokens:
         enough = lambda c: 2*c[0][0]>=c[1][0]*(c[1][1]-1) and 2*c[0][3]>=c[1][0]
         found = [(c, *of) for c,of in zip(counts.tolist(), inputs, strict=True) if enough((c, of[0]))]
         if not found: return
-        (labels,equal,different,_),(_,length),_ = max(found, key=lambda c: c[0][1])
+        (labels,equal,different,*_),(_,length),_ = max(found, key=lambda c: c[0][1])
         if 10*different>=labels:
             self.lengths.add(length)
             self.least = min(equal/labels, 1 if self.least is None else self.least)
-        for (labels,equal,different,_),_,name in found:
+        for (labels,equal,different,_,ahead,later),_,name in found:
+            self.follows[name] = self.follows.get(name, True) and equal==labels
             if 10*(labels-equal)<labels: continue
             checked,moved = self.same.get(name, (0, 0))
             self.same[name] = checked+labels,moved+different
+            # a sequence that repeats after two positions proves nothing: its tokens two positions ahead are the current tokens
+            if 10*different<labels: continue
+            checked,moved = self.later.get(name, (0, 0))
+            self.later[name] = checked+ahead,moved+ahead-later
 
     def facts(self) -> dict:
         "Return the facts about tokens as labels, for the metadata of the run. Empty if `add_counts` has ignored the counts of all batches."
         same = next((dict(same_tokens=checked, same_input=str(name)) for name,(checked,moved) in self.same.items() if not moved), {})
-        return same if self.least is None else dict(next_tokens=round(self.least, 6), lengths=sorted(self.lengths)) | same
+        later = next((dict(later_tokens=n, later_input=str(name)) for name,(n,moved) in self.later.items() if n and not moved), {})
+        # a Hugging Face model that gets shifted labels shifts them again: the labels of the loss are the next tokens of its input `labels`
+        following = next((dict(next_input=str(name)) for name,all_ in self.follows.items() if later and all_), {})
+        return ({} if self.least is None else dict(next_tokens=round(self.least, 6), lengths=sorted(self.lengths))) | same | later | following
 
 # %% ../../nbs/40_recorder/36_losses.ipynb #1e3ba0ee
 class TermFacts:

@@ -9,9 +9,9 @@ __all__ = ['most_losses', 'most_labels', 'texts', 'whole_numbers', 'is_valid_los
 most_losses = 64 # maximum number of loss terms that are described for a run
 most_labels = 4096 # each label is counted only if all labels are below this number
 
-texts = 'name', 'tname', 'kind', 'takes', 'target_dtype', 'end', 'same_input'
+texts = 'name', 'tname', 'kind', 'takes', 'target_dtype', 'end', 'same_input', 'later_input', 'next_input'
 whole_numbers = ('first_step', 'seen', 'expanded', 'batches', 'single', 'distinct', 'smallest', 'largest',
-    'classes', 'ignore_index', 'softmax_dim', 'softmax_size', 'same_tokens', 'counted')
+    'classes', 'ignore_index', 'softmax_dim', 'softmax_size', 'same_tokens', 'later_tokens', 'counted')
 
 def is_valid_loss(e) -> bool:
     "Return True if `e`, a value from a metadata file, is a valid description of a loss term."
