@@ -43,6 +43,60 @@ def the_head_is_cleared_and_the_body_is_not(arm):
         head.step()
 
 
+# Broken trainings: gradients are set to zero before the optimizer uses them
+
+def accumulated(arm, seed, early, micro=4, size=16, **armed):
+    """Train a small network on digits, and accumulate the gradients of `micro` batches.
+
+    `early`: True to call `zero_grad` after each batch, and not only after each step"""
+    torch.manual_seed(seed)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    te = arm(model, optimizer=opt, **armed)
+    for i,(a,b) in enumerate(batches(60*micro, size, x, y)):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        (loss/micro).backward()
+        if (i+1)%micro==0: opt.step()
+        if early or (i+1)%micro==0: opt.zero_grad()
+
+
+@is_broken('discarded_gradients', steps=(0, 60))
+def zero_grad_after_each_micro_batch(arm): accumulated(arm, 420, True)
+
+
+@is_broken('discarded_gradients', steps=(0, 60))
+def zero_grad_between_two_micro_batches(arm): accumulated(arm, 421, True, micro=2)
+
+
+# Broken trainings: a schedule for batches is stepped per epoch
+
+def one_cycle(arm, seed, calls, per_epoch, epochs=8):
+    """Train a small network on digits with OneCycleLR, in epochs of 20 batches.
+
+    `calls`: calls of `scheduler.step()` for which the schedule is created; `per_epoch`: True to call it once per epoch"""
+    torch.manual_seed(seed)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1, momentum=.9)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=.1, total_steps=calls)
+    te = arm(model, optimizer=opt)
+    for _ in range(epochs):
+        for a,b in batches(20, 64, x, y):
+            loss = F.cross_entropy(model(a), b)
+            te.log(loss=loss)
+            opt.zero_grad()
+            loss.backward()
+            opt.step()
+            if not per_epoch: scheduler.step()
+        if per_epoch: scheduler.step()
+
+
+@is_broken('schedule_not_reached')
+def one_cycle_for_batches_stepped_per_epoch(arm): one_cycle(arm, 430, 160, True)
+
+
 # Broken trainings: gradients are clipped too early
 
 def clipped(arm, seed, early, late=False, zeros=False, known=True, size=1., **armed):

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import is_healthy
-from .broken_facts import Peaked, Residual, Tanh, Wide, clipped, under_autocast
+from .broken_facts import Peaked, Residual, Tanh, Wide, accumulated, clipped, one_cycle, under_autocast
 from .data import digits
 from .parts import batches, fit, mlp
 
@@ -24,6 +24,128 @@ def cleared_to_zeros_and_accumulated(arm):
         te.log(loss=loss*3)
         loss.backward()
         if i%3==2: opt.step(); opt.zero_grad(set_to_none=False)
+
+
+@is_healthy
+def accumulated_and_cleared_with_each_step(arm): accumulated(arm, 460, False)
+
+
+@is_healthy
+def a_discriminator_alone(arm):
+    "Only the discriminator is recorded. It gets gradients from the loss of the generator, which its own `zero_grad` discards"
+    torch.manual_seed(461)
+    maker,critic = mlp(4, 32, 2),mlp(2, 32, 1)
+    of_maker,of_critic = (torch.optim.Adam(m.parameters(), 2e-3, betas=(.5, .9)) for m in (maker, critic))
+    te = arm(critic, optimizer=of_critic)
+    for _ in range(80):
+        real,fake = F.normalize(torch.randn(60, 2)),maker(torch.randn(60, 4))
+        of_critic.zero_grad()
+        loss = F.softplus(-critic(real)).mean()+F.softplus(critic(fake.detach())).mean()
+        loss.backward()
+        of_critic.step()
+        of_maker.zero_grad()
+        cost = F.softplus(-critic(fake)).mean()
+        cost.backward()
+        of_maker.step()
+        te.log(critic=loss, maker=cost)
+
+
+@is_healthy
+def adversarial_examples_by_backward(arm):
+    "Before each step, `backward` computes the gradient of the input three times, and `zero_grad` discards the gradients of the weights"
+    torch.manual_seed(462)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(60, 32, x, y):
+        for _ in range(3):
+            moved = a.clone().requires_grad_()
+            loss = F.cross_entropy(model(moved), b)
+            te.log(attack=loss)
+            loss.backward()
+            a = (moved+.01*moved.grad.sign()).detach()
+            opt.zero_grad()
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        loss.backward()
+        opt.step()
+        opt.zero_grad()
+
+
+@is_healthy
+def gradients_of_some_batches_are_skipped(arm):
+    "Batches whose gradients are too large are left out, which is every third batch"
+    torch.manual_seed(463)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(90, 32, x, y)):
+        opt.zero_grad()
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        loss.backward()
+        if i%3!=1: opt.step()
+
+
+@is_healthy
+def gradients_of_old_tasks_are_measured(arm):
+    "Before each step, the gradients of two batches of earlier data are copied and set to zero, as in gradient episodic memory"
+    torch.manual_seed(464)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(60, 32, x, y):
+        kept = []
+        for c,d in batches(2, 32, x, y):
+            opt.zero_grad()
+            F.cross_entropy(model(c), d).backward()
+            kept.append([p.grad.clone() for p in model.parameters()])
+        opt.zero_grad()
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        loss.backward()
+        opt.step()
+
+
+@is_healthy
+def sharpness_aware(arm):
+    "SAM: the gradients of the first backward pass move the weights, and are set to zero before the second"
+    torch.manual_seed(465)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt = torch.optim.SGD(model.parameters(), lr=.1)
+    te = arm(model, optimizer=opt)
+    for a,b in batches(60, 32, x, y):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        loss.backward()
+        size = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        moves = [.05*p.grad/size for p in model.parameters()]
+        with torch.no_grad():
+            for p,m in zip(model.parameters(), moves, strict=True): p.add_(m)
+        opt.zero_grad()
+        again = F.cross_entropy(model(a), b)
+        te.log(again=again)
+        again.backward()
+        with torch.no_grad():
+            for p,m in zip(model.parameters(), moves, strict=True): p.sub_(m)
+        opt.step()
+        opt.zero_grad()
+
+
+@is_healthy
+def one_cycle_stepped_per_batch(arm): one_cycle(arm, 466, 160, False)
+
+
+@is_healthy
+def one_cycle_set_up_for_epochs(arm): one_cycle(arm, 467, 8, True)
+
+
+@is_healthy
+def one_cycle_for_epochs_in_its_warm_up(arm): one_cycle(arm, 468, 60, True)
 
 
 @is_healthy

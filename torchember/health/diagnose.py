@@ -52,7 +52,7 @@ cause_order = ( # names of all rules: a rule that finds causes comes before the 
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
     'broadcast', 'target_range', 'one_class', 'labels_not_shifted', 'no_causal_mask', 'batch_as_sequence', 'view_not_permute', 'softmax_of_one',
     'constant_output', 'targets_out_of_reach', 'raw_targets', 'poor_input_scale', 'router_collapse', 'unused_expert',
-    'not_trained', 'outside_model', 'resumed', 'schedule_per_batch', 'clipped_early', 'clipped_always',
+    'not_trained', 'outside_model', 'resumed', 'discarded_gradients', 'schedule_per_batch', 'schedule_not_reached', 'clipped_early', 'clipped_always',
     'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention', 'dead_heads',
     'attention_logits', 'peaked_attention', 'attention_collapse', 'attention',
     'no_gradient', 'underflow', 'lost_gradients', 'massive_activations', 'overflow', 'stream_grows', 'idle_blocks', 'autocast',

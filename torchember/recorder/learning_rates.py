@@ -65,6 +65,7 @@ class LearningRates:
         # last: name -> `rate_version` in the last row; found: name -> learning rate that changed in this step
         self.last,self.found = {},{}
         self.plain = {} # id of an optimizer -> last result of `plain_rates`
+        self.schedules = {} # name of a learning rate -> [initial, largest learning rate] of its OneCycleLR or CyclicLR
 
     def prefix(self, optimizer) -> str:
         "Return the prefix of the names of an optimizer's learning rates: 'lr', or 'lr/<number>' if there are several optimizers."
@@ -75,6 +76,7 @@ class LearningRates:
         "Note the changed learning rates of an optimizer before its step."
         plain = plain_rates(optimizer)
         if plain is not None and self.plain.get(id(optimizer))==plain: return
+        if id(optimizer) not in self.plain: self.schedules |= self.find_schedules(optimizer)
         self.plain[id(optimizer)] = plain
         for name,rate in rates_in(optimizer, self.prefix(optimizer)).items():
             new = rate_version(rate)
@@ -82,6 +84,17 @@ class LearningRates:
             try: self.found[name] = as_number(rate)
             except Unmeasurable: continue # a learning rate cannot be read while a CUDA graph is captured
             self.last[name] = new
+
+    def find_schedules(self, optimizer) -> dict:
+        "Return the learning rates with a largest rate in their parameter group, where OneCycleLR keeps it: name -> [initial, largest]."
+        rates = list(rates_in(optimizer, self.prefix(optimizer)))
+        if len(rates)!=len(optimizer.param_groups): return {}
+        both = {n: [g.get('initial_lr'), g.get('max_lr')] for n,g in zip(rates, optimizer.param_groups, strict=True)}
+        return {n: v for n,v in both.items() if all(type(x) in (float, int) for x in v)}
+
+    def facts(self, found) -> dict: # found: result of `every_parameter`
+        "Return the facts for the metadata: the initial and the largest learning rate of schedules."
+        return {'schedules': self.schedules} if self.schedules else {}
 
     def take(self) -> dict: # name of a learning rate -> number, or `Pending` while the device has not sent it
         "Take the changed learning rates of the current step out of this object, and return them."

@@ -286,7 +286,8 @@ class ModelEvents(Listener):
         state.passes.shapes_known[0] = 0
         state.track.input_dt = {n: shape_of(x) for n,x in inputs}
         if state.root and self.on:
-            for part in (self.recorder.losses, self.pipe.remover.outside, self.pipe.remover.reshapes): part.note_inputs(inputs)
+            remover = self.pipe.remover
+            for part in (self.recorder.losses, remover.outside, remover.reshapes, *(() if here.phase else (remover.refused,))): part.note_inputs(inputs)
         elif not self.pipe.remover.reshapes.done and not compiled: self.pipe.remover.reshapes.compare_inputs(state.track.path, inputs)
         self.sources.flow(state, 'input', inputs, call, here.phase)
         self.calls.enter(state.track, call)
@@ -381,7 +382,9 @@ class OptimizerEvents(Listener):
         "Measure the gradients and learning rates for an optimizer's step."
         with self.lock:
             self.pipe.steps.state.note_content()
-            if unchanged: self.pipe.remover.cleared.note_step(optimizer, self.pipe.remover.refused)
+            remover = self.pipe.remover
+            if unchanged: remover.cleared.note_step(optimizer, remover.refused)
+            remover.discarded.note_step(remover.refused, self.pipe.steps.number)
             self.sources.complete(optimizer, scale)
             self.pipe.read_pending()
             if self.pipe.gate.writes: self.sources.rates.note(optimizer)

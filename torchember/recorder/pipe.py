@@ -74,7 +74,7 @@ class PassRemover:
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
-        self.left,self.clips,self.outside,self.cleared,self.reshapes = sources.checks
+        self.left,self.clips,self.outside,self.cleared,self.reshapes,self.discarded = sources.checks
         self.task = -1 # id of the last backward that reached a logged loss
 
     def choose_parameters(self, model):
@@ -94,6 +94,7 @@ class PassRemover:
 
     def hook_losses(self, numbers):
         "Install hooks on logged losses to detect their backward, if the outputs of the pass have no hooks. `numbers`: name -> logged number."
+        if numbers: self.refused.note_logged()
         if not self.refused.passes or self.refused.passes[-1].hooks: return
         for x in numbers.values():
             if getattr(x, 'grad_fn', None) is not None and not is_wrapped(x): x.register_hook(self.note_loss_backward)
@@ -127,6 +128,7 @@ class PassRemover:
         for p in refused.unreached() if unreached else refused.removed():
             refused.take(p)
             self.tally.note_refused()
+            if not unreached: self.discarded.note_removed(p)
             # True if the step has no other pass, and no rows in the log that the next pass would replace
             empty = steps.remove_refused(p.number) and not buffer.rows.is_partly_logged
             write_refused(self.writer, buffer, steps, p, refused.first_after(p), empty, self.gate.writes)

@@ -42,6 +42,8 @@ class TrainingPass:
         # hooks: number of outputs with a hook; complete: True if all outputs that require a gradient have a hook
         self.hooks,self.complete = 0,True
         self.reached = False # True once a backward reached this pass
+        # plain_inputs: True if the root was called, and none of its inputs requires a gradient; logged: True if `te.log` was called
+        self.plain_inputs = self.logged = False
         # `gradient_state` before and after the backward; `after` is None if the backward raised an exception
         self.before = self.after = None
 
@@ -97,6 +99,14 @@ class RefusedPasses:
     def add_pass(self, number:int, micro:int, first:int): # for the arguments, see `TrainingPass`
         "Add a `TrainingPass` for the training pass that begins now."
         if self.parameters: self.passes.append(TrainingPass(number, micro, first, sum_version_counters(self.parameters)))
+
+    def note_inputs(self, inputs): # inputs: pairs (name, tensor)
+        "Note the inputs of the root in the last pass: whether any of them requires a gradient."
+        if self.passes: self.passes[-1].plain_inputs = not any(getattr(x, 'requires_grad', False) for _,x in inputs)
+
+    def note_logged(self):
+        "Note that a number was logged after the last pass."
+        if self.passes: self.passes[-1].logged = True
 
     def hook_outputs(self, outputs): # outputs: pairs (name, tensor)
         "Install hooks on the outputs of the last pass, to detect a backward that reaches them."

@@ -16,7 +16,7 @@ from ..ground.record import flowing
 from ..measure.planning import WatchedLists
 from .buffers import Buffers
 from .early_clips import EarlyClips
-from .left_gradients import ClearedGradients, LeftoverGradients
+from .left_gradients import ClearedGradients, DiscardedGradients, LeftoverGradients
 from .outside import OutsideParameters
 from .reshapes import ExchangedDimensions
 from .gradients import Gradients
@@ -128,13 +128,13 @@ class Sources:
         optimizers = watch.optimizers if watch else ()
         search_failed = lambda e: buffer.notices.failed(self.states[0].track.name, 'the autograd graph', e)
         self.checks = (LeftoverGradients(optimizers), EarlyClips(), OutsideParameters(optimizers, search_failed), ClearedGradients(),
-            ExchangedDimensions(search_failed))
+            ExchangedDimensions(search_failed), DiscardedGradients())
         outputs = [OutputFacts(steps)] if 'output' in ttypes else []
-        self.parameters = Parameters(buffer, ttypes, note, [f.facts for f in (*outputs, *self.checks)])
+        self.rates = LearningRates(optimizers)
+        self.parameters = Parameters(buffer, ttypes, note, [f.facts for f in (*outputs, *self.checks, self.rates)])
         self.optimizers = KnownOptimizers(watch, self.parameters)
         self.gradients = Gradients(ttypes, steps, notify)
         self.updates = Updates(buffer, self.parameters, ttypes)
-        self.rates = LearningRates(watch.optimizers if watch else ())
         self.followed = FollowedTensors(ttypes, self.parameters, buffer)
         # objects that measure tensors at the end of each step, such as `Buffers`
         self.at_step_end = [source for source in (Buffers(buffer),) if source.ttype in ttypes]
