@@ -57,7 +57,7 @@ cause_order = ( # names of all rules: a rule that finds causes comes before the 
     'attention_logits', 'peaked_attention', 'attention_collapse', 'attention',
     'no_gradient', 'underflow', 'lost_gradients', 'massive_activations', 'overflow', 'stream_grows', 'idle_blocks', 'autocast',
     'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
-    'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'rank_collapse', 'dropout_too_high',
+    'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'shared_batch_norm', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'rank_collapse', 'dropout_too_high',
     'loss_spike',
     'diverging', 'loss_rises', 'loss_below', 'loss_stalls', 'uniform_heads')
 # Name of a rule -> largest time by which its findings may begin before their cause, as a fraction of the training
