@@ -399,3 +399,41 @@ def xor_without_an_activation(arm):
     model = nn.Sequential(nn.Linear(2, 32), nn.Linear(32, 32), nn.Linear(32, 1), nn.Sigmoid())
     y = ((x[:, :1]>0) ^ (x[:, 1:]>0)).float()
     fit(arm, model, torch.optim.Adam(model.parameters(), 5e-3), batches(120, 50, x, y), F.binary_cross_entropy)
+
+
+# Broken trainings: one BatchNorm in two places
+
+class TwoPlaces(nn.Module):
+    "A small CNN that normalizes its channels in two places. `norms`: the two normalizations"
+    def __init__(self, *norms, c=12):
+        super().__init__()
+        self.stem,self.inner = nn.Conv2d(1, c, 3, 2, 1),nn.Conv2d(c, c, 3, 2, 1)
+        self.norms,self.head = nn.ModuleList(norms),nn.Linear(4*c, 10)
+
+    def forward(self, x):
+        x = F.relu(self.norms[0](self.stem(x)))
+        return self.head(F.relu(self.norms[1](4*self.inner(x))).flatten(1))
+
+
+def with_evaluations(arm, model, n=80, lr=2e-3):
+    "Train with digits, and evaluate in every tenth step"
+    x,y = digits(images=True)
+    opt = torch.optim.Adam(model.parameters(), lr)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(n, 32, x[300:], y[300:])):
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        if i%10==9:
+            model.eval()
+            with torch.no_grad(): model(x[:300])
+            model.train()
+
+
+@is_broken('shared_batch_norm', paths='norms.0', steps=(0, 20))
+def one_batch_norm_for_two_places(arm):
+    "The list of the normalizations contains the same BatchNorm twice"
+    torch.manual_seed(473)
+    with_evaluations(arm, TwoPlaces(*[nn.BatchNorm2d(12)]*2))

@@ -4,6 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import is_healthy
+from .broken_facts import TwoPlaces, with_evaluations
 from .data import digits, fell
 from .parts import Letters, batches, fit, letters, mlp, of_tokens, passages, squared, table
 
@@ -598,3 +599,44 @@ def sequences_of_period_two(arm):
     def alternating():
         for x,_ in passages(100, 16): yield (both := x[:, :2].repeat(1, 13))[:, :-2],both[:, 1:-1]
     fell(fit(arm, model, adam(model, 1e-2), alternating(), of_tokens))
+
+
+# Healthy trainings: a BatchNorm that is called several times in one pass
+
+@is_healthy
+def two_views_of_a_siamese_network_with_batch_norm(arm):
+    "Both images of a pair go through the same network: its BatchNorm is called twice, with inputs of the same distribution"
+    torch.manual_seed(20)
+    class Siamese(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(64, 48), nn.BatchNorm1d(48), nn.ReLU(), nn.Linear(48, 16))
+        def forward(self, a, b): return (self.net(a)-self.net(b)).square().mean(1)
+    x,y = digits()
+    model = Siamese()
+    opt = adam(model)
+    te = arm(model, optimizer=opt)
+    for i in range(80):
+        at,to = torch.randint(len(x), (2, 48))
+        loss = F.binary_cross_entropy_with_logits(1-model(x[at], x[to]), (y[at]==y[to]).float())
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        if i%10==9:
+            model.eval()
+            with torch.no_grad(): model(x[:200], x[200:400])
+            model.train()
+
+
+@is_healthy
+def one_batch_norm_without_running_statistics_for_two_places(arm):
+    "Without running statistics, a BatchNorm normalizes evaluations by the batch, too"
+    torch.manual_seed(21)
+    with_evaluations(arm, TwoPlaces(*[nn.BatchNorm2d(12, track_running_stats=False)]*2))
+
+
+@is_healthy
+def two_batch_norms_for_two_places(arm):
+    torch.manual_seed(22)
+    with_evaluations(arm, TwoPlaces(nn.BatchNorm2d(12), nn.BatchNorm2d(12)))

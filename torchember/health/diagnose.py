@@ -50,15 +50,16 @@ def choose_rules(rules) -> list:
 severity_rank = {s: i for i,s in enumerate(severities)}
 cause_order = ( # names of all rules: a rule that finds causes comes before the rules that find their consequences
     'died', 'rank_waits', 'recording', 'replicas', 'not_finite', 'same_data', 'constant_batch', 'repeated_data', 'batch_lost', 'hand_over', 'loss_input',
-    'broadcast', 'target_range', 'one_class', 'labels_not_shifted', 'no_causal_mask', 'batch_as_sequence', 'view_not_permute', 'softmax_of_one',
+    'broadcast', 'target_range', 'one_class', 'labels_not_shifted', 'labels_shifted_twice', 'no_causal_mask', 'batch_as_sequence', 'view_not_permute',
+    'softmax_of_one',
     'constant_output', 'targets_out_of_reach', 'raw_targets', 'poor_input_scale', 'router_collapse', 'unused_expert',
     'not_trained', 'outside_model', 'resumed', 'discarded_gradients', 'schedule_per_batch', 'schedule_not_reached', 'clipped_early', 'clipped_always',
     'equal_units', 'poor_scale', 'scaler_skips', 'update_too_large', 'first_step', 'dead_units', 'saturated', 'future_attention', 'dead_heads',
     'attention_logits', 'peaked_attention', 'attention_collapse', 'attention',
     'no_gradient', 'underflow', 'lost_gradients', 'massive_activations', 'overflow', 'stream_grows', 'idle_blocks', 'autocast',
     'update_too_small', 'gradients_add_up', 'weights_decay', 'vanishing_gradient',
-    'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'batch_norm', 'train_eval', 'random_eval', 'collapse', 'rank_collapse', 'dropout_too_high',
-    'no_activation', 'loss_spike',
+    'exploding_gradient', 'gradient_spike', 'wrong_last_activation', 'shared_batch_norm', 'batch_norm', 'train_eval', 'random_eval', 'collapse',
+    'rank_collapse', 'dropout_too_high', 'no_activation', 'loss_spike',
     'diverging', 'loss_rises', 'loss_below', 'loss_stalls', 'uniform_heads')
 # Name of a rule -> largest time by which its findings may begin before their cause, as a fraction of the training
 late_share = {'not_trained': 1., 'unused_expert': 1., 'loss_stalls': .6, 'diverging': .2, 'loss_rises': .2, 'vanishing_gradient': .1, 'collapse': .1}
