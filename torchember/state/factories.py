@@ -7,7 +7,7 @@ __all__ = ['from_state_dict', 'from_weight', 'from_grad', 'from_optimizer_state'
            'from_activation_grad']
 
 # %% ../../nbs/70_state/08_factories.ipynb #4210d6ba
-import re, sys, weakref
+import re, weakref
 
 import torch
 from torch import nn
@@ -356,7 +356,7 @@ class Activations:
     def __enter__(self): return self
     def __exit__(self, *args): self.remove()
     def __del__(self):
-        if hasattr(self, 'states') and not sys.is_finalizing(): self.remove()
+        if hasattr(self, 'states'): self.remove()
 
     def __repr__(self): return repr(self.listener.latest.sort_state())
 
