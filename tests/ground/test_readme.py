@@ -50,7 +50,7 @@ def test_all_blocks_run_in_order(tmp_path):
 for name in ('before', 'after'):
     with torchEmber(model, optimizer=opt, stats='full', name=name) as te: loss = model(x).square().mean(); loss.backward(); opt.step(); opt.zero_grad()"""
     program = [*blocks[:at+1], runs, *lines, *blocks[at+1:]]
-    assert unbound('\n'.join(program))==set() and len(lines)==11 and len(blocks)==4, (lines, len(blocks))
+    assert unbound('\n'.join(program))==set() and len(lines)==12 and len(blocks)==4, (lines, len(blocks))
     assert 'ERROR (not_trained): `4`' in run('\n'.join(program), tmp_path)
     # the runs are in the folder that the README names
     assert {p.name.removesuffix('_latest') for p in (tmp_path/'home'/'log').iterdir()}>={'finetune', 'before', 'after'}
@@ -69,7 +69,8 @@ def test_a_block_that_stands_alone_runs_alone(i, tmp_path):
 
 def test_the_expected_blocks_are_programs():
     "Two blocks can be run alone: the training with a mistake, and the imports for the table."
-    assert [b.splitlines()[0] for b in alone]==['import torch', 'from torchember import brief, compare, overview, read, report, scalar_line, updates, wide']
+    assert [b.splitlines()[0] for b in alone]==['import torch',
+        'from torchember import brief, compare, diff, overview, read, report, scalar_line, updates, wide']
 
 
 def test_the_readme_is_short(): assert len(readme.splitlines())<=160

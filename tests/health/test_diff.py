@@ -289,7 +289,7 @@ def test_another_length_or_schedule_is_reported(home):
     assert not d and f'Only `a` has {steps-12} steps from 12 to {steps-1}.' in d.text and d.table['step'].max()==11
     fifth = run(home, every=5)
     d = diff(fifth, a)
-    assert not d and 'Only b has' in d.text and sorted(set(d.table[d.table.ttype=='weight']['step']))==[0, 5, 10, 15, 20, 25]
+    assert not d and 'Only `b` has' in d.text and sorted(set(d.table[d.table.ttype=='weight']['step']))==[0, 5, 10, 15, 20, 25]
     d = diff(fifth, run(home, opt=lambda ps: adam(ps, lr=3.3e-3), every=1))
     assert (d.step, d.ttype, d.tname)==(0, 'scalar', 'lr')
     assert diff(a[a.step<3], a[a.step==2]).table['step'].unique().tolist()==[2]
@@ -327,7 +327,7 @@ def test_paths_are_mapped(home):
     d = diff(a, b, paths=names | {'0': 'second', '2': 'first'})
     assert (d.step, d.path, d.stat)==(0, '0', 'shape'), d.text
     d = diff(a, b, paths=names | {'2': None})
-    assert not d and '2' not in set(d.table['path']) and 'Only b has the module `second`.' in d.text
+    assert not d and '2' not in set(d.table['path']) and 'Only `b` has the module `second`.' in d.text
     d = diff(a, run(home, make=Named, before=scaled('second.weight')), paths=names)
     assert (d.path, d.pname)==('2', 'weight')
 

@@ -65,7 +65,7 @@ class LearningRates:
         # last: name -> `rate_version` in the last row; found: name -> learning rate that changed in this step
         self.last,self.found = {},{}
         self.plain = {} # id of an optimizer -> last result of `plain_rates`
-        self.schedules = {} # name of a learning rate -> [initial, largest learning rate] of its OneCycleLR or CyclicLR
+        self.schedules = {} # name of a learning rate -> [initial, largest learning rate] of its OneCycleLR
 
     def prefix(self, optimizer) -> str:
         "Return the prefix of the names of an optimizer's learning rates: 'lr', or 'lr/<number>' if there are several optimizers."

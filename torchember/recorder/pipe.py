@@ -74,13 +74,13 @@ class PassRemover:
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
-        self.left,self.clips,self.outside,self.cleared,self.reshapes,self.discarded = sources.checks
+        self.checks = sources.checks # a `Checks`
         self.task = -1 # id of the last backward that reached a logged loss
 
     def choose_parameters(self, model):
         "Choose the parameters whose gradients are checked. Called before recording of the model begins."
         self.refused.choose_parameters(model)
-        self.left.prepare(self.refused.parameters)
+        self.checks.left.prepare(self.refused.parameters)
 
     def handle_fork(self, lock):
         "Use a new lock in a forked process, because a thread of the parent process may hold the old lock."
@@ -90,7 +90,7 @@ class PassRemover:
         "Note that a backward begins: remove earlier passes with discarded gradients, because the backward will change the gradients."
         with self.lock:
             self.remove_refused()
-            for checks in (self.left, self.clips): checks.note_backward(self.refused.parameters, self.steps.number)
+            for check in (self.checks.left, self.checks.clips): check.note_backward(self.refused.parameters, self.steps.number)
 
     def hook_losses(self, numbers):
         "Install hooks on logged losses to detect their backward, if the outputs of the pass have no hooks. `numbers`: name -> logged number."
@@ -128,7 +128,7 @@ class PassRemover:
         for p in refused.unreached() if unreached else refused.removed():
             refused.take(p)
             self.tally.note_refused()
-            if not unreached: self.discarded.note_removed(p)
+            if not unreached: self.checks.discarded.note_removed(p)
             # True if the step has no other pass, and no rows in the log that the next pass would replace
             empty = steps.remove_refused(p.number) and not buffer.rows.is_partly_logged
             write_refused(self.writer, buffer, steps, p, refused.first_after(p), empty, self.gate.writes)
