@@ -437,3 +437,59 @@ def one_batch_norm_for_two_places(arm):
     "The list of the normalizations contains the same BatchNorm twice"
     torch.manual_seed(473)
     with_evaluations(arm, TwoPlaces(*[nn.BatchNorm2d(12)]*2))
+
+
+# Broken trainings: a reshape exchanges dimensions, but does not move the elements
+
+class RowsOfDigits(nn.Module):
+    "A convolution over the rows of a digit, whose features are `moved` into a sequence for a recurrent layer"
+    def __init__(self, moved):
+        super().__init__()
+        self.conv,self.rnn,self.out,self.moved = nn.Conv1d(8, 24, 3, padding=1),nn.GRU(24, 24, batch_first=True),nn.Linear(24, 10),moved
+    def forward(self, x): return self.out(self.rnn(self.moved(self.conv(x.view(-1, 8, 8)).relu()))[0].mean(1))
+
+
+class HeadsByHand(nn.Module):
+    "Attention over the rows of a digit with four heads, which are `joined` after the attention"
+    def __init__(self, joined):
+        super().__init__()
+        self.embed,self.qkv,self.proj,self.out,self.joined = nn.Linear(8, 32),nn.Linear(32, 96),nn.Linear(32, 32),nn.Linear(32, 10),joined
+    def forward(self, x):
+        x = self.embed(x.view(-1, 8, 8))
+        q,k,v = (t.view(len(x), 8, 4, 8).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out((x+self.proj(self.joined((q@k.transpose(-2, -1)/8**.5).softmax(-1)@v))).mean(1))
+
+
+class Bright(nn.Module):
+    "Two logits for each pixel, of shape (samples, 2, rows, columns): is the pixel bright?"
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Sequential(nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    def forward(self, x): return self.net(x.view(-1, 1, 8, 8))
+
+
+def pixels_are_bright(arm, seed, in_rows):
+    "Train a segmentation of digits. `in_rows`: function that makes one row for each pixel from the logits."
+    torch.manual_seed(seed)
+    x,_ = digits()
+    model = Bright()
+    fit(arm, model, torch.optim.Adam(model.parameters(), 1e-2), batches(80, 32, x, (x>x.mean()).long()), lambda p, y: F.cross_entropy(in_rows(p), y.flatten()))
+
+
+def digits_by(arm, model, n=100): fit(arm, model, torch.optim.Adam(model.parameters(), 3e-3), batches(n, 30, *digits()))
+
+
+@is_broken('view_not_permute', paths='rnn', steps=(0, 10))
+def channels_viewed_as_positions(arm):
+    torch.manual_seed(480)
+    digits_by(arm, RowsOfDigits(lambda y: y.view(-1, 8, 24)))
+
+
+@is_broken('view_not_permute', paths='proj', steps=(0, 10))
+def heads_joined_without_a_transposition(arm):
+    torch.manual_seed(481)
+    digits_by(arm, HeadsByHand(lambda y: y.reshape(-1, 8, 32)))
+
+
+@is_broken('view_not_permute', paths='', steps=(0, 10))
+def logits_of_pixels_viewed_as_rows(arm): pixels_are_bright(arm, 482, lambda p: p.reshape(-1, 2))

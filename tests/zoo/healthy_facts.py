@@ -4,7 +4,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import is_healthy
-from .broken_facts import Peaked, Residual, Tanh, Wide, accumulated, clipped, one_cycle, under_autocast
+from .broken_facts import (HeadsByHand, Peaked, Residual, RowsOfDigits, Tanh, Wide, accumulated, clipped, digits_by, one_cycle, pixels_are_bright,
+    under_autocast)
 from .data import digits
 from .parts import batches, fit, mlp
 
@@ -631,3 +632,39 @@ def normalized_gradients_with_a_warm_up(arm):
         nn.utils.clip_grad_norm_(model.parameters(), .01)
         opt.step()
         warm.step()
+
+
+# Healthy trainings: the elements are moved, or a reshape fits by chance
+
+@is_healthy
+def channels_transposed_to_positions(arm):
+    torch.manual_seed(480)
+    digits_by(arm, RowsOfDigits(lambda y: y.transpose(1, 2)))
+
+
+@is_healthy
+def heads_transposed_and_joined(arm):
+    torch.manual_seed(481)
+    digits_by(arm, HeadsByHand(lambda y: y.transpose(1, 2).reshape(-1, 8, 32)))
+
+
+@is_healthy
+def logits_of_pixels_permuted_to_rows(arm): pixels_are_bright(arm, 482, lambda p: p.permute(0, 2, 3, 1).reshape(-1, 2))
+
+
+class AttentionOfRows(nn.Module):
+    "nn.MultiheadAttention over the rows of a digit"
+    def __init__(self):
+        super().__init__()
+        self.embed,self.attn,self.out = nn.Linear(8, 32),nn.MultiheadAttention(32, 2, batch_first=True),nn.Linear(32, 10)
+    def forward(self, x):
+        x = self.embed(x.view(-1, 8, 8))
+        return self.out((x+self.attn(x, x, x)[0]).mean(1))
+
+
+@is_healthy
+def as_many_samples_as_features_of_a_head(arm):
+    "In nn.MultiheadAttention, (8, 16, 32) becomes (8, 16*2, 16): the sizes are exchanged by chance"
+    torch.manual_seed(483)
+    model = AttentionOfRows()
+    fit(arm, model, torch.optim.Adam(model.parameters(), 3e-3), batches(100, 16, *digits()))

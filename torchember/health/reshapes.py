@@ -13,7 +13,7 @@ from .finding import finding, list_names, name_module
 from .rules import rule
 
 # %% ../../nbs/55_health/28_reshapes.ipynb #9b061db1
-def is_shape(s) -> bool:
+def is_shape_fact(s) -> bool:
     "Return True if `s`, a value from the metadata, is a shape: a list of positive integers."
     return isinstance(s, list) and len(s)>0 and all(type(n) is int and n>0 for n in s)
 
@@ -25,7 +25,7 @@ def recorded_reshapes(h) -> list:
     noted = h.facts.get('reshapes')
     found = [e for e in noted if isinstance(e, dict)] if isinstance(noted, list) else []
     found = [(e.get('before'), e.get('after'), e.get('path')) for e in found] + [(*e['reshaped'], None) for e in h.losses if len(e.get('reshaped') or ())==2]
-    valid = [(tuple(b), tuple(a), p if isinstance(p, str) else None) for b,a,p in found if is_shape(b) and is_shape(a)]
+    valid = [(tuple(b), tuple(a), p if isinstance(p, str) else None) for b,a,p in found if is_shape_fact(b) and is_shape_fact(a)]
     return list(dict.fromkeys(valid))
 
 # %% ../../nbs/55_health/28_reshapes.ipynb #e06e91d5

@@ -285,11 +285,8 @@ class ModelEvents(Listener):
         self.calls.current = state.track
         state.passes.shapes_known[0] = 0
         state.track.input_dt = {n: shape_of(x) for n,x in inputs}
-        if state.root and self.on:
-            remover = self.pipe.remover
-            parts = self.recorder.losses,remover.checks.outside,remover.checks.reshapes,*(() if here.phase else (remover.refused,))
-            for part in parts: part.note_inputs(inputs)
-        elif not self.pipe.remover.checks.reshapes.done and not compiled: self.pipe.remover.checks.reshapes.compare_inputs(state.track.path, inputs)
+        if state.root and self.on: self.recorder.losses.note_inputs(inputs)
+        if self.on: self.sources.checks.note_inputs(state, inputs, compiled, None if here.phase else self.pipe.remover.refused)
         self.sources.flow(state, 'input', inputs, call, here.phase)
         self.calls.enter(state.track, call)
         self.cost.add_work(since)
@@ -305,8 +302,7 @@ class ModelEvents(Listener):
         self.sources.flow(state, 'output', outputs, call, here.phase)
         if not here.stack and not compiled and not here.phase: self.pipe.remover.refused.hook_outputs(outputs)
         if state.root and self.on and not compiled: self.recorder.losses.note_outputs(outputs)
-        if state.root and self.on and not (compiled or here.phase):
-            for part in (self.pipe.remover.checks.outside, self.pipe.remover.checks.reshapes): part.note_outputs(outputs, state.track.module)
+        if state.root and self.on and not (compiled or here.phase): self.sources.checks.graph.note_outputs(outputs, state.track.module)
         self.calls.current = self.calls.innermost() or state.track
         self.cost.add_work(since)
         return call, here.phase
@@ -383,9 +379,7 @@ class OptimizerEvents(Listener):
         "Measure the gradients and learning rates for an optimizer's step."
         with self.lock:
             self.pipe.steps.state.note_content()
-            remover = self.pipe.remover
-            if unchanged: remover.checks.cleared.note_step(optimizer, remover.refused)
-            remover.checks.discarded.note_step(remover.refused, self.pipe.steps.number)
+            self.sources.checks.note_gradients(optimizer, self.pipe.remover.refused, self.pipe.steps.number, unchanged)
             self.sources.complete(optimizer, scale)
             self.pipe.read_pending()
             if self.pipe.gate.writes: self.sources.rates.note(optimizer)
@@ -396,7 +390,7 @@ class OptimizerEvents(Listener):
         "Handle the clipping of gradients: measure the gradients of these parameters before they are clipped."
         with self.lock:
             if not self.pipe.gate.on: return
-            self.pipe.remover.checks.clips.note_clip(parameters, self.pipe.remover.refused.parameters, self.pipe.steps.number)
+            self.sources.checks.clips.note_clip(parameters, self.pipe.remover.refused.parameters, self.pipe.steps.number)
             if 'unclipped_grad' not in self.sources.ttypes: return
             self.pipe.steps.state.note_content()
             ids = {id(p) for p in parameters}
@@ -409,7 +403,7 @@ class OptimizerEvents(Listener):
         with self.lock:
             if self.pipe.gate.on:
                 self.sources.updates.after(optimizer)
-                self.pipe.remover.checks.left.note_step(optimizer)
+                self.sources.checks.left.note_step(optimizer)
                 self.pipe.read_pending()
             self.cost.note_end()
             if self.pipe.steps.optimizers.note_step(id(optimizer)): self.pipe.close_step()

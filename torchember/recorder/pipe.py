@@ -74,7 +74,7 @@ class PassRemover:
         self.steps,self.sources,self.buffer,self.writer = steps,sources,buffer,writer
         self.gate,self.tally,self.lock = gate,tally,lock
         self.refused = RefusedPasses(self.note_backward)
-        self.checks = sources.checks # a `Checks`
+        self.checks = sources.checks # a `TrainingChecks`
         self.task = -1 # id of the last backward that reached a logged loss
 
     def choose_parameters(self, model):
@@ -90,7 +90,7 @@ class PassRemover:
         "Note that a backward begins: remove earlier passes with discarded gradients, because the backward will change the gradients."
         with self.lock:
             self.remove_refused()
-            for check in (self.checks.left, self.checks.clips): check.note_backward(self.refused.parameters, self.steps.number)
+            self.checks.note_backward(self.refused.parameters, self.steps.number)
 
     def hook_losses(self, numbers):
         "Install hooks on logged losses to detect their backward, if the outputs of the pass have no hooks. `numbers`: name -> logged number."
