@@ -77,6 +77,7 @@ class RecordedRun:
         def use(f):
             "Use `f` to record the tensor types `ttypes`: a function, or a named set of statistics. Return `f`."
             self.recorder.buffer.use(f if callable(f) else stat_names(f), ttypes, self.recorder.sources.states)
+            self.recorder.events.planned.stop() # compiled code must not write rows of the former statistics
             return f
         return use
 

@@ -340,7 +340,9 @@ class ModelEvents(Listener):
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
         if not self.on or not self.sources.states: return
         self.steps.state.note_content()
-        self.buffer.measure(state, ttype, tname, grad, None, call, phase, backward, self.sources.optimizers.scale())
+        scale = self.sources.optimizers.scale()
+        self.buffer.measure(state, ttype, tname, grad, None, call, phase, backward, scale)
+        if scale is None: self.sources.gradients.rows.start()
 
     @timed
     def recomputed(self, state, inputs, outputs): self.sources.gradients.recomputed(state, inputs, outputs)

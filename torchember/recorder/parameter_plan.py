@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..measure.head import address_of
-from ..measure.planning import WatchedDicts
+from ..measure.planning import WatchedDicts, encode_tap
 
 # %% ../../nbs/40_recorder/25_parameter_plan.ipynb #751e813d
 class ModuleParameter(NamedTuple):
@@ -58,9 +58,6 @@ class ParameterPlan:
     def prepare(self):
         "Prepare the taps of all gradients for compiled code. Return False if a gradient has no tap yet, because it was never measured."
         if self.words is None:
-            def encode_tap(t):
-                "Encode a tap as four integers for compiled code."
-                return t.cursor.address, id(t), id(t.format.groups), t.format.share
             taps = [st.taps.get(('weight_grad', f'grad_{i}', None, 0, n)) for st,i,n in self.which]
             if None in taps or not taps: return False
             owners = [st.track.parameters for st,_,_ in self.which]

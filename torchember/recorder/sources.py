@@ -15,7 +15,7 @@ from ..capture.private_torch import is_unscaled, loss_scale
 from ..ground.record import flowing
 from ..measure.planning import WatchedLists
 from .buffers import Buffers
-from .gradients import Gradients
+from .gradients import GradientRows, Gradients
 from .optimizer import Updates
 from .learning_rates import LearningRates
 from .output_facts import OutputFacts
@@ -128,7 +128,7 @@ class Sources:
         self.rates = LearningRates(optimizers)
         self.parameters = Parameters(buffer, ttypes, note, [f.facts for f in (*outputs, self.checks, self.rates)])
         self.optimizers = KnownOptimizers(watch, self.parameters)
-        self.gradients = Gradients(ttypes, steps, notify)
+        self.gradients = Gradients(ttypes, steps, notify, GradientRows(buffer))
         self.updates = Updates(buffer, self.parameters, ttypes)
         self.followed = FollowedTensors(ttypes, self.parameters, buffer)
         # objects that measure tensors at the end of each step, such as `Buffers`

@@ -760,6 +760,14 @@ def write_merged(run, items, numbers, n, start, xs):
         elif call<0 or not write_row(run, list_item(address(xs), k), p+8*ITEM_TAP, call, to): return i
     return n
 
+def write_arrived(run, tap, call, gradient):
+    "Write the row of a gradient that a backward has just computed. Return 1, or 0 if Python code must write it. `tap`: address of the tap's words."
+    if not is_plain(run): return 0
+    began = ticks(run)
+    done = write_row(run, address(gradient), tap, call, room())
+    add_time(run, began)
+    return 1 if done else 0
+
 # %% ../../../nbs/20_measure/52_objects.ipynb #d5bff800
 own_checksum = source_checksum(__name__)
 
@@ -770,17 +778,18 @@ def entry(function, *arguments):
 
 @cache
 def entries():
-    """Return the entry points of compiled code: `enter_call`, `leave_call`, `write_gradients`, `check_dicts`, `check_lists` and `write_merged`.
+    """Return the entry points of compiled code. Compile them first, or load them from numba's cache.
 
-    Compile them first, or load them from numba's cache."""
+    Order: `enter_call`, `leave_call`, `write_gradients`, `check_dicts`, `check_lists`, `write_merged`, `write_arrived`."""
     number,o = types.int64,python_object
     return (entry(enter_call, number, o, o, number), entry(leave_call, number, o, number), entry(write_gradients, *(number,)*4),
-        entry(check_dicts, number, number), entry(check_lists, number, number), entry(write_merged, *(number,)*5, o))
+        entry(check_dicts, number, number), entry(check_lists, number, number), entry(write_merged, *(number,)*5, o),
+        entry(write_arrived, *(number,)*3, o))
 
 def are_cached() -> bool:
     "Return True if the compiled functions for this source code are cached on disk by numba. Then `entries` takes less than 0.1 s."
     # `entries` compiles this function last: if the cache has this function, it has all functions
-    last = write_merged
+    last = write_arrived
     last.__qualname__ = name_in_cache(last, own_checksum)
     try: folder = njit(cache=True)(last).stats.cache_path
     # numba raises RuntimeError if it finds no writable folder for its cache
