@@ -106,7 +106,7 @@ def out_of_range(
         axes[0].set(title=make_title(title, dtypes[0]), xlabel=f'← {small} · too large →')
     else:
         axes[0].figure.suptitle(title, x=.01, ha='left')
-        axes[0].figure.supxlabel(f'← {small} · less precise (faint) · too large →')
+        axes[0].figure.supxlabel(f'← {small} (faint: less precise) · too large →')
     return axes
 
 common = 'float16','float8_e4m3fn','float8_e5m2'
