@@ -6,12 +6,13 @@
 __all__ = ['places', 'clippers', 'running', 'has_limit', 'with_clipping_report', 'ReplacedFunction', 'ClippingWatch']
 
 # %% ../../nbs/10_capture/42_clipping.ipynb #d7c33052
-import functools, math, threading, weakref
+import functools, math, threading
 from typing import NamedTuple
 
 import torch
 from torch.nn import utils
 
+from .events import TorchWatch
 from .private_torch import norm_clipper
 
 # %% ../../nbs/10_capture/42_clipping.ipynb #d9115daf
@@ -49,27 +50,22 @@ class ReplacedFunction(NamedTuple):
     original:object # torch's function
     new:object # The function that replaces it
 
-class ClippingWatch:
-    "Watches torch's clipping functions, such as `clip_grad_norm_`. Reports the parameters to be clipped to a listener before each clipping."
-    attached = weakref.WeakSet() # all attached `ClippingWatch` objects
+class ClippingWatch(TorchWatch):
+    """Watches torch's clipping functions, such as `clip_grad_norm_`. Reports the parameters to be clipped to a listener before each clipping.
+
+    The listener has a method `clips(parameters)`, which is called before each clipping."""
     replaced = [] # `ReplacedFunction`s, to restore them later
-    # listener: object with a method `clips(parameters)`, which is called before each clipping
-    def __init__(self, listener): self.listener = listener
 
-    def attach(self):
-        "Attach this watch: start reporting clipped parameters. The first attached `ClippingWatch` replaces the clipping functions of torch."
-        if not self.attached:
-            found = [(p, n, clip) for p in places for n in clippers if (clip := getattr(p, n, None)) is not None]
-            # each clipping function is in two Python modules of torch, and both get the same replacement
-            ours = {clip: with_clipping_report(clip) for *_,clip in found}
-            self.replaced[:] = [ReplacedFunction(*f, ours[f[-1]]) for f in found]
-            for r in self.replaced: setattr(r.place, r.name, r.new)
-        self.attached.add(self)
+    def replace(self):
+        "Replace the clipping functions of torch."
+        found = [(p, n, clip) for p in places for n in clippers if (clip := getattr(p, n, None)) is not None]
+        # each clipping function is in two Python modules of torch, and both get the same replacement
+        ours = {clip: with_clipping_report(clip) for *_,clip in found}
+        self.replaced[:] = [ReplacedFunction(*f, ours[f[-1]]) for f in found]
+        for r in self.replaced: setattr(r.place, r.name, r.new)
 
-    def detach(self):
-        "Detach this watch: stop reporting clipped parameters. The last `detach` restores torch's functions, unless other code has wrapped them."
-        self.attached.discard(self)
-        if self.attached: return
+    def restore(self):
+        "Restore torch's functions, unless other code has wrapped them."
         for r in self.replaced:
             if getattr(r.place, r.name, None) is r.new: setattr(r.place, r.name, r.original)
         self.replaced.clear()
