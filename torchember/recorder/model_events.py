@@ -140,7 +140,7 @@ class PassEvents:
     def fail(self, here):
         "Mark the pass as failed, because its outermost module raised an exception. Do nothing while other threads are in this pass."
         if here.depth==1 and not here.skipped and self.calls.recorded==1:
-            self.steps.state.note_failed()
+            self.steps.state.failed = True
             for numbers in self.numbers.values(): numbers.fail()
 
     def end(self, here, compiled):
@@ -410,7 +410,7 @@ class OptimizerEvents(Listener):
 
     def step_skipped(self, optimizer):
         "Handle a step of an optimizer that a `GradScaler` skipped: count it, and handle its end."
-        self.pipe.writer.note_skipped()
-        self.pipe.tally.note_skipped()
+        self.pipe.writer.skipped = True
+        self.pipe.tally.skipped += 1
         self.sources.updates.handle_step_end()
         self.step_ends(optimizer)
