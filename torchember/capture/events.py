@@ -188,10 +188,13 @@ skip_compiler(Listener)
 class TorchWatch:
     """Base class of watches, which report calls of torch's functions in this process to listeners.
 
-    A derived class has the methods `replace`, which replaces functions of torch, and `restore`, which restores them."""
+    A derived class has the method `wrapped`, which returns a triple for each function: the module or class of torch that has the function,
+    the name of the function, and its replacement."""
     def __init_subclass__(cls, **more):
         super().__init_subclass__(**more)
-        cls.attached = weakref.WeakSet() # all attached watches of this class; each of them reports to its listener
+        # attached: all attached watches of this class, each of which reports to its listener
+        # former: (module or class of torch, name of a function) -> torch's function, and its replacement
+        cls.attached,cls.former = weakref.WeakSet(),{}
 
     def __init__(self, listener): self.listener = listener
 
@@ -205,3 +208,16 @@ class TorchWatch:
         if self not in self.attached: return
         self.attached.discard(self)
         if not self.attached: self.restore()
+
+    def replace(self):
+        "Replace the functions of torch. Skip replaced functions, as of a watch that was deleted without `detach`."
+        for place,name,new in self.wrapped():
+            if (place, name) in self.former: continue
+            self.former[place, name] = getattr(place, name),new
+            setattr(place, name, new)
+
+    def restore(self):
+        "Restore the functions of torch, unless other code has wrapped the replacements."
+        while self.former:
+            (place,name),(original,new) = self.former.popitem()
+            if getattr(place, name, None) is new: setattr(place, name, original)

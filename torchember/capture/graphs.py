@@ -48,19 +48,6 @@ class GraphWatch(TorchWatch):
     """Watches CUDA graphs: notifies a listener whenever a graph is captured or replayed in this process.
 
     The listener has the methods of `Listener` for CUDA graphs."""
-    former = {} # (CUDA graph class, name of a method) -> original method, to restore later
-
-    def replace(self):
-        "Replace the methods of the CUDA graph classes."
-        for c in graph_classes():
-            for name,events in events_of.items():
-                # skip a method that is already replaced, perhaps by a `GraphWatch` that was deleted without `detach`
-                if (c, name) in self.former: continue
-                self.former[c, name] = f = getattr(c, name)
-                setattr(c, name, with_events(f, *events))
-
-    def restore(self):
-        "Restore torch's methods, except methods wrapped by other code."
-        while self.former:
-            (c,name),f = self.former.popitem()
-            if getattr(getattr(c, name), '__wrapped__', None) is f: setattr(c, name, f)
+    def wrapped(self):
+        "Return the replacements of the methods of the CUDA graph classes, as `TorchWatch` needs them."
+        return [(c, name, with_events(getattr(c, name), *events)) for c in graph_classes() for name,events in events_of.items()]
