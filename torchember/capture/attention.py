@@ -5,18 +5,18 @@
 # %% auto #0
 __all__ = ['names_of_heads', 'inner', 'products_in_graph', 'logits_in_graph', 'in_graph', 'count_heads', 'is_split',
            'unknown_heads', 'heads_dimension', 'split_heads', 'is_attention', 'first_head', 'running_modules',
-           'attention_listeners', 'wrap_with_report', 'report_products', 'report_logits', 'report_from_graph',
+           'recording_listeners', 'wrap_with_report', 'report_products', 'report_logits', 'report_from_graph',
            'is_plain', 'InGraph', 'report_method', 'find_global_references', 'Replacements', 'AttentionWatch']
 
 # %% ../../nbs/10_capture/50_attention.ipynb #587aa287
-import functools, sys, threading, types, weakref
+import functools, sys, threading, types
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from .compiled import define_operator, make_key_tensor
-from .events import union_of_wanted_types
+from .events import TorchWatch, union_of_wanted_types
 from .private_torch import (copy_for_dynamo, fill_function_table, inside_transform, is_exporting, is_tracing, module_call,
     modules_of_compilers, report_softmax, running_frames, script_table)
 
@@ -98,12 +98,12 @@ def running_modules():
 # `inner.runs`: True while a replaced function runs in this thread. Nested calls of replaced functions are not reported
 inner = threading.local()
 
-def attention_listeners() -> list:
-    """Return the listeners of attention: listeners that record attention now.
+def recording_listeners(watches) -> list:
+    """Return the listeners of `watches`, such as `AttentionWatch.attached`, that record now.
 
     The list is empty in traced or exported code, and inside `vmap` and `torch.func.grad`."""
     if getattr(inner, 'runs', False) or is_exporting() or is_tracing() or inside_transform() is not None: return []
-    return [w.listener for w in list(AttentionWatch.attached) if w.listener.records_attention()]
+    return [w.listener for w in list(watches) if w.listener.records_now()]
 
 def wrap_with_report(function, report):
     "Wrap a function of torch: call `report(listener, *args, **kwargs)` for each listener that records attention now, then the function."
@@ -114,7 +114,7 @@ def wrap_with_report(function, report):
             # `is_dynamo_compiling` is False if torch runs this function only to infer a shape; then report nothing
             if torch.compiler.is_dynamo_compiling() and AttentionWatch.wants.attention and not is_exporting(): report(in_graph, *args, **kwargs)
             return function(*args, **kwargs)
-        if not (found := attention_listeners()): return function(*args, **kwargs)
+        if not (found := recording_listeners(AttentionWatch.attached)): return function(*args, **kwargs)
         inner.runs = True
         try:
             for listener in found: report(listener, *args, **kwargs)
@@ -133,7 +133,7 @@ def report_logits(listener, input=None, dim=None, *args, **more):
 # %% ../../nbs/10_capture/50_attention.ipynb #5c0de001
 def report_from_graph(holder, xs, *settings):
     "Report queries, keys, values and mask, or logits, from a compiled graph to the listeners. An operator in the graph calls this function."
-    for listener in attention_listeners():
+    for listener in recording_listeners(AttentionWatch.attached):
         if len(xs)==1: listener.attention_logits(xs[0], -1, True)
         else: listener.attention_products(*xs[:3], xs[3] if len(xs)>3 else None, *settings, True)
 
@@ -198,46 +198,43 @@ class Replacements:
             if torch.Tensor.__dict__.get(n) is ours: delattr(torch.Tensor, n)
         self.functions,self.methods = {},{}
 
-class AttentionWatch:
-    "Watches each call of attention in this process, and reports it to a listener."
-    # all attached `AttentionWatch` objects; each of them reports attention calls to its listener
-    attached = weakref.WeakSet()
+class AttentionWatch(TorchWatch):
+    """Watches each call of attention in this process, and reports it to a listener with the following three methods.
+
+    `records_now()` returns True if the listener records the call of attention that begins.
+    `attention_products(q, k, v, mask, causal, scale)` gets the arguments of `scaled_dot_product_attention`.
+    `attention_logits(x, dim)` gets the arguments of a softmax. Compiled code adds the argument True.
+    The attribute `wants` of the listener is a `WantedTypes`, whose attribute `attention` is True if compiled code reports attention.
+    """
     # torch functions that are replaced while at least one `AttentionWatch` is attached
     replacements = Replacements()
     # `wants.attention` is True if compiled code must report attention to any attached `AttentionWatch`
     wants = union_of_wanted_types(frozenset())
 
-    def __init__(self, listener):
-        """Create a watch that reports attention calls to `listener`, by the following three methods.
+    def replace(self):
+        "Replace the functions of torch that compute attention."
+        self.replacements.make({F.scaled_dot_product_attention: wrap_with_report(F.scaled_dot_product_attention, report_products),
+            torch.softmax: wrap_with_report(torch.softmax, report_logits),
+            **{f: copy_for_dynamo(f) for f in (F.softmax, F.multi_head_attention_forward)}},
+            dict(softmax=wrap_with_report(torch.Tensor.softmax, report_logits)))
+        report_softmax(report_method)
 
-        `records_attention()` returns True if the listener records the call of attention that begins.
-        `attention_products(q, k, v, mask, causal, scale)` gets the arguments of `scaled_dot_product_attention`.
-        `attention_logits(x, dim)` gets the arguments of a softmax. Compiled code adds the argument True.
-        The attribute `wants` is a `WantedTypes`, whose attribute `attention` is True if compiled code reports attention.
-        """
-        self.listener = listener
+    def restore(self):
+        "Restore the functions of torch."
+        report_softmax(None)
+        self.replacements.undo()
 
     def attach(self):
-        "Attach this watch: start reporting calls of attention. If no watch is attached yet, replace the functions of torch."
-        if not self.attached:
-            self.replacements.make({F.scaled_dot_product_attention: wrap_with_report(F.scaled_dot_product_attention, report_products),
-                torch.softmax: wrap_with_report(torch.softmax, report_logits),
-                **{f: copy_for_dynamo(f) for f in (F.softmax, F.multi_head_attention_forward)}},
-                dict(softmax=wrap_with_report(torch.Tensor.softmax, report_logits)))
-            report_softmax(report_method)
-        self.attached.add(self)
+        "Attach this watch: start reporting calls of attention, also those of compiled code."
+        super().attach()
+        self.update_wants()
+
+    def detach(self):
+        "Detach this watch: stop reporting calls of attention, also those of compiled code."
+        super().detach()
         self.update_wants()
 
     @classmethod
     def update_wants(cls):
         "Update `wants.attention` (True if compiled code reports attention), after a watch was attached or detached."
         cls.wants = union_of_wanted_types(frozenset(w.listener.wants for w in cls.attached))
-
-    def detach(self):
-        "Detach this watch: stop reporting calls of attention. If no watch is left, restore torch's functions."
-        if self not in self.attached: return
-        self.attached.discard(self)
-        self.update_wants()
-        if self.attached: return
-        report_softmax(None)
-        self.replacements.undo()

@@ -6,9 +6,11 @@
 __all__ = ['GraphWatch']
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #9402c307
-import functools, weakref
+import functools
 
 import torch
+
+from .events import TorchWatch
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #2eda9567
 def notify_watches(event, *args):
@@ -42,28 +44,10 @@ def graph_classes():
     return [c for where,name in places if (c := getattr(where, name, None)) is not None]
 
 # %% ../../nbs/10_capture/44_graphs.ipynb #3bb04ce7
-class GraphWatch:
-    "Watches CUDA graphs: notifies a listener whenever a graph is captured or replayed in this process."
-    # all attached `GraphWatch` objects; each of them notifies its listener
-    attached = weakref.WeakSet()
-    former = {} # (CUDA graph class, name of a method) -> original method, to restore later
-    def __init__(self, listener): self.listener = listener # listener: an object with the methods of `Listener` for CUDA graphs
+class GraphWatch(TorchWatch):
+    """Watches CUDA graphs: notifies a listener whenever a graph is captured or replayed in this process.
 
-    def attach(self):
-        "Attach this watch: start notifying the listener. The first attached `GraphWatch` replaces the methods of the CUDA graph classes."
-        for c in graph_classes():
-            for name,events in events_of.items():
-                # skip a method that is already replaced, perhaps by a `GraphWatch` that was deleted without `detach`
-                if (c, name) in self.former: continue
-                self.former[c, name] = f = getattr(c, name)
-                setattr(c, name, with_events(f, *events))
-        self.attached.add(self)
-
-    def detach(self):
-        "Detach this watch: stop notifying the listener. The last `detach` restores torch's methods, except methods wrapped by other code."
-        if self not in self.attached: return
-        self.attached.discard(self)
-        if self.attached: return
-        while self.former:
-            (c,name),f = self.former.popitem()
-            if getattr(getattr(c, name), '__wrapped__', None) is f: setattr(c, name, f)
+    The listener has the methods of `Listener` for CUDA graphs."""
+    def wrapped(self):
+        "Return the replacements of the methods of the CUDA graph classes, as `TorchWatch` needs them."
+        return [(c, name, with_events(getattr(c, name), *events)) for c in graph_classes() for name,events in events_of.items()]

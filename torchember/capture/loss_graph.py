@@ -5,10 +5,9 @@
 # %% auto #0
 __all__ = ['activations', 'moves', 'selections', 'value_links', 'node_kinds', 'with_result', 'passed', 'LossOperation',
            'only_child', 'arithmetic', 'loss_operation_of', 'LossPath', 'find_path_to_model', 'exchange_at',
-           'tensor_before_operation', 'LossTerm', 'is_expanded', 'shape_of_tensor', 'remove_expanded_dims',
-           'last_operation_name', 'torch_term', 'residual_term', 'target_of', 'constant_of', 'is_distribution',
-           'product_term', 'label_selection_term', 'read_indices', 'LossGraph', 'term_of', 'is_weight', 'find_terms',
-           'join_logarithms']
+           'tensor_before_operation', 'LossTerm', 'is_expanded', 'remove_expanded_dims', 'last_operation_name',
+           'torch_term', 'residual_term', 'target_of', 'constant_of', 'is_distribution', 'product_term',
+           'label_selection_term', 'read_indices', 'LossGraph', 'term_of', 'is_weight', 'find_terms', 'join_logarithms']
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #ac9da0f7
 from typing import NamedTuple
@@ -17,6 +16,7 @@ import torch
 
 from .private_torch import is_freed_node, node_number, node_shape, node_operation_name, saved
 from .reshapes import exchanges_dimensions, reshapes
+from .tensors import shape_of
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #ed509c41
 # Name of an autograd operation -> name of the activation, or of an operation that often follows an activation
@@ -86,11 +86,13 @@ def find_path_to_model(node, raw=None, most=12) -> LossPath:
         node = below
     return LossPath(tuple(links), node, anchor or node, found, exchange)
 
-def exchange_at(node):
-    "Return the shapes before and after a node of the autograd graph if it is a reshape that exchanges dimensions. Else return None."
+def exchange_at(node, logits=True):
+    """Return the shapes before and after a node of the autograd graph if it is a reshape that exchanges dimensions. Else return None.
+
+    `logits`: as in `exchanges_dimensions`."""
     if node_operation_name(node) not in reshapes: return None
     before,after = saved(node, 'self_sym_sizes'),node_shape(node)
-    return (tuple(before), tuple(after)) if before and after and exchanges_dimensions(before, after, logits=True) else None
+    return (tuple(before), tuple(after)) if before and after and exchanges_dimensions(before, after, logits) else None
 
 def tensor_before_operation(node, link, known):
     """Return the tensor before an operation, if its node saved it: the input of a clamp, log or division by a sum. Else return `known`.
@@ -129,11 +131,6 @@ def is_expanded(x) -> bool:
     # torch raises RuntimeError for sparse and nested tensors, because they have no strides
     except RuntimeError: return False
 
-def shape_of_tensor(x):
-    "Return the shape of a tensor as a tuple. Return None if `x` is None or a nested tensor, which has no shape."
-    try: return None if x is None else tuple(x.shape)
-    except RuntimeError: return None
-
 def remove_expanded_dims(x):
     "Remove expanded dimensions of a tensor, or cut them to size 1 if they are not leading. Return a view of the elements that the user passed."
     repeated = [stride==0 and n>1 for stride,n in zip(x.stride(), x.shape, strict=True)]
@@ -157,13 +154,13 @@ def torch_term(node, word):
     before = node_shape(below.next_functions[0][0]) if below is not None and node_operation_name(below)=='Expand' else None
     broadcast = kind not in ('nll', 'margin') and (before is not None or target is not None and is_expanded(target))
     if kind=='nll' and way.names[:1]==('log_softmax',): kind,takes = 'cross_entropy','logits'
-    shape = before or shape_of_tensor(given) or (None if below is None else node_shape(below))
-    target_shape = shape_of_tensor(target)
+    shape = before or shape_of(given) or (None if below is None else node_shape(below))
+    target_shape = shape_of(target)
     if broadcast and target is not None and is_expanded(target):
         target = remove_expanded_dims(target)
         target_shape = tuple(target.shape)
     return LossTerm(kind, takes, way.raw, target, shape, target_shape, way.links, broadcast, saved(node, 'ignore_index'),
-        saved(node, 'weight') is not None, result_shape=shape_of_tensor(given), end=last_operation_name(way), exchange=way.exchange)
+        saved(node, 'weight') is not None, result_shape=shape_of(given), end=last_operation_name(way), exchange=way.exchange)
 
 # %% ../../nbs/10_capture/48_loss_graph.ipynb #2ef26cdc
 def residual_term(node, word):
@@ -178,7 +175,7 @@ def residual_term(node, word):
     way,residual = find_path_to_model(below),saved(node, 'self')
     shape,whole = node_shape(below),node_shape(difference)
     target = target_of(way, residual, slot==0) if shape==whole else None
-    return LossTerm('l1' if word=='Abs' else 'mse', 'values', way.raw if shape==whole else None, target, shape, shape_of_tensor(target), way.links,
+    return LossTerm('l1' if word=='Abs' else 'mse', 'values', way.raw if shape==whole else None, target, shape, shape_of(target), way.links,
         shape is not None and shape!=whole and node_operation_name(below)!='Unsqueeze', result_shape=whole, end=last_operation_name(way), exchange=way.exchange)
 
 with_result = 'softmax', 'sigmoid', 'tanh', 'relu' # activations with an autograd node that saves the result

@@ -12,11 +12,12 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'recomputes', 'recomputing', 'function_call_in', 'function_context_in', 'running_frames', 'enclosing_call',
            'in_training_function', 'is_same_call', 'is_metadata_pass', 'is_trace_check', 'is_graph', 'calling_module',
            'call_after_backward', 'leaves_below', 'writes_gradients', 'node_number', 'is_engine_code',
-           'node_operation_name', 'saved', 'is_freed_node', 'node_shape', 'has_spectral_norm', 'operation_arguments',
-           'is_dynamo_frame', 'never_compile', 'warn_no_hooks', 'add_hook', 'register_ordered_effect', 'never_merge',
-           'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled', 'has_unscaled', 'shared_store',
-           'fsdp_meshes', 'group_between_shards', 'may_free_parameters', 'is_fsdp', 'is_flat_parameter', 'running_ddp',
-           'pipeline_stages', 'lists_parameters_as_torch', 'hook_callers', 'copy_for_dynamo', 'report_softmax']
+           'node_operation_name', 'saved', 'as_signed', 'is_freed_node', 'node_shape', 'has_spectral_norm',
+           'operation_arguments', 'is_dynamo_frame', 'never_compile', 'warn_no_hooks', 'add_hook',
+           'register_ordered_effect', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled',
+           'has_unscaled', 'shared_store', 'fsdp_meshes', 'group_between_shards', 'may_free_parameters', 'is_fsdp',
+           'is_flat_parameter', 'running_ddp', 'pipeline_stages', 'lists_parameters_as_torch', 'hook_callers',
+           'copy_for_dynamo', 'report_softmax']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, types, weakref
@@ -258,6 +259,10 @@ def saved(node, name):
     except RuntimeError: return None
     if isinstance(value, torch.Tensor): return value.detach()
     # torch returns negative integers as unsigned 64-bit integers
+    return tuple(map(as_signed, value)) if isinstance(value, tuple) else as_signed(value)
+
+def as_signed(value):
+    "Return a negative integer for an unsigned 64-bit integer of at least 2**63. Return other values unchanged."
     return value-2**64 if isinstance(value, int) and value>=2**63 else value
 
 def is_freed_node(node) -> bool:

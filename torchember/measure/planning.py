@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['is_wanted', 'loaded_objects', 'load_objects', 'objects', 'load_quickly', 'objects_are_cached', 'load_in_thread',
-           'encode_tap', 'WatchedDicts', 'WatchedLists']
+           'new_run_words', 'encode_tap', 'WatchedDicts', 'WatchedLists']
 
 # %% ../../nbs/20_measure/53_planning.ipynb #d8eaa762
 import os, weakref
@@ -61,6 +61,13 @@ def objects_are_cached() -> bool:
 def load_in_thread():
     "Load the compiled functions in a background thread, or compile them there if needed. Later calls do nothing."
     if is_wanted(): loader.request('objects', lambda what: load_objects())
+
+# %% ../../nbs/20_measure/53_planning.ipynb #0c541160
+def new_run_words(kinds):
+    "Return a new array of integers that describes a run to compiled code. `kinds`: Python module `measure.readers.objects` (compiled functions)."
+    words = np.zeros(kinds.run_words, np.int64)
+    for i,x in kinds.shared_words().items(): words[i] = x
+    return words
 
 def encode_tap(tap) -> tuple:
     "Encode a `Tap` as four integers for compiled code. If `tap` is None, return zeros, so that Python code measures the tensor."

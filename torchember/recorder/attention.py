@@ -128,11 +128,6 @@ class Attention(PassNumbers):
 
     # ---- The following methods are called by the `AttentionWatch` at each attention call
 
-    def records_attention(self) -> bool:
-        "Return True in a pass of this thread with measured attention. False in a user's statistics function, and while a checkpoint is recomputed."
-        here = self.buffer.calls.here
-        return self.path is not None and here.depth>0 and not here.measuring and not here.skipped
-
     def attention_products(self, q, k, v, mask, causal, scale, compiled=False):
         "Measure one attention call from its queries, keys, values and mask."
         given,(q,k,v,mask) = q,map(local_part, (q, k, v, mask))

@@ -156,10 +156,6 @@ class BlackBoxHeader:
         self.memory = file.allocate(NOTES+2*most_text)[1]
         self.words = self.memory.cast('q')
 
-    def leave(self):
-        "Leave the files to the parent process, in a forked process."
-        self.file = None
-
     def remove(self):
         "Delete the files of the black box."
         file,self.file = self.file,None
@@ -406,10 +402,6 @@ class BlackBox:
         "Free the memory of copied steps and late rows, if the log file contains all rows. Called before each new copy."
         if self.is_written(): self.slots.free()
 
-    def handle_fork(self):
-        "Stop writing to the black box in a forked child process, because the file belongs to the parent process."
-        self.header.leave()
-
     def end(self):
         "End the use of the black box: delete it, because the log file has the whole run."
         if self.header.file is None or self.pid!=os.getpid(): return
@@ -477,7 +469,7 @@ class BlackBoxOwner:
         if self.box is None and on and not self.is_tried: self.open()
         if self.box is None: return
         self.box.position.begin_step(step)
-        if on: self.box.set_marks(self.writer.columns())
+        if on: self.box.set_marks(self.writer.log.columns())
 
     def open(self):
         "Create the black box. If none can be created, store the reason in `why`."
@@ -511,7 +503,7 @@ class BlackBoxOwner:
 
     def leave(self):
         "Leave the black box to the parent process: stop using it in a forked child process."
-        if self.box is not None: self.box.handle_fork()
+        if self.box is not None: self.box.header.file = None
         self.box,self.is_tried = None,True
 
 # %% ../../nbs/40_recorder/17_black_box.ipynb #fe0d4055

@@ -4,7 +4,7 @@
 
 # %% auto #0
 __all__ = ['structure_of', 'is_plain_tuple', 'needs', 'PlannedPass', 'LearnedTensors', 'EncodedParameters', 'encode_parameters',
-           'shapes_of', 'CallPlan']
+           'CallPlan']
 
 # %% ../../nbs/40_recorder/76_call_plans.ipynb #4fcdc4e1
 import dataclasses
@@ -17,11 +17,11 @@ import torch
 
 from ..capture.module_state import KEY
 from ..capture.private_torch import never_compile
-from ..capture.tensors import inputs, outputs
+from ..capture.tensors import inputs, outputs, shapes_of
 from ..measure.blocks import as_memoryview
 from ..measure.elements import ordinary
 from ..measure.head import address_of
-from ..measure.planning import encode_tap, load_in_thread, objects
+from ..measure.planning import encode_tap, load_in_thread, new_run_words, objects
 from .black_box import ALIVE, most_depth
 from .budget import clock
 from .flows import Flows
@@ -81,9 +81,8 @@ class PlannedPass:
         "Prepare the compiled functions that record calls. Return False if they are not loaded."
         kinds = objects()
         if self.compiled is None and kinds is not None:
-            self.words = np.zeros(kinds.run_words, np.int64)
+            self.words = new_run_words(kinds)
             self.cells = as_memoryview(self.words)
-            for i,x in kinds.shared_words().items(): self.words[i] = x
             self.compiled = kinds
         return kinds is not None
 
@@ -199,14 +198,6 @@ def encode_parameters(kinds, state) -> EncodedParameters|None:
         i += p is not None
     words = [(id(n), int(ps[n] is not None), id(pair), *encode_tap(t)) for n,pair,t in zip(names, pairs, taps, strict=True)]
     return EncodedParameters(np.array(words or [(0,)], np.int64), names, pairs, taps)
-
-def shapes_of(tensors):
-    "Return a dict from the name to the shape of each tensor. `tensors`: (name, tensor) pairs. A nested tensor has the shape None."
-    def shape(x):
-        "Return the shape of a tensor as a tuple, None for a nested tensor."
-        try: return tuple(x.shape)
-        except RuntimeError: return None
-    return {n: shape(x) for n,x in tensors}
 
 # %% ../../nbs/40_recorder/76_call_plans.ipynb #1e0d1ac8
 class CallPlan:

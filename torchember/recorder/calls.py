@@ -35,12 +35,9 @@ class Calls:
         # `moduleTrack` of the module that is being recorded, or was recorded last. The recorder sets it directly, because a
         # method would add 40 ns to each module call
         self.current = None
-        self.box = None # `BlackBox` that stores the running calls for use after a crash
-
-    def use_black_box(self, box):
-        "Note the running calls in a black box from now on. `box`: its `black_box.Position`, None for no black box."
-        # the box is an attribute, not a function that finds it, because each module call reads it twice: a function would add 50 ns
-        self.box = box
+        # `Position` of the `BlackBox` that stores the running calls for use after a crash, or None. It is an attribute, not a function that finds it,
+        # because each module call reads it twice: a function would add 50 ns
+        self.box = None
 
     def begin(self, outermost, skipped):
         "Begin a pass in this thread. `outermost`: `ModuleState` of the called module. `skipped`: True if the pass is not recorded."

@@ -77,10 +77,6 @@ class Cost:
         "Store the time when a pass or step ends."
         self.last = clock()
 
-    def pause(self):
-        "Stop the clock of the current step until recording of a model starts again."
-        self.step_began = None # the time until recording starts again is not counted as training
-
     def handle_fork(self):
         "Remove the budget in a forked process, because the budget belongs to the parent process."
         self.budget = None

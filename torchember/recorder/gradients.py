@@ -17,7 +17,7 @@ from ..capture.compiled import grads_arrived
 from ..capture.private_torch import add_hook, is_wrapped, never_compile
 from ..measure.blocks import as_memoryview
 from ..measure.head import address_of
-from ..measure.planning import encode_tap, objects
+from ..measure.planning import encode_tap, new_run_words, objects
 
 # %% ../../nbs/40_recorder/40_gradients.ipynb #350cde0c
 class GradientRows:
@@ -38,8 +38,7 @@ class GradientRows:
         if k is None or buffer.on_device: return
         if self.words is None:
             self.compiled,self.write = k,k.entries()[6]
-            self.words = np.zeros(k.run_words, np.int64)
-            for i,x in k.shared_words().items(): self.words[i] = x
+            self.words = new_run_words(k)
             self.cells,self.address = as_memoryview(self.words),address_of(self.words)
         c,arena = self.cells,buffer.rows.arena
         if c[k.ON] or not buffer.is_simple: return

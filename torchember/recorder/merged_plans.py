@@ -14,11 +14,12 @@ import numpy as np
 from ..capture.compiled import events_of
 from ..capture.module_state import ModuleState
 from ..capture.private_torch import count_function_modes, inside_transform, recomputing
-from ..capture.tensors import lone_output
+from ..capture.tensors import lone_output, shapes_of
 from ..measure.blocks import as_memoryview
 from ..measure.head import address_of
+from ..measure.planning import encode_tap, new_run_words
 from .budget import clock, timed
-from .call_plans import encode_tap, needs, shapes_of
+from .call_plans import needs
 from .flows import Flows
 
 # %% ../../nbs/40_recorder/77_merged_plans.ipynb #77a00006
@@ -45,8 +46,7 @@ class MergedRows:
         self.written,self.changed = 0,True
         self.items = np.array([(p.tensor, p.report, *words_of_place(p)) for p in places], np.int64).reshape(-1, kinds.item_words)
         # numbers: number of each module call, -1 if Python code must write its rows; run: array for compiled code, as in `PlannedPass`
-        self.numbers,self.run = np.zeros(n, np.int64),np.zeros(kinds.run_words, np.int64)
-        for i,x in kinds.shared_words().items(): self.run[i] = x
+        self.numbers,self.run = np.zeros(n, np.int64),new_run_words(kinds)
         self.run[[kinds.CLOCK, kinds.SEEN]] = id(arena.clock),id(arena.seen)
         self.cells,self.calls = as_memoryview(self.run),as_memoryview(self.numbers)
         self.compiled,self.addresses = kinds.entries()[5],(address_of(self.run), address_of(self.items), address_of(self.numbers))

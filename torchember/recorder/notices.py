@@ -40,10 +40,6 @@ class Notices:
         if severity and self.report: self.report(kind if isinstance(kind, str) else 'unmeasured', text, severity)
         return True
 
-    def note_error(self):
-        "Count an exception, of a user's function or of a measurement."
-        self.errors += 1
-
     def failed(self, module:str, tname:str, error:Exception, how=None):
         """Note that a measurement failed: raise the error if `on_error` is 'raise', else count it and warn once for each kind of error.
 

@@ -10,7 +10,7 @@ __all__ = ['linear_layers', 'linear_operations', 'summed_sizes', 'weights_other_
 # %% ../../nbs/40_recorder/49_operations.ipynb #23f43e4b
 from ..capture.loss_graph import moves, selections
 from ..capture.private_torch import node_operation_name, node_shape, saved
-from .output_graph import parameter_of, wrapped_dim
+from .output_graph import parameter_of
 
 # %% ../../nbs/40_recorder/49_operations.ipynb #2491017c
 def summed_sizes(node, slot) -> tuple:
@@ -18,7 +18,7 @@ def summed_sizes(node, slot) -> tuple:
     word = node_operation_name(node)
     if word=='Sum':
         sizes,dims = saved(node, 'self_sym_sizes'),saved(node, 'dim')
-        return tuple(sizes[wrapped_dim(d, len(sizes))] for d in dims) if sizes and dims else ()
+        return tuple(sizes[d] for d in dims) if sizes and dims else ()
     if word not in ('Bmm', 'Mm') or len(node.next_functions)<2: return ()
     below = node.next_functions[slot][0]
     shape = below and node_shape(below)
@@ -46,9 +46,9 @@ def softmaxes_of_one(graph) -> list:
     out = []
     for n in graph.nodes:
         dim,shape = (saved(n, 'dim'),node_shape(n)) if node_operation_name(n)=='Softmax' else (None, None)
-        if dim is None or not shape or shape[wrapped_dim(dim, len(shape))]!=1: continue
+        if dim is None or not shape or shape[dim]!=1: continue
         size = weights_other_dimension(graph, n)
-        if size: out.append(dict(dim=wrapped_dim(dim, len(shape)), shape=list(shape), weighted=size, before=graph.previous_layer(n), path=graph.next_layer(n)))
+        if size: out.append(dict(dim=dim%len(shape), shape=list(shape), weighted=size, before=graph.previous_layer(n), path=graph.next_layer(n)))
     return out
 
 # %% ../../nbs/40_recorder/49_operations.ipynb #56590682

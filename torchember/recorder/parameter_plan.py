@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ..measure.head import address_of
-from ..measure.planning import WatchedDicts, encode_tap
+from ..measure.planning import WatchedDicts, encode_tap, new_run_words
 
 # %% ../../nbs/40_recorder/25_parameter_plan.ipynb #751e813d
 class ModuleParameter(NamedTuple):
@@ -38,9 +38,7 @@ class ParameterPlan:
         # noted: True once `known.with_gradient` has all parameters
         self.all_places,self.noted = frozenset(self.places),False
         self.is_possible = self.dicts.is_possible and all(type(p.tensor) is torch.nn.Parameter for p in which)
-        if self.is_possible:
-            self.run = np.zeros(self.dicts.kinds.run_words, np.int64)
-            for i,x in self.dicts.kinds.shared_words().items(): self.run[i] = x
+        if self.is_possible: self.run = new_run_words(self.dicts.kinds)
         self.words = None # integers that describe the parameters to compiled code; None before all gradients have a tap
         self.held = () # objects that must stay alive, because `words` has their addresses
 

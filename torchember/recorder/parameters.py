@@ -261,14 +261,10 @@ class ZeroGradHint:
         # True after `te.step()` has checked once if all gradients are zero, because `zero_grad` may have zeroed them
         self.looked = False
         self.given = False # True after the warning of missing gradients was given
-        self.silent = False # True after `omit`
+        self.silent = False # True if another part of torchember gives this warning
         self.begun = False # True after a step ended without `te.step()`
         self.steps_without = 0 # number of recorded training steps without a gradient
         self.versions = None # id of each weight -> its version counter when the check began
-
-    def omit(self):
-        "Omit the warning, because another part of torchember gives it."
-        self.silent = True
 
     def training(self, states):
         "Note the version counters of the weights at the start of a pass that may be training."
@@ -277,10 +273,6 @@ class ZeroGradHint:
     def note_gradient(self):
         "Note that the current step has a recorded gradient."
         self.found = self.in_step = True
-
-    def subtract_steps(self, n):
-        "Subtract `n` steps without a gradient, because these steps turned out to be micro-batches of the current step."
-        self.steps_without -= n
 
     def handle_step_end(self, trained:bool, states, manual:bool, ttypes, boundary:bool=False):
         """Check the gradients at the end of a recorded step. Warn if the weights change although no gradient was found, or all are zero.

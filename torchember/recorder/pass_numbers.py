@@ -70,6 +70,11 @@ class PassNumbers:
 
     def handle_step_end(self): "Do nothing at the end of a step, because all rows are made at the end of a pass."
 
+    def records_now(self) -> bool:
+        "Return True in a measured pass of this thread. Return False inside a user's statistics function, and while a checkpoint is recomputed."
+        here = self.buffer.calls.here
+        return self.path is not None and here.depth>0 and not here.measuring and not here.skipped
+
     def needs(self, ttype) -> bool:
         "Return True if `flow` must get the inputs and outputs of module calls in the current pass."
         return self.path is not None

@@ -54,10 +54,6 @@ class MeasuringSwitch:
         "Return True if tensors are measured in a step: for the log, or only for the black box."
         return self.measure_all or self.is_recorded(step)
 
-    def note_content(self):
-        "Note that the current step has content, so that it counts as a step."
-        self.has_content = True
-
     def handle_step_end(self):
         "Mark the new step as empty, because the previous step has ended."
         self.has_content = False
@@ -109,7 +105,7 @@ class PassRemover:
 
     def remove_last(self):
         "Remove the last pass and its rows from the current step, because the pass failed."
-        self.tally.note_failed()
+        self.tally.failed += 1
         number = self.steps.remove_failed()
         self.buffer.drop_failed_pass(number)
         self.refused.forget(number)
@@ -127,7 +123,7 @@ class PassRemover:
         if not refused.passes or not steps.manual or watch is not None and watch.busy or buffer.rows.arena.in_graph(): return
         for p in refused.unreached() if unreached else refused.removed():
             refused.take(p)
-            self.tally.note_refused()
+            self.tally.refused += 1
             if not unreached: self.checks.discarded.note_removed(p)
             # True if the step has no other pass, and no rows in the log that the next pass would replace
             empty = steps.remove_refused(p.number) and not buffer.rows.is_partly_logged
@@ -140,7 +136,7 @@ class PassRemover:
         If the training loop itself copies gradients into the parameters, the gradients of useful passes look unused, too.
         Then subtract the passes that were removed in this step from the count of removed passes.
         """
-        self.tally.note_refused(-self.refused.stop_if_copied())
+        self.tally.refused -= self.refused.stop_if_copied()
         self.remove_refused(unreached=True)
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #b684a4b7
@@ -278,7 +274,7 @@ def begin_pass(pipe, path:str, phase, root:bool, grad:bool, joins:bool=False):
     """
     steps,remover,buffer = pipe.steps,pipe.remover,pipe.buffer
     if steps.ends_evaluation(phase, grad): pipe.end_evaluation()
-    pipe.tally.note_pass()
+    pipe.tally.called = True
     if steps.state.failed: remover.remove_last()
     if phase is None: remover.remove_refused()
     weights = pipe.sources.weight_versions(root, steps)
@@ -290,7 +286,7 @@ def begin_pass(pipe, path:str, phase, root:bool, grad:bool, joins:bool=False):
         if not n: pipe.look_for_modules()
         buffer.begin_pass(n)
         if phase is None: remover.refused.add_pass(n, steps.micro, next(buffer.rows.arena.clock))
-    buffer.set_micro_batch(steps.micro)
+    buffer.micro = steps.micro
 
 # %% ../../nbs/40_recorder/78_pipe.ipynb #d108d07b
 def close_by_pass(pipe, following):
@@ -315,7 +311,7 @@ def join_passes(pipe):
     if not earlier: return
     number = steps.number
     pipe.tally.subtract_steps(len(earlier))
-    pipe.sources.parameters.hint.subtract_steps(sum(e.without for e in earlier))
+    pipe.sources.parameters.hint.steps_without -= sum(e.without for e in earlier)
     steps.merge_previous_steps(len(earlier))
     if pipe.buffer.rows.box is not None: pipe.buffer.rows.box.slots.drop([e.measured.snapshot.number for e in earlier if e.measured is not None])
     pipe.writer.join(number, steps.number, earlier)
@@ -330,9 +326,9 @@ def end_step(pipe, empty=False) -> bool:
     """
     opened,steps = pipe.steps.opened,pipe.steps
     if not steps.manual: join_passes(pipe)
-    steps.end_manually()
+    steps.manual = True
     pipe.close_step(boundary=True)
-    if empty and not opened: steps.skip_number()
+    if empty and not opened: steps.number += 1 # a step without content counts, too
     pipe.raise_error()
     return opened
 
@@ -348,7 +344,7 @@ def measure_now(pipe):
     "Measure the current values of weights, their gradients, updates and optimizer states."
     if pipe.steps.is_evaluation: pipe.end_evaluation()
     pipe.steps.state.note_content(measured=True)
-    pipe.gate.note_content()
-    pipe.buffer.set_micro_batch(pipe.steps.micro)
+    pipe.gate.has_content = True
+    pipe.buffer.micro = pipe.steps.micro
     pipe.sources.measure_again()
     pipe.read_pending()

@@ -214,7 +214,7 @@ class ArmedModel:
         self.sources.armed([])
         self.owner = self.same_modules = None
         self.events.merged.plans.clear() # a plan keeps its modules in memory
-        self.cost.pause()
+        self.cost.step_began = None # the time until recording starts again is not counted as training
 
 # %% ../../nbs/40_recorder/80_recorder.ipynb #9e5eebef
 def make_model(events, optimizer_events, pipe, settings, drain, tracks=(), listener=None):

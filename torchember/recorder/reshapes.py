@@ -8,12 +8,12 @@ __all__ = ['products', 'is_transposed', 'operation_before', 'exchanges_in', 'is_
 # %% ../../nbs/40_recorder/49_reshapes.ipynb #ca516442
 import torch
 
-from ..capture.loss_graph import moves
-from ..capture.private_torch import node_operation_name, node_shape, saved
-from ..capture.reshapes import exchanges_dimensions, keeps_order, reshapes
+from ..capture.loss_graph import exchange_at, moves
+from ..capture.private_torch import node_operation_name, saved
+from ..capture.reshapes import exchanges_dimensions, keeps_order
 from ..measure.devices import is_being_captured
 from .operations import operation_facts
-from .output_graph import next_operations, wrapped_dim
+from .output_graph import next_operations
 
 # %% ../../nbs/40_recorder/49_reshapes.ipynb #bd7abcec
 def is_transposed(users, ndim) -> bool:
@@ -23,7 +23,7 @@ def is_transposed(users, ndim) -> bool:
         word = node_operation_name(n)
         moved = {'Transpose': (saved(n, 'dim0'), saved(n, 'dim1')), 'Permute': saved(n, 'dims')}.get(word)
         if moved is None or None in moved: return None
-        moved = [wrapped_dim(d, ndim) for d in moved]
+        moved = [d%ndim for d in moved]
         return {*moved} if word=='Transpose' else {i for i,d in enumerate(moved) if i!=d}
     places = [dims_of(n) for n in users]
     return bool(places) and all(p is not None and p!={ndim-2, ndim-1} for p in places)
@@ -38,11 +38,7 @@ def operation_before(node):
 
 def exchanges_in(graph) -> list:
     "Return the reshapes in an `OutputGraph` that exchange dimensions: (shape before, shape after, path of the next layer, or None)."
-    users,found = graph.users,[]
-    for n in graph.nodes:
-        if node_operation_name(n) not in reshapes: continue
-        before,after = saved(n, 'self_sym_sizes'),node_shape(n)
-        if before and after and exchanges_dimensions(before, after): found.append((n, tuple(before), tuple(after)))
+    users,found = graph.users,[(n, *shapes) for n in graph.nodes if (shapes := exchange_at(n, False))]
     if not found: return []
     def is_sliced(node):
         "Return True if a reshape is followed or preceded by a slice. Relative positions of attention are computed by a reshape and a slice."

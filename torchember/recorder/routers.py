@@ -129,11 +129,6 @@ class Routers(PassNumbers):
 
     # ---- The following methods are called by the `RouterWatch` whenever a router chooses experts
 
-    def records_routers(self) -> bool:
-        "Return True in a measured pass of this thread. Return False inside a user's statistics function, and while a checkpoint is recomputed."
-        here = self.buffer.calls.here
-        return self.path is not None and here.depth>0 and not here.measuring and not here.skipped
-
     def expert_choice(self, scores, indices, is_topk):
         "Handle a choice of experts: count the tokens of each expert, unless the choice was made outside of a router."
         since = clock()

@@ -31,10 +31,6 @@ class StepLog:
         "Add a whole step to the log, which consists of `ComputedRow`s."
         self.t.put(self.rows_at(step, rows), True)
 
-    def end_step(self, on:bool):
-        "End a step: late rows belong to this step from now on. `on`: True if the step was recorded."
-        self.was_on = on
-
     def put_without_step(self, rows):
         "Put rows without a step (they belong to no step) into the log file. `rows`: function without arguments that returns the rows."
         self.t.file.put(rows, joins=None)
@@ -172,10 +168,6 @@ class RowWriter:
         "Note the time of the first measurement of a step."
         if self.ts is None: self.ts = now()
 
-    def columns(self):
-        "Return the columns that are added to every row: the rank and the user's marks."
-        return self.log.columns()
-
     def write(self, buffer, steps, over:bool, wait:bool=False, held:bool=False, gradients=None):
         """Write all new measurements of the step: queue them for the log, and empty the buffer. `over`: True if the step has ended.
 
@@ -187,7 +179,7 @@ class RowWriter:
         self.last,held = None,held and self.held.wants(shown)
         closes = over and (rows.snapshots.taken or rows.custom.taken or self.log.file_is_open)
         if not rows.size and not closes: return # without rows, the writer thread has nothing to do
-        columns = self.columns()
+        columns = self.log.columns()
         # copy `passes`, because a signal handler may change it during the loop
         many_passes = {phase: n>1 for phase,n in dict(steps.passes).items()}
         if columns!=self.marks: rows.forget_logged_rows() # rows with new values in the user's columns (marks) do not replace earlier rows
@@ -222,10 +214,6 @@ class RowWriter:
         self.waiting = []
         self.extra.join(step, first, earlier)
 
-    def note_skipped(self):
-        "Note that a `GradScaler` skipped the optimizer's step."
-        self.skipped = True
-
     def number_refused(self, step) -> int:
         "Return the number of a new refused pass of this step: 0, 1, ..."
         n = self.refused[1] if self.refused[0]==step else 0
@@ -238,7 +226,7 @@ class RowWriter:
 
     def handle_step_end(self, step:int, on:bool): # on: True if the step was recorded
         "Handle the end of a step: move its rows of users' functions and of `te.log` from `custom` to `ended`."
-        self.log.end_step(on)
+        self.log.was_on = on
         self.skipped = False
         self.custom,self.ended = [],self.custom
         self.extra.handle_step_end(step)
@@ -256,7 +244,7 @@ def write_refused(writer, buffer, steps, p, until, whole:bool, on:bool):
     step = steps.number if steps.closed is None else steps.closed
     n = writer.number_refused(step)
     if not on or not len(snapshot)+len(custom): return
-    marks = {**writer.columns(), 'skipped': True, 'phase': 'refused', 'micro': n}
+    marks = {**writer.log.columns(), 'skipped': True, 'phase': 'refused', 'micro': n}
     measured = Measured(snapshot, custom, step, writer.ts or now(), marks, {}, dict(buffer.shards.columns))
     if steps.closed is None: writer.log.t.put(measured, False, writer.lines)
     else: writer.log.put_late(measured, by=writer.lines)

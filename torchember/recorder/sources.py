@@ -196,7 +196,7 @@ class Sources:
 
     def omit_gradient_hint(self):
         "Omit the warning of missing gradients, because the caller gives this warning."
-        self.parameters.hint.omit()
+        self.parameters.hint.silent = True
 
     def complete(self, optimizer, scale):
         "Complete the gradient rows before an optimizer's step: measure the gradients of its parameters, and of parameters without a known optimizer."

@@ -499,10 +499,6 @@ class StepBuffer:
         "True if compiled code may write rows: built-in statistics, a single process without shards, and no custom rows in the buffer."
         return not (self.shards.ranks is not None or self.shards.columns or self.rows.custom or any(map(callable, self.stats.values())))
 
-    def set_micro_batch(self, micro:int):
-        "Set the micro-batch of the rows that follow. `micro`: number of the pass among the passes of its phase."
-        self.micro = micro
-
     def drop_failed_pass(self, number):
         "Drop the rows of a failed pass. `number`: number of the pass in the step."
         self.rows.drop_failed_pass(number, self.micro)
@@ -526,12 +522,12 @@ class StepBuffer:
     def use_black_box(self, box):
         "Store new rows and the running modules in a black box. `box`: a `BlackBox`, or None to use ordinary memory."
         self.rows.use_black_box(box)
-        self.calls.use_black_box(None if box is None else box.position)
+        self.calls.box = None if box is None else box.position
 
     def leave(self, lock):
         "Leave all rows and the black box to the parent process: begin with an empty buffer in a forked process."
         self.functions,self.rows = Functions(self.notices, self.calls, lock),StepRows(self.notices, lock)
-        self.calls.use_black_box(None)
+        self.calls.box = None
 
     def handle_step_end(self):
         self.rows.handle_step_end()

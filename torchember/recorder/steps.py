@@ -106,10 +106,6 @@ class StepState:
         self.training_passes += training
         self.eval_grads,self.measured = self.eval_grads or eval_grads,self.measured or measured
 
-    def note_failed(self):
-        "Note that the last pass raised an exception. The next pass replaces the failed pass."
-        self.failed = True
-
     def confirm_training(self):
         "Confirm that passes with gradients in `eval()` mode are training, because the user ends the step after them."
         self.measured = self.measured or self.eval_grads
@@ -246,14 +242,6 @@ class Steps:
 
     # ---- The following methods close the current step
 
-    def end_manually(self):
-        "From now on, only `te.step()` or the optimizers end a step: a new pass no longer does."
-        self.manual = True
-
-    def skip_number(self):
-        "Skip the number of a step without content, so that the step counts, too."
-        self.number += 1
-
     def handle_fork(self):
         "Forget the current step in a forked process, because the step belongs to the parent process."
         self.state = StepState()
@@ -331,7 +319,7 @@ class Decision:
         try: return self.schedule(step)
         except Exception as e:
             if self.notices.on_error=='raise': raise
-            self.notices.note_error()
+            self.notices.errors += 1
             self.notices.once('schedule', f"The schedule {self.schedule} raised an exception at step {step}: {type(e).__name__}: {e}. "
                 "Steps at which the schedule raises an exception are not recorded.",
                 'info')

@@ -27,22 +27,6 @@ class RunCounts:
         self.steps += 1
         self.recorded += recorded
 
-    def note_pass(self):
-        "Note that a pass has begun, so that the model was called."
-        self.called = True
-
-    def note_failed(self):
-        "Count a pass that raised an exception."
-        self.failed += 1
-
-    def note_refused(self, n=1):
-        "Count `n` refused passes. Their gradients were used by no optimizer. A negative number corrects an earlier count."
-        self.refused += n
-
-    def note_skipped(self):
-        "Count a step in which a `GradScaler` skipped the optimizer step."
-        self.skipped += 1
-
     def subtract_steps(self, n):
         "Subtract `n` recorded steps from the counts, because these steps turned out to be micro-batches of the current step."
         self.steps -= n
