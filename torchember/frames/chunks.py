@@ -52,8 +52,7 @@ class Segment:
     def open(self, steps=None): # steps: (first, last) step to read, None for all
         "Open the segment of the log for a `with` block, as a Parquet `Part` or as bytes of JSON lines."
         if self.entry is None: yield self.more or self.lines(); return
-        part = Part(self.path, {self.of: dict(self.entry)}, steps)
-        with part.file: yield part
+        with Part(self.path, {self.of: dict(self.entry)}, steps) as part: yield part
 
     def lines(self):
         "Return the JSON lines of the segment of the log as bytes."
@@ -197,8 +196,7 @@ def inspect_files(log, listing, files, size, rows, expected):
     "Return the `LogContents` of a log's Parquet parts and lines. `size`: bytes of the log's file to read, None for all."
     out,before = LogContents(),(listing or {}).get('removed', 0)
     for entry in listing['parts'] if listing else ():
-        part = open_part(log.path, entry, listing['id'])
-        with part.file:
+        with open_part(log.path, entry, listing['id']) as part:
             size_and_steps = *(entry[k] for k in ('start', 'end', 'rows')),*step_bounds(part.steps)
             segment = Segment(part_file(log.path, entry), *size_and_steps, tuple(entry.items()), listing['id'])
             out.add([segment], kinds_of_part(part), part.layouts.keys())
