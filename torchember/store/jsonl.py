@@ -367,7 +367,7 @@ class tracker(AppendedRun):
             value: New value of the metadata
         """
         self.about.amend(kind, value)
-        self.file.write_metadata_with(self.about.write)
+        self.file.files.first = self.about.write
 
     def end(self,
         **more # Further values for the general metadata (kind 'base') of the run
