@@ -169,8 +169,7 @@ class LogReader:
 
     def metadata(self, kind):
         "Return the log's metadata of one kind, such as 'structure'. Return None if they are missing or cannot be read."
-        try: return None if self.t is None else self.t.about.get(kind) or self.t[f'{kind}_{self.name}']
-        except (KeyError, ValueError, OSError): return None # a killed process may not have written metadata
+        return None if self.t is None else self.t.read_metadata(kind)
 
     @property
     def base(self):

@@ -33,10 +33,6 @@ class Metadata:
         # known: kind of metadata -> metadata; unwritten: kinds of metadata that are not on disk yet
         self.folder,self.run,self.known,self.unwritten = folder,run,{},set()
 
-    def get(self, kind):
-        "Return the current run's metadata of one kind, such as 'base', from memory. Return None if there are no metadata of this kind."
-        return self.known.get(kind)
-
     def path(self, name):
         "Return the path of a metadata file. `name`: file name without '.json', such as 'base_run1'."
         return self.folder/f"{safe_name(name, 'metadata', 220)}.json"
@@ -124,8 +120,7 @@ class StoredRun:
     def older(self):
         "Return True if the run has the older format of torchember 0.1 or 0.2."
         if self.folder or self.about.known or self.source is not None: return self.folder
-        try: return is_version_01(self[f'base_{self.fname}'])
-        except (KeyError, ValueError, OSError): return False # the file does not exist, or cannot be read
+        return is_version_01(self.read_metadata('base'))
 
     def blocks(self, after=(0, 0)):
         "Yield the rows of the run in blocks, including rows not on disk yet. `after`: (bytes, rows) to skip at the start of the log."
@@ -199,6 +194,11 @@ class StoredRun:
     def __getitem__(self, name):
         flush_logs(self.log_path)
         return self.about[name]
+
+    def read_metadata(self, kind):
+        "Return the run's metadata of one kind, such as 'base', from memory or a file. Return None if there are none, or if they cannot be read."
+        try: return self.about.known.get(kind) or self[f'{kind}_{self.fname}']
+        except (KeyError, ValueError, OSError): return None # a killed process may not have written the file
 
     def _repr_html_(self):
         "Return the run as an HTML table for notebooks."
