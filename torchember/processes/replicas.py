@@ -83,10 +83,9 @@ def rank_specific_modules(rows):
 
     The first has for each row the index of the row on the first rank with the same old module name. The second is the mask of these rows."""
     old = {(r, new): path for r,names in (rows.own or {}).items() for path,new in names.items() if new!=path}
-    paths = [old.get((int(r), p)) for r,p in zip(rows.rank, rows.df['path'].astype(object), strict=True)] if old else []
-    first = min(rows.own, default=0) if rows.own else 0
-    paths = [p if q is None and r==first else q for p,q,r in zip(rows.df['path'].astype(object), paths, rows.rank, strict=True)] if old else []
-    known = np.array([p is not None for p in paths], bool) if old else np.zeros(len(rows.df), bool)
-    if not known.any(): return np.arange(len(rows.df)), known
+    if not old: return np.arange(len(rows.df)), np.zeros(len(rows.df), bool)
+    first = min(rows.own) # modules of this rank may keep their names
+    paths = [old.get((int(r), p), p if r==first else None) for r,p in zip(rows.rank, rows.df['path'].astype(object), strict=True)]
+    known = np.array([p is not None for p in paths], bool)
     columns = [rows.df[c] for c in ('step', 'ttype', 'tname', 'pname', 'call', 'micro', 'phase') if c in rows.df]
     return first_in_group(group_codes(np.array([p if k else i for i,(p,k) in enumerate(zip(paths, known, strict=True))], object), *columns)), known

@@ -114,7 +114,6 @@ def is_private_folder(place):
 # %% ../../nbs/30_store/00_base.ipynb #86466caf
 def check_writable(place):
     "Raise OSError if files cannot be created in a folder. The folder need not exist. This check creates no file."
-    if is_url(place): raise OSError(url_home_message(place))
     place = near = Path(place)
     while not os.path.lexists(near): near = near.parent
     if not near.is_dir():

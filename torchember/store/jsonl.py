@@ -434,17 +434,17 @@ def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1, so
 
     `resume`: True to continue the run `name`. `store`, `ranks`, `source`: as in `tracker`.
     Raise FileExistsError if `name` exists, unless `resume`, and OSError if `home` cannot be written."""
-    exact = name is not None
+    exact,place = name is not None,folder('torchember', home)
     check_store(store)
-    if is_url(folder('torchember', home)): raise OSError(url_home_message(folder('torchember', home)))
+    if is_url(place): raise OSError(url_home_message(place))
     # only a `home` given by the user is checked now; the default home is checked at the first write
-    for part in ('log', 'data') if home is not None else (): check_writable(folder('torchember', home)/part)
+    for part in ('log', 'data') if home is not None else (): check_writable(place/part)
     if name is None:
         if resume: raise ValueError("resume=True needs name=, the name of the run to continue.")
         base = run_name(kind)
         name = next(n for i in count(1) if not exists(n := base if i==1 else f'{base}_{i}', home))
     elif exists(safe_name(name, 'run'), home) and not resume:
-        raise FileExistsError(f"The run {name!r} exists already in {folder('torchember', home)}. Choose another name=, or continue the run with resume=True.")
+        raise FileExistsError(f"The run {name!r} exists already in {place}. Choose another name=, or continue the run with resume=True.")
     if resume and (old := emberTracker(name, home)).older():
         raise FileExistsError(f"The run {name!r} was recorded by an older torchember ({'0.2' if old.folder else '0.1'}). It can be read, but not continued. "
             "Choose another name=.")
