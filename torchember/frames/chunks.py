@@ -109,10 +109,7 @@ class LogContents:
 
     def __iter__(self): return iter((self.segments, self.kinds, self.layouts))
 
-    @property
-    def supersedes(self):
-        "True if rows of the log may replace earlier rows."
-        return 'supersedes' in self.kinds
+    supersedes = property(lambda self: 'supersedes' in self.kinds, doc="True if rows of the log may replace earlier rows.")
 
     def add(self, segments, kinds, layouts):
         "Add segments, the kinds of their columns, and the layouts (tuples of keys) of their rows. Return this object."

@@ -94,20 +94,11 @@ class StoredRun:
         self.source,self.torn = source,0 # torn: incomplete lines in the last read
         self.folder = is_older(self.log/fname) # True for a run of torchember 0.2, because its log is a folder
 
-    @property
-    def fname(self):
-        "Name of the run."
-        return self.log_path.name
+    fname = property(lambda self: self.log_path.name, doc="Name of the run.")
 
-    @property
-    def log_path(self):
-        "Path of the file with all rows of the run."
-        return self.file.path
+    log_path = property(lambda self: self.file.path, doc="Path of the file with all rows of the run.")
 
-    @property
-    def latest(self):
-        "Path of the file with the rows of the run's latest step."
-        return self.file.latest
+    latest = property(lambda self: self.file.latest, doc="Path of the file with the rows of the run's latest step.")
 
     def __repr__(self): return printable(f'<{self.libname}:{self.fname}>')
 
@@ -172,10 +163,7 @@ class StoredRun:
         # read the log if the file of the latest step is missing, as after a killed run
         return without_superseded(rows) or last_step(self.lines())
 
-    @property
-    def latest_df(self):
-        "Rows of the latest step as a pandas table."
-        return with_path(frame(self.latest_line_list()))
+    latest_df = property(lambda self: with_path(frame(self.latest_line_list())), doc="Rows of the latest step as a pandas table.")
 
     def refresh(self): # Path of the file with the latest step
         """Refresh the file with the rows of the latest step: end the step that is being recorded, and write the file
@@ -334,10 +322,7 @@ class tracker(AppendedRun):
 
     whole = property(lambda self: self.file.listeners.merging, doc="`WholeSteps` that merges the rows of all ranks during the training, or None")
 
-    @property
-    def ts(self):
-        "Current local time, in the format of the column `ts`."
-        return now()
+    ts = property(lambda self: now(), doc="Current local time, in the format of the column `ts`.")
 
     def __setitem__(self, name, value):
         if is_url(self.dir): raise OSError(url_home_message(self.dir))

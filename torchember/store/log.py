@@ -208,10 +208,7 @@ class LogFiles:
         self.step = LatestStep()
         self.is_refused,self.retry_at = False,0
 
-    @property
-    def latest(self):
-        "Path of the file with the latest step."
-        return self.disk.path.with_name(f'{self.disk.path.name}_latest')
+    latest = property(lambda self: self.disk.path.with_name(f'{self.disk.path.name}_latest'), doc="Path of the file with the latest step.")
 
     @property
     def is_due(self):

@@ -164,10 +164,7 @@ class JsonLines:
         "Number of rows that are not in the file: queued and dropped rows."
         return sum(n for _,n in self.waiting)+self.dropped
 
-    @property
-    def is_ours(self):
-        "True in the process that created the log, False in a process forked from it."
-        return self.pid==os.getpid()
+    is_ours = property(lambda self: self.pid==os.getpid(), doc="True in the process that created the log, False in a process forked from it.")
 
     @property
     def exists(self):

@@ -258,10 +258,7 @@ class Part:
         "Boolean mask of the rows in the selected row groups: True for a row of a selected log."
         return np.isin(self.logs, self.numbers)
 
-    @property
-    def rows(self):
-        "Number of rows of the selected logs in the selected row groups."
-        return int(self.mask.sum())
+    rows = property(lambda self: int(self.mask.sum()), doc="Number of rows of the selected logs in the selected row groups.")
 
     def read(self, columns):
         "Read columns of the selected row groups from the file. Return a dict: column name -> Arrow array."
