@@ -29,7 +29,7 @@ from torchember.store.compaction import next_lines
 from torchember.store.jsonl import emberTracker
 from torchember.store.lines import bad, is_step
 from torchember.store.older import is_older
-from torchember.store.parts import Part, arrow_type, column_kind, open_part, overlaps, part_file, call_with_current_files, size_or_zero
+from torchember.store.parts import Part, arrow_type, column_kind, line_spans, open_part, overlaps, part_file, call_with_current_files, read_bytes, read_spans
 from torchember.store.reading import marks_in, path_of
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #49035eb0
@@ -56,14 +56,9 @@ class Segment:
 
     def lines(self):
         "Return the JSON lines of the segment of the log as bytes."
-        def read(listing, files):
+        def read(*now):
             "Read the lines from the file that has them now, because the file may have been renamed for its conversion to Parquet."
-            at,first,end = (listing or {}).get('removed', 0),self.before+self.start,self.before+self.end
-            for f,_ in files:
-                size = size_or_zero(f)
-                if at<=first and end<=at+size: return read_bytes(f, first-at, end-first)
-                at += size
-            return b''
+            return read_spans(line_spans(*now), self.before+self.start, self.before+self.end)
         data = (read_bytes(self.path, self.start, self.end-self.start) if self.log is None or is_url(self.log)
             else call_with_current_files(self.log, read))
         # check the length only now, because `call_with_current_files` reads again if a file was renamed meanwhile
@@ -78,12 +73,6 @@ class Segment:
     def overlaps(self, steps):
         "Return True if the segment may have rows in the range `steps`: (first, last), or None for all steps."
         return overlaps((self.first, self.last), steps)
-
-def read_bytes(path, start, n):
-    "Return `n` bytes of a file from byte `start`, or fewer bytes if the file is shorter."
-    with open_file(path) as f:
-        f.seek(start)
-        return f.read(n)
 
 def shorter_message(path):
     "Return the error message for a log file that became shorter while it was read."

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from io import BytesIO
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
@@ -514,6 +514,23 @@ def read_up_to(path, listing, files, end):
     if end is None or len(files)>1: return listing['parts'], files
     parts = [p for p in listing['parts'] if p['end']<=listing['removed']+end]
     return parts, [(path, (parts[-1]['end'] if parts else 0)-listing['removed'])]
+
+# %% ../../nbs/30_store/09_parts.ipynb #6ca58c02
+def line_spans(listing, files): # listing, files: the results of `parts_and_lines`
+    "Return for each file of JSON lines of a log: (file, position of its first byte in the whole log, position of its end)."
+    ends = accumulate((size_or_zero(f) for f,_ in files), initial=(listing or {}).get('removed', 0))
+    return [(f, start, end) for (f,_),(start,end) in zip(files, pairwise(ends), strict=True)]
+
+def read_spans(spans, start, end):
+    "Return the bytes of a log from position `start` to `end`, or fewer bytes if files no longer have them. `spans`: result of `line_spans`."
+    places = [(f, first, max(start, first), min(end, last)) for f,first,last in spans]
+    return b''.join(read_bytes(f, a-first, b-a) for f,first,a,b in places if a<b)
+
+def read_bytes(path, start, n):
+    "Return `n` bytes of a file from byte `start`, or fewer bytes if the file is shorter."
+    with open_file(path) as f:
+        f.seek(start)
+        return f.read(n)
 
 # %% ../../nbs/30_store/09_parts.ipynb #b9998055
 def read_first_block(blocks):
