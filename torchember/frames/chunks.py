@@ -23,7 +23,7 @@ from torchember.ground.messages import printable
 from torchember.ground.needs import pa, pc, pd
 from torchember.ground.record import column_order, identity
 from torchember.measure.summary import derived
-from torchember.store.anywhere import file_size, path_exists, is_url, open_file
+from torchember.store.anywhere import is_url, open_file
 from torchember.store.columns import Expected, Missing, none
 from torchember.store.compaction import next_lines
 from torchember.store.jsonl import emberTracker
@@ -180,19 +180,17 @@ def inspect_log(log, rows=1<<17, expected=None):
 
 def inspect_files(log, listing, files, size, rows, expected):
     "Return the `LogContents` of a log's Parquet parts and lines. `size`: bytes of the log's file to read, None for all."
-    out,before = LogContents(),(listing or {}).get('removed', 0)
+    out = LogContents()
     for entry in listing['parts'] if listing else ():
         with open_part(log.path, entry, listing['id']) as part:
             size_and_steps = *(entry[k] for k in ('start', 'end', 'rows')),*step_bounds(part.steps)
             segment = Segment(part_file(log.path, entry), *size_and_steps, tuple(entry.items()), listing['id'])
             out.add([segment], kinds_of_part(part), part.layouts.keys())
-    for path,start in files:
-        end = file_size(path) if path is not None and path_exists(path) else 0
-        stop = end if size is None or path!=log.path else min(size, end)
+    for (path,before,end),(_,start) in zip(line_spans(listing, files), files, strict=True):
+        stop = end-before if size is None or path!=log.path else min(size, end-before)
         if stop>start:
             segments,*more = index_lines(path, start, stop, rows, expected or Expected())
             out.add([replace(s, log=log.path, before=before) for s in segments], *more)
-        before += end
     return out
 
 def kinds_of_part(part):

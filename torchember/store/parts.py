@@ -518,7 +518,8 @@ def read_up_to(path, listing, files, end):
 # %% ../../nbs/30_store/09_parts.ipynb #6ca58c02
 def line_spans(listing, files): # listing, files: the results of `parts_and_lines`
     "Return for each file of JSON lines of a log: (file, position of its first byte in the whole log, position of its end)."
-    ends = accumulate((size_or_zero(f) for f,_ in files), initial=(listing or {}).get('removed', 0))
+    # a log continues in the next file, because a file is renamed before its conversion to Parquet
+    ends = accumulate((0 if f is None else size_or_zero(f) for f,_ in files), initial=(listing or {}).get('removed', 0))
     return [(f, start, end) for (f,_),(start,end) in zip(files, pairwise(ends), strict=True)]
 
 def read_spans(spans, start, end):
