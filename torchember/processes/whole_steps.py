@@ -303,7 +303,7 @@ class WholeSteps:
         return done
 
     def wait(self, done, until):
-        "Wait for an event returned by `mark`, at most until the time `until` of `time.monotonic`. Return True if it was set; else wait for the thread no more."
+        "Wait for an event returned by `mark`, at most until the time `until` of `time.monotonic`. Return True if it was set; else never wait again."
         if done is None: return False
         if not done.wait(max(min(until-time.monotonic(), 2*StepCollector.patience), 0)): self.given_up = True; return False
         self.listeners.wait()
