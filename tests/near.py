@@ -62,8 +62,8 @@ near = { # Python module or package -> its tests, fastest first
     'processes.compare': 'nbs/42_processes/04_compare.ipynb tests/frames/test_ranks_of_logs.py tests/processes/test_whole_steps.py',
     'processes.shards': 'nbs/42_processes/05_shards.ipynb tests/frames/test_ranks_of_logs.py tests/processes/test_whole_steps.py',
     'processes.columns': 'nbs/42_processes/06_columns.ipynb tests/frames/test_ranks_of_logs.py tests/processes/test_whole_steps.py',
-    'processes.norms': 'nbs/42_processes/07_norms.ipynb tests/processes/test_norms_of_ranks.py',
-    'processes.merge': 'nbs/42_processes/08_merge.ipynb tests/frames/test_ranks_of_logs.py tests/processes/test_whole_steps.py',
+    'processes.merge': 'nbs/42_processes/08_merge.ipynb tests/processes/test_norms_of_ranks.py tests/frames/test_ranks_of_logs.py '
+        'tests/processes/test_whole_steps.py',
     'processes.checks': 'nbs/42_processes/09_checks.ipynb tests/frames/test_ranks_of_logs.py tests/processes/test_whole_steps.py',
     'processes.ranks': 'nbs/42_processes/10_ranks.ipynb tests/frames/test_ranks_of_logs.py',
     'processes.whole_steps': 'nbs/42_processes/30_whole_steps.ipynb tests/processes/test_whole_steps.py',

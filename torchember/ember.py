@@ -422,7 +422,7 @@ def merge_ranks(t, rank, world, tree):
     run,paths = weakref.ref(t),paths_in(tree)
     def about():
         "Return the metadata about this rank that are needed to merge rows of all ranks. Return None if the run was deleted."
-        return None if (t := run()) is None else {'about': t.about.get('ranks'), 'paths': paths}
+        return None if (t := run()) is None else {'about': t.about.known.get('ranks'), 'paths': paths}
     def note(what):
         "Show a note (message) to the user, unless the run was deleted."
         if (t := run()) is not None: show_message_soon(t.file, what)

@@ -6,7 +6,7 @@
 __all__ = ['models_of', 'Trainings']
 
 # %% ../nbs/91_trained.ipynb #a6478c9c
-import functools, itertools, os, sys, threading, weakref
+import functools, itertools, math, os, sys, threading, weakref
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from .capture.forward import find_exclusive_listener, states_of
 from .capture.optimizer import live_objects, parameters_of, trained_parameters, innermost_optimizers
 from .capture.private_torch import is_unscaled, lists_parameters_as_torch
 from .capture.tree import unwrap, wrappers
+from .recorder.output_graph import edges_below
 
 # %% ../nbs/91_trained.ipynb #e9570267
 def ids_of(parameters):
@@ -138,14 +139,10 @@ def running_scaler():
 
 def backward_reaches(outputs, ids) -> bool: # outputs: a tensor, or a list of tensors; ids: ids of parameters
     "Return True if the backward pass of `outputs` reaches one of the parameters in `ids`."
-    nodes = [x.grad_fn for x in (outputs if isinstance(outputs, list|tuple) else [outputs]) if torch.is_tensor(x)]
-    seen = set()
-    while nodes:
-        if (node := nodes.pop()) is None or node in seen: continue
-        if id(getattr(node, 'variable', None)) in ids: return True
-        seen.add(node)
-        nodes += [n for n,_ in node.next_functions]
-    return False
+    found = outputs if isinstance(outputs, list|tuple) else [outputs]
+    nodes = [x.grad_fn for x in found if torch.is_tensor(x) and x.grad_fn is not None]
+    reached = itertools.chain(nodes, (below for _,below in edges_below(nodes, most=math.inf)))
+    return any(id(getattr(node, 'variable', None)) in ids for node in reached)
 
 # %% ../nbs/91_trained.ipynb #b03661f1
 class Training:

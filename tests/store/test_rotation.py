@@ -22,7 +22,7 @@ from torchember.monitor.monitor import Monitor
 from torchember.store import compaction, log_file, parts, rotation
 from torchember.store.jsonl import new_run
 from torchember.store.log_file import last_step_of
-from torchember.store.rotation import CompactionProcess, JsonLines, ParquetLog, Rotation
+from torchember.store.rotation import CompactionProcess, Rotation
 
 
 def row(i): return dict(mean=i/7, ttype='output', tname='o', module='m(Net)', step=i//4, n=i)
@@ -38,7 +38,7 @@ def begun(home, store='parquet', name='a', **how):
 
 def wait(t, seconds=60):
     "Wait until the process that makes the parts has ended."
-    r,until = t.file.disk.rotation,time.monotonic()+seconds
+    r,until = t.file.rotation,time.monotonic()+seconds
     while r.child is not None or r.ready:
         assert time.monotonic()<until
         time.sleep(.01)
@@ -114,8 +114,8 @@ def test_what_there_is_to_choose(tmp_path, monkeypatch):
             for door in doors('parquet'):
                 with pytest.raises(ImportError, match="store='parquet' needs pyarrow.* pip install pyarrow$"): door()
     assert not list(tmp_path.rglob('*')) and not m._forward_hooks
-    assert type(emberTracker('a', tmp_path).file.disk) is JsonLines
-    with Monitor(m, {}, store='parquet', home=tmp_path) as mon: assert type(mon.t.file.disk) is ParquetLog
+    assert emberTracker('a', tmp_path).file.rotation is None
+    with Monitor(m, {}, store='parquet', home=tmp_path) as mon: assert type(mon.t.file.rotation) is Rotation
 
 
 # ---- the time at which lines are set aside for compaction
@@ -194,10 +194,10 @@ def test_one_process_at_a_time(tmp_path, small, monkeypatch):
     assert len(made)==1 and numbers(t)==[*range(200)]
     with pytest.warns(EmberWarning, match=r"lines of a to Parquet takes more than 7 s. It continues; call compact\('a'\)"): t.end()
     assert max(waited)==7 and numbers(t)==[*range(200)]
-    t.file.disk.rotation.child = None
+    t.file.rotation.child = None
     compact('a', tmp_path)
     assert numbers(t)==[*range(200)] and parts.summarize_parts(t.log_path)['rows']==200
-    t.file.disk.rotation = None
+    t.file.rotation = None
 
 def test_the_last_part_is_bounded(tmp_path, monkeypatch):
     monkeypatch.setattr(compaction, 'most_bytes', 100)
@@ -231,7 +231,7 @@ def test_a_folder_that_cannot_be_made_is_said_once(tmp_path, small):
     assert 'lines of the run could not be converted to Parquet, so they remain JSON lines, and the conversion is' in what and 'FileExistsError' in what
     assert numbers(t)==[*range(60)] and t.log_path.stat().st_size==len(lines(map(row, range(60))))
     folder.unlink()
-    t.file.disk.rotation.again = 0
+    t.file.rotation.again = 0
     with warnings.catch_warnings():
         warnings.simplefilter('error')
         t + row(60)
@@ -248,15 +248,15 @@ def test_what_the_process_says_is_said(tmp_path, small, monkeypatch):
         for i in range(50): t + row(i)
         for _ in range(3):
             until = time.monotonic()+60
-            while t.file.disk.rotation.child is not None and time.monotonic()<until: t.file.disk.rotation.run_child(t.log_path)
-            assert t.file.disk.rotation.child is None and t.file.disk.rotation.again>time.monotonic()
-            if t.file.disk.rotation.wait<40: t.file.disk.rotation.again = 0; t.barrier()
-    assert len(said)==1 and t.file.disk.rotation.wait==40 and numbers(t)==[*range(50)]
+            while t.file.rotation.child is not None and time.monotonic()<until: t.file.rotation.run_child(t.log_path)
+            assert t.file.rotation.child is None and t.file.rotation.again>time.monotonic()
+            if t.file.rotation.wait<40: t.file.rotation.again = 0; t.barrier()
+    assert len(said)==1 and t.file.rotation.wait==40 and numbers(t)==[*range(50)]
     monkeypatch.undo()
-    t.file.disk.rotation.again = 0
+    t.file.rotation.again = 0
     t.barrier()
     wait(t)
-    assert t.file.disk.rotation.wait==Rotation.pause and numbers(t)==[*range(50)] and parts.summarize_parts(t.log_path)['rows']==40
+    assert t.file.rotation.wait==Rotation.pause and numbers(t)==[*range(50)] and parts.summarize_parts(t.log_path)['rows']==40
 
 @pytest.mark.release
 def test_who_is_before_us_is_waited_for(tmp_path, small):

@@ -99,8 +99,8 @@ def test_some_steps_are_read_from_some_groups_of_each_file(tmp_path, monkeypatch
     compact('a', home=tmp_path)
     wanted,opened,groups = read('a', home=tmp_path), [], []
     first = Part.__init__
-    def init(self, path, abouts, steps=None):
-        first(self, path, abouts, steps)
+    def init(self, path, abouts, steps=None, skip=0):
+        first(self, path, abouts, steps, skip)
         if len(abouts)>1: opened.append(path); groups.append(len(self.groups)/len(self.about.rows))
     monkeypatch.setattr(Part, '__init__', init)
     rows = scan('a', 'arrow', home=tmp_path)
@@ -141,7 +141,7 @@ def test_who_is_stopped_in_between_loses_nothing(tmp_path, monkeypatch, when):
     compact('a', home=tmp_path)
     assert sum(in_shared(paths))==11 and [texts(p) for p in paths]==before and read('a', home=tmp_path).to_csv()==whole.to_csv()
     named = {str(part_file(p, part)) for p in paths if read_part_list(p) for part in read_part_list(p)['parts']}
-    assert {str(f) for f in tmp_path.glob('log/*/*.parquet')}=={str(f) for f in map(str, named)} and not list(tmp_path.glob('log/*/.part-*'))
+    assert {str(f) for f in tmp_path.glob('log/*/*.parquet')}=={str(f) for f in map(str, named)} and not list(tmp_path.glob('log/*/.torchember-*'))
 
 def test_more_rows_come_later(tmp_path):
     "A compacted run gets more rows, and is compacted again."

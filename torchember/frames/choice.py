@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/50_frames/01_choice.ipynb #3fe44a2f
 import re
 from fnmatch import fnmatchcase
+from functools import cache
 
 import numpy as np
 
@@ -69,16 +70,16 @@ class Choice:
 
     def select(self, name, values, last=None):
         "Return the set of all `values` that the user selects by the argument `name`, such as 'path' or 'steps'."
-        values = [v for v in values if isinstance(v, int if name=='steps' else str)]
+        values = {v for v in values if isinstance(v, int if name=='steps' else str)}
         if name=='path': return self.select_paths(values)
         if name=='steps': return self.select_steps(values, last)
-        return set(values).intersection(to_list(self.conditions[name]))
+        return values.intersection(to_list(self.conditions[name]))
 
 # %% ../../nbs/50_frames/01_choice.ipynb #98ae9352
 class RowFilter:
     "Callable that takes a block of rows and returns a list of booleans: True for each row that a `Choice` selects."
-    # last: last step of the run; paths: cache: display name of a module -> its path
-    def __init__(self, choice, last=None): self.choice,self.last,self.paths = choice,last,{}
+    # last: last step of the run; path_of: function that converts the display name of a module to its path
+    def __init__(self, choice, last=None): self.choice,self.last,self.path_of = choice,last,cache(path_of)
 
     def __call__(self, block):
         masks = [self.mask_by_distinct_values(name, block) or self.mask(name, self.values(name, block))
@@ -103,15 +104,9 @@ class RowFilter:
         return [p if isinstance(p, str) else self.path_of(m) if isinstance(m, str) else m
             for m,p in zip(values, block['path'], strict=True)]
 
-    def path_of(self, module):
-        "Convert the display name of a module to its path. Store each path in a cache."
-        if module not in self.paths: self.paths[module] = path_of(module)
-        return self.paths[module]
-
     def mask(self, name, values):
         "Return a mask of the values, a list of booleans: True if the value matches the condition `name`."
-        distinct = {v for v in values if isinstance(v, int if name=='steps' else str)}
-        kept = self.choice.select(name, distinct, self.last)
+        kept = self.choice.select(name, values, self.last)
         return [isinstance(v, int|str) and v in kept for v in values]
 
 # %% ../../nbs/50_frames/01_choice.ipynb #34595e03

@@ -23,13 +23,13 @@ from torchember.ground.messages import printable
 from torchember.ground.needs import pa, pc, pd
 from torchember.ground.record import column_order, identity
 from torchember.measure.summary import derived
-from torchember.store.anywhere import file_size, path_exists, is_url, open_file
+from torchember.store.anywhere import is_url, open_file
 from torchember.store.columns import Expected, Missing, none
 from torchember.store.compaction import next_lines
 from torchember.store.jsonl import emberTracker
 from torchember.store.lines import bad, is_step
 from torchember.store.older import is_older
-from torchember.store.parts import Part, arrow_type, column_kind, open_part, overlaps, part_file, call_with_current_files, size_or_zero
+from torchember.store.parts import Part, arrow_type, column_kind, line_spans, open_part, overlaps, part_file, call_with_current_files, read_bytes, read_spans
 from torchember.store.reading import marks_in, path_of
 
 # %% ../../nbs/50_frames/07_chunks.ipynb #49035eb0
@@ -52,19 +52,13 @@ class Segment:
     def open(self, steps=None): # steps: (first, last) step to read, None for all
         "Open the segment of the log for a `with` block, as a Parquet `Part` or as bytes of JSON lines."
         if self.entry is None: yield self.more or self.lines(); return
-        part = Part(self.path, {self.of: dict(self.entry)}, steps)
-        with part.file: yield part
+        with Part(self.path, {self.of: dict(self.entry)}, steps) as part: yield part
 
     def lines(self):
         "Return the JSON lines of the segment of the log as bytes."
-        def read(listing, files):
+        def read(*now):
             "Read the lines from the file that has them now, because the file may have been renamed for its conversion to Parquet."
-            at,first,end = (listing or {}).get('removed', 0),self.before+self.start,self.before+self.end
-            for f,_ in files:
-                size = size_or_zero(f)
-                if at<=first and end<=at+size: return read_bytes(f, first-at, end-first)
-                at += size
-            return b''
+            return read_spans(line_spans(*now), self.before+self.start, self.before+self.end)
         data = (read_bytes(self.path, self.start, self.end-self.start) if self.log is None or is_url(self.log)
             else call_with_current_files(self.log, read))
         # check the length only now, because `call_with_current_files` reads again if a file was renamed meanwhile
@@ -79,12 +73,6 @@ class Segment:
     def overlaps(self, steps):
         "Return True if the segment may have rows in the range `steps`: (first, last), or None for all steps."
         return overlaps((self.first, self.last), steps)
-
-def read_bytes(path, start, n):
-    "Return `n` bytes of a file from byte `start`, or fewer bytes if the file is shorter."
-    with open_file(path) as f:
-        f.seek(start)
-        return f.read(n)
 
 def shorter_message(path):
     "Return the error message for a log file that became shorter while it was read."
@@ -110,10 +98,7 @@ class LogContents:
 
     def __iter__(self): return iter((self.segments, self.kinds, self.layouts))
 
-    @property
-    def supersedes(self):
-        "True if rows of the log may replace earlier rows."
-        return 'supersedes' in self.kinds
+    supersedes = property(lambda self: 'supersedes' in self.kinds, doc="True if rows of the log may replace earlier rows.")
 
     def add(self, segments, kinds, layouts):
         "Add segments, the kinds of their columns, and the layouts (tuples of keys) of their rows. Return this object."
@@ -195,20 +180,17 @@ def inspect_log(log, rows=1<<17, expected=None):
 
 def inspect_files(log, listing, files, size, rows, expected):
     "Return the `LogContents` of a log's Parquet parts and lines. `size`: bytes of the log's file to read, None for all."
-    out,before = LogContents(),(listing or {}).get('removed', 0)
+    out = LogContents()
     for entry in listing['parts'] if listing else ():
-        part = open_part(log.path, entry, listing['id'])
-        with part.file:
+        with open_part(log.path, entry, listing['id']) as part:
             size_and_steps = *(entry[k] for k in ('start', 'end', 'rows')),*step_bounds(part.steps)
             segment = Segment(part_file(log.path, entry), *size_and_steps, tuple(entry.items()), listing['id'])
             out.add([segment], kinds_of_part(part), part.layouts.keys())
-    for path,start in files:
-        end = file_size(path) if path is not None and path_exists(path) else 0
-        stop = end if size is None or path!=log.path else min(size, end)
+    for (path,before,end),(_,start) in zip(line_spans(listing, files), files, strict=True):
+        stop = end-before if size is None or path!=log.path else min(size, end-before)
         if stop>start:
             segments,*more = index_lines(path, start, stop, rows, expected or Expected())
             out.add([replace(s, log=log.path, before=before) for s in segments], *more)
-        before += end
     return out
 
 def kinds_of_part(part):

@@ -91,15 +91,9 @@ class LogDataset(ds.Dataset):
     def __repr__(self):
         return f"<torchember.frames.dataset.LogDataset of {len(self.pruned.chunks)} chunks>\n{self.arrow}"
 
-    @property
-    def schema(self):
-        "Arrow schema: names and types of the columns of the dataset."
-        return self.arrow
+    schema = property(lambda self: self.arrow, doc="Arrow schema: names and types of the columns of the dataset.")
 
-    @property
-    def partition_expression(self):
-        "Arrow condition that is true for all rows of the dataset"
-        return ds.scalar(True)
+    partition_expression = property(lambda self: ds.scalar(True), doc="Arrow condition that is true for all rows of the dataset")
 
     def tables(self, columns=None, condition=None):
         "Yield one Arrow table for each chunk that may have rows satisfying `condition`."

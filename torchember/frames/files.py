@@ -92,21 +92,15 @@ class LimitedFile:
 # %% ../../nbs/50_frames/20_files.ipynb #5d4a2313
 def count_nested_objects(x):
     "Return the number of objects in nested lists, dicts and `PicklePart`s, with each reference counted as a copy; inf for a cycle."
-    known,todo = {},[x]
-    while todo:
-        o = todo[-1]
-        if id(o) in known and known[id(o)] is not None: todo.pop(); continue
-        inner = [v for v in children_of(o) if not isinstance(v, str|int|float|type|None)]
-        if id(o) not in known:
-            known[id(o)] = None # None means that the children of this object are being counted
-            if any(known.get(id(v), 0) is None for v in inner): return math.inf
-            todo += [v for v in inner if id(v) not in known]
-        else:
-            if any(known[id(v)] is None for v in inner): return math.inf
-            known[id(o)] = (1+(len(o) if isinstance(o, bytes|bytearray) else len(children_of(o)))
-                + sum(known[id(v)] for v in inner))
-            todo.pop()
-    return known[id(x)]
+    known = {} # id of an object -> its number of objects; infinity while its children are counted, so that a cycle is infinite
+    def count(o):
+        "Return the number of objects in `o`."
+        if id(o) in known: return known[id(o)]
+        known[id(o)],inner = math.inf,children_of(o)
+        known[id(o)] = (1+(len(o) if isinstance(o, bytes|bytearray) else len(inner))
+            + sum(count(v) for v in inner if not isinstance(v, str|int|float|type|None)))
+        return known[id(o)]
+    return count(x)
 
 def children_of(o):
     "Return the objects directly inside a list, dict or `PicklePart`."
@@ -190,9 +184,7 @@ def to_array(x):
     order = 'F' if fortran else 'C'
     if not isinstance(data, list):
         return np.frombuffer(to_bytes(data), to_number_dtype(dtype)).reshape(shape, order=order)
-    out = np.empty(len(data), dtype=object)
-    out[:] = [to_scalar(v) for v in data]
-    return out.reshape(shape, order=order)
+    return np.fromiter(map(to_scalar, data), object, len(data)).reshape(shape, order=order)
 
 def to_number_dtype(x):
     "Convert a `PicklePart` (placeholder for a pickled object) to a numpy dtype of numbers. Raise InvalidPickle for a dtype of objects."
@@ -216,16 +208,10 @@ def arrow_texts(x):
     if len(ends)!=n+1 or len(there)!=n: raise InvalidPickle("the file contains an incomplete array, perhaps because the file was truncated")
     return [text[a:b].decode() if t else None for a,b,t in zip(ends, ends[1:], there, strict=False)]
 
-def object_array(values):
-    "Return a one-dimensional object array with the elements of `values`. An element that is a list stays one element."
-    out = np.empty(len(values), dtype=object)
-    out[:] = values
-    return out
-
 def build_column(x):
     "Convert a `PicklePart` (placeholder for a pickled object) to the array of one pandas column, or a 2D array of several columns."
     if is_placeholder_for(x, 'ArrowStringArray', 'ArrowStringArrayNumpySemantics'):
-        return object_array(arrow_texts(x.state['_pa_array']))
+        return np.fromiter(texts := arrow_texts(x.state['_pa_array']), object, len(texts))
     if is_placeholder_for(x, 'IntegerArray', 'FloatingArray'):
         data,mask = build_array(x.state['_data']),build_array(x.state['_mask']).astype(bool)
         return np.where(mask, np.nan, data) if mask.any() else data

@@ -169,18 +169,14 @@ class LogReader:
 
     def metadata(self, kind):
         "Return the log's metadata of one kind, such as 'structure'. Return None if they are missing or cannot be read."
-        try: return None if self.t is None else self.t.about.get(kind) or self.t[f'{kind}_{self.name}']
-        except (KeyError, ValueError, OSError): return None # a killed process may not have written metadata
+        return None if self.t is None else self.t.read_metadata(kind)
 
     @property
     def base(self):
         "General metadata of the log, as they are in the file now. {} if they are missing or cannot be read."
         return read_base_metadata(self.name, self.path.parent.parent/'data')[0]
 
-    @property
-    def state(self):
-        "State of the log: 'running', 'silent', 'died' or 'ended'. See `run_state`."
-        return run_state(self.base, self.path)
+    state = property(lambda self: run_state(self.base, self.path), doc="State of the log: 'running', 'silent', 'died' or 'ended'. See `run_state`.")
 
     def rows(self):
         "Return all rows of the log as a list of dicts."
@@ -218,10 +214,7 @@ class Run:
 
     def __repr__(self): return printable(f"<Run {self.name}{f' of {len(self.logs)} ranks' if self.is_ranked else ''}>")
 
-    @property
-    def is_ranked(self):
-        "True for a distributed run, with a log for each rank."
-        return bool(self.logs) and None not in self.logs
+    is_ranked = property(lambda self: bool(self.logs) and None not in self.logs, doc="True for a distributed run, with a log for each rank.")
 
     @property
     def ranks(self):
@@ -238,10 +231,7 @@ class Run:
         "Tracker of the run. None for a distributed run, a table, or a file that is not in a home (folder of logs)."
         return None if self.is_ranked or self.log is None else self.log.t
 
-    @property
-    def path(self):
-        "File of the log, or of the log of the lowest rank. None for a table."
-        return self.log and self.log.path
+    path = property(lambda self: self.log and self.log.path, doc="File of the log, or of the log of the lowest rank. None for a table.")
 
     @property
     def home(self):

@@ -21,7 +21,7 @@ from torchember.store.jsonl import emberTracker
 from torchember.store.log import flush_logs
 from torchember.store.log_file import last_step_in_block, last_step_of
 from torchember.store.older import is_older, size_and_rows
-from torchember.store.parts import rows_per_group, many_logs, call_with_current_files, size_or_zero, summarize_parts
+from torchember.store.parts import rows_per_group, line_spans, many_logs, call_with_current_files, summarize_parts
 from torchember.store.shared import share_parts
 
 # %% ../../nbs/50_frames/04_listing.ipynb #661e914e
@@ -54,12 +54,9 @@ def estimate_rows(path):
     "Return the number of rows of a log: exact for Parquet parts, estimated for a long file of lines."
     def rows(listing, files):
         "Return the number of rows in all Parquet parts and files of lines."
-        before,n = (listing['removed'],sum(p['rows'] for p in listing['parts'])) if listing else (0, 0)
-        for f,start in files:
-            n += estimate_lines(f, size := size_or_zero(f), start, before)
-            # the log continues in the next file, because a file is renamed before its conversion to Parquet
-            before += size
-        return n
+        lines = [estimate_lines(f, end-before, start, before)
+            for (f,before,end),(_,start) in zip(line_spans(listing, files), files, strict=True)]
+        return sum(lines)+sum(p['rows'] for p in (listing['parts'] if listing else ()))
     return call_with_current_files(path, rows)
 
 def count_steps(path, size):

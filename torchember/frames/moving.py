@@ -15,12 +15,12 @@ from torchember.frames.belongings import refuse_foreign_files, refuse_active_log
 from torchember.frames.handle import Home, is_over
 from torchember.ground.messages import printable, warn
 from torchember.ground.record import plain
-from torchember.store.anywhere import StoreError, call_store, list_folder, file_size, is_url, open_file, remove_remote
+from torchember.store.anywhere import StoreError, call_store, list_folder, is_url, open_file, remove_remote
 from torchember.store.base import folder, now, read_meta, replace
 from torchember.store.compaction import lock_file, most_bytes, rows_of_parts, step_of
 from torchember.store.log import flush_logs
 from torchember.store.log_file import last_step_of
-from torchember.store.parts import arrow_table, part_file, part_bytes, parts_and_lines, read_part_list
+from torchember.store.parts import arrow_table, line_spans, part_file, part_bytes, parts_and_lines, read_part_list, read_spans
 
 # %% ../../nbs/50_frames/08_moving.ipynb #d21ae5b1
 class Upload:
@@ -129,14 +129,9 @@ class Target:
 class LogLines:
     "JSON lines of a log that are still in local files. Positions are bytes in the whole log, including removed lines."
     def __init__(self, listing, files): # listing, files: the results of `parts_and_lines` (part list, files)
-        # spans: one tuple (file, first byte, end) for each file; both positions count bytes of the whole log
-        self.spans,at = [],(listing or {}).get('removed', 0)
-        self.first = self.at = at
-        for f,_ in files:
-            size = file_size(f) if os.path.exists(f) else 0
-            self.spans.append((f, at, at+size))
-            at += size
-        self.end = at
+        self.spans = line_spans(listing, files)
+        self.first,self.end = self.spans[0][1],self.spans[-1][2]
+        self.at = self.first
 
     def seek(self, at):
         "Set the position in the log where the next read begins."
@@ -144,13 +139,8 @@ class LogLines:
 
     def read(self, n):
         "Return `n` bytes from the current position in the log, or fewer at the end of the log."
-        stop,out = min(self.at+n, self.end),[]
-        for f,a,b in self.spans:
-            if (start := max(self.at, a))<(end := min(stop, b)):
-                with open_file(f) as file:
-                    file.seek(start-a)
-                    out.append(file.read(end-start))
-        data = b''.join(out)
+        stop = min(self.at+n, self.end)
+        data = read_spans(self.spans, self.at, stop)
         if len(data)!=max(stop-self.at, 0): raise FileNotFoundError('lines of the log were removed while sync copied the log')
         self.at = stop
         return data

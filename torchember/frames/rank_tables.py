@@ -57,8 +57,7 @@ def read_ranks(logs, file=None, keep=None, shared=(), steps=None):
         "Yield the blocks of rows in shared files, then those in the logs of single ranks. Append the ranks of each block to `block_ranks`."
         block_ranks.clear(); masks.clear()
         for path,entries in shared:
-            part = Part(path, {id: p for id,p in entries.values()}, steps)
-            with part.file:
+            with Part(path, {id: p for id,p in entries.values()}, steps) as part:
                 if keep: part.load([part.header['layout'], *part.kinds])
                 block_ranks.append(part.log_names({id: r for r,(id,_) in entries.items()}))
                 yield part

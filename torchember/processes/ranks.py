@@ -6,9 +6,8 @@
 __all__ = ['merge_ranks', 'own_names', 'merge_and_check']
 
 # %% ../../nbs/42_processes/10_ranks.ipynb #bf127dde
-from .checks import find_drift, missing_ranks, same_batch, steps_of_ranks, unknown_axes, unknown_scale
+from .checks import compare_replicas, find_drift, missing_ranks, same_batch, steps_of_ranks, unknown_axes, unknown_scale
 from .merge import Merge, MergePlan
-from .replicas import compare_replicas
 from .shards import RankRows
 
 # %% ../../nbs/42_processes/10_ranks.ipynb #a7c10006

@@ -109,10 +109,6 @@ class PacketMaker:
     # sent: metadata that were sent last; step: step of the last packet; nth: index of this packet among the packets of its step
     def __init__(self): self.sent,self.step,self.nth = {},None,0
 
-    def send(self, add, rows, metadata, **head):
-        "Make the packet of some rows, and send it by `add`, which returns True for a sent packet. Then the packets that follow leave out its metadata."
-        if add(self.make(rows, metadata, **head)): self.sent = metadata
-
     def make(self, rows, metadata, **head):
         "Make the packet of some rows. It also contains the fields of `metadata` that changed since the last packet."
         p = Packet.of(rows, **{k: v for k,v in metadata.items() if self.sent.get(k)!=v}, **head)
@@ -190,16 +186,10 @@ class Sharing:
     """Sharing of rows between ranks: sends the rows of one rank to the first rank, which merges and reports all rows.
 
     Only one thread may use an instance."""
-    def __init__(self,
-        store, # Key-value store with `set`, `get`, `check` and `delete_key`
-        rank:int, world:int, # Rank of this process; number of ranks
-        # Function that returns the metadata of this rank: a dict with `about` and `paths`, or None if the run no longer exists
-        about=lambda: {},
-        note=lambda message: None, # Function that is called with each message for the user
-        report=lambda rows: None, # Function that is called with the merged rows of each step, only on the first rank
-        queued=lambda: 0, # Function that returns the number of steps of this rank that wait in the queue
-        kept=None # Object to keep alive while this rank shares its rows with the first rank
-    ):
+    def __init__(self, store, rank, world, about=lambda: {}, note=lambda message: None, report=lambda rows: None, queued=lambda: 0, kept=None):
+        """`report`: function that is called with the merged rows of each step, only on the first rank.
+
+        `queued`: function that returns the number of steps of this rank that wait in the queue. Other arguments: as in `WholeSteps`."""
         self.rank,self.about,self.note,self.report,self.kept = rank,about,note,report,kept
         self.maker,self.stopped = PacketMaker(),None # stopped: reason why rows are no longer shared, or None
         # channel: `Receiver` on the first rank, `Sender` on other ranks
@@ -213,7 +203,9 @@ class Sharing:
         # report rows without a tensor, such as findings, only from the first rank, without merging
         if self.rank==0 and len(good)<len(rows): self.report([r for r in rows if not any(r is g for g in good)])
         if not good and not head: return
-        self.maker.send(self.channel.add, good, self.about(), **head)
+        metadata = self.about()
+        # the packets after a sent packet leave out its metadata
+        if self.channel.add(self.maker.make(good, metadata, **head)): self.maker.sent = metadata
 
     def report_complete(self):
         "Report all complete steps, on the first rank only."
@@ -287,12 +279,9 @@ class WholeSteps:
         elif self.rank==0: notify(self.listeners, parse(lines)[0], lines)
 
     def end_step(self):
-        "Queue the log lines of the ended step for the thread that sends rows."
-        if self.ours and self.pending and not self.sharing.stopped:
-            self.enqueue(b''.join(self.pending)); self.pending = []
-
-    def enqueue(self, lines):
-        "Enqueue the log lines of a step for the thread that sends rows. If the queue is full, drop and count the step."
+        "Queue the log lines of the ended step for the thread that sends rows. If the queue is full, drop and count the step."
+        if not self.ours or not self.pending or self.sharing.stopped: return
+        lines,self.pending = b''.join(self.pending),[]
         if self.thread is None and not self.start(): return
         try: self.queue.put_nowait(lines)
         except Full: self.left_out += 1
@@ -310,19 +299,15 @@ class WholeSteps:
             return None
         done = threading.Event()
         try: self.queue.put(done, timeout=StepCollector.patience)
-        except Full: self.give_up()
+        except Full: self.given_up = True # the thread hangs, because the key-value store does not answer
         return done
 
     def wait(self, done, until):
-        "Wait for an event returned by `mark`, at most until the time `until` of `time.monotonic`. Return True if it was set; else call `give_up`."
+        "Wait for an event returned by `mark`, at most until the time `until` of `time.monotonic`. Return True if it was set; else never wait again."
         if done is None: return False
-        if not done.wait(max(min(until-time.monotonic(), 2*StepCollector.patience), 0)): self.give_up(); return False
+        if not done.wait(max(min(until-time.monotonic(), 2*StepCollector.patience), 0)): self.given_up = True; return False
         self.listeners.wait()
         return True
-
-    def give_up(self):
-        "Give up waiting for the thread, for ever. Called when the thread hangs, because the key-value store does not answer."
-        self.given_up = True
 
     def rest(self):
         "Rest until the next step: end the thread that sends rows to the first rank. The next step starts a new thread."

@@ -84,10 +84,7 @@ class Entry(NamedTuple):
         "Return False, because no entry behind a URL counts as a symbolic link."
         return False
 
-    @property
-    def size(self):
-        "Size of the file in bytes, None if the store does not know the size."
-        return self.info['size']
+    size = property(lambda self: self.info['size'], doc="Size of the file in bytes, None if the store does not know the size.")
 
 def list_folder(folder):
     "List a folder: return its entries as `os.DirEntry` or `Entry`, [] if there is no folder. Send one request to a remote store."

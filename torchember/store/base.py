@@ -4,11 +4,12 @@
 
 # %% auto #0
 __all__ = ['texts_of_now', 'devices', 'most_meta', 'base_types', 'now', 'safe_name', 'run_name', 'portable_name', 'folder',
-           'check_writable', 'url_home_message', 'user', 'open_without_links', 'replace', 'write_meta', 'read_meta',
-           'valid_base', 'is_valid_base_value']
+           'check_writable', 'url_home_message', 'user', 'open_without_links', 'file_in_progress', 'replace',
+           'write_meta', 'read_meta', 'valid_base', 'is_valid_base_value']
 
 # %% ../../nbs/30_store/00_base.ipynb #ecdf0570
 import getpass, json, os, re, stat, tempfile, time
+from contextlib import contextmanager
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -113,7 +114,6 @@ def is_private_folder(place):
 # %% ../../nbs/30_store/00_base.ipynb #86466caf
 def check_writable(place):
     "Raise OSError if files cannot be created in a folder. The folder need not exist. This check creates no file."
-    if is_url(place): raise OSError(url_home_message(place))
     place = near = Path(place)
     while not os.path.lexists(near): near = near.parent
     if not near.is_dir():
@@ -141,15 +141,21 @@ def open_without_links(path, flags):
     return open_regular(path, flags | getattr(os, 'O_NOFOLLOW', 0))
 
 # %% ../../nbs/30_store/00_base.ipynb #5bc325aa
+@contextmanager
+def file_in_progress(path):
+    "Provide a temporary file name for a `with` block. At the end of the block, rename the file to `path`. After an error, remove the file."
+    temp = path.with_name(f'.torchember-{token_hex(8)}')
+    try:
+        yield temp
+        os.replace(temp, path)
+    finally: temp.unlink(missing_ok=True)
+
 def replace(path, data):
     "Replace a file atomically: readers never see an incomplete file. If the path is a symbolic link, replace the link itself."
     if is_url(path): return write_remote(path, data)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temp = path.with_name(f'.torchember-{token_hex(8)}')
-    try:
-        with open(temp, 'xb') as f: f.write(data) # mode 'x' requires a new file, so that `open` follows no link
-        os.replace(temp, path)
-    finally: temp.unlink(missing_ok=True)
+    # mode 'x' requires a new file, so that `open` follows no link
+    with file_in_progress(path) as temp, open(temp, 'xb') as f: f.write(data)
 
 # %% ../../nbs/30_store/00_base.ipynb #49ebed3a
 def write_meta(path, value): # value: metadata of JSON types, tensors and numpy values

@@ -18,7 +18,7 @@ from torchember.ground.needs import needs
 from torchember.store.anywhere import list_folder, file_size, is_url, open_file, remove_remote
 from torchember.store.base import replace, write_meta
 from torchember.store.lines import is_step, longest_line, try_parse
-from torchember.store.parts import Part, arrow_table, renamed_file, folder_of, group_rows, lines_after, read_part_list, write_part
+from torchember.store.parts import arrow_table, renamed_file, folder_of, group_rows, lines_after, open_part, read_part_list, write_part
 
 # %% ../../nbs/30_store/10_compaction.ipynb #61d8beb3
 # limits of a Parquet part: its number of rows, and the bytes of the JSON lines converted to this part
@@ -183,8 +183,7 @@ def join_parts(path, listing):
     while found := find_small_parts(listing['parts']):
         some,rows = listing['parts'][slice(*found)],[]
         for p in some:
-            part = Part(folder_of(path)/p['file'], {listing['id']: p})
-            with part.file: rows += part.parsed()[0]
+            with open_part(path, p, listing['id']) as part: rows += part.parsed()[0]
         joined = store_part(path, listing, rows, start=some[0]['start'], end=some[-1]['end'],
             torn=sum(p['torn'] for p in some))
         listing = listing|{'parts': [*listing['parts'][:found[0]], joined, *listing['parts'][found[1]:]]}

@@ -33,10 +33,6 @@ class Metadata:
         # known: kind of metadata -> metadata; unwritten: kinds of metadata that are not on disk yet
         self.folder,self.run,self.known,self.unwritten = folder,run,{},set()
 
-    def get(self, kind):
-        "Return the current run's metadata of one kind, such as 'base', from memory. Return None if there are no metadata of this kind."
-        return self.known.get(kind)
-
     def path(self, name):
         "Return the path of a metadata file. `name`: file name without '.json', such as 'base_run1'."
         return self.folder/f"{safe_name(name, 'metadata', 220)}.json"
@@ -98,20 +94,11 @@ class StoredRun:
         self.source,self.torn = source,0 # torn: incomplete lines in the last read
         self.folder = is_older(self.log/fname) # True for a run of torchember 0.2, because its log is a folder
 
-    @property
-    def fname(self):
-        "Name of the run."
-        return self.log_path.name
+    fname = property(lambda self: self.log_path.name, doc="Name of the run.")
 
-    @property
-    def log_path(self):
-        "Path of the file with all rows of the run."
-        return self.file.path
+    log_path = property(lambda self: self.file.path, doc="Path of the file with all rows of the run.")
 
-    @property
-    def latest(self):
-        "Path of the file with the rows of the run's latest step."
-        return self.file.latest
+    latest = property(lambda self: self.file.latest, doc="Path of the file with the rows of the run's latest step.")
 
     def __repr__(self): return printable(f'<{self.libname}:{self.fname}>')
 
@@ -124,8 +111,7 @@ class StoredRun:
     def older(self):
         "Return True if the run has the older format of torchember 0.1 or 0.2."
         if self.folder or self.about.known or self.source is not None: return self.folder
-        try: return is_version_01(self[f'base_{self.fname}'])
-        except (KeyError, ValueError, OSError): return False # the file does not exist, or cannot be read
+        return is_version_01(self.read_metadata('base'))
 
     def blocks(self, after=(0, 0)):
         "Yield the rows of the run in blocks, including rows not on disk yet. `after`: (bytes, rows) to skip at the start of the log."
@@ -177,10 +163,7 @@ class StoredRun:
         # read the log if the file of the latest step is missing, as after a killed run
         return without_superseded(rows) or last_step(self.lines())
 
-    @property
-    def latest_df(self):
-        "Rows of the latest step as a pandas table."
-        return with_path(frame(self.latest_line_list()))
+    latest_df = property(lambda self: with_path(frame(self.latest_line_list())), doc="Rows of the latest step as a pandas table.")
 
     def refresh(self): # Path of the file with the latest step
         """Refresh the file with the rows of the latest step: end the step that is being recorded, and write the file
@@ -199,6 +182,11 @@ class StoredRun:
     def __getitem__(self, name):
         flush_logs(self.log_path)
         return self.about[name]
+
+    def read_metadata(self, kind):
+        "Return the run's metadata of one kind, such as 'base', from memory or a file. Return None if there are none, or if they cannot be read."
+        try: return self.about.known.get(kind) or self[f'{kind}_{self.fname}']
+        except (KeyError, ValueError, OSError): return None # a killed process may not have written the file
 
     def _repr_html_(self):
         "Return the run as an HTML table for notebooks."
@@ -334,10 +322,7 @@ class tracker(AppendedRun):
 
     whole = property(lambda self: self.file.listeners.merging, doc="`WholeSteps` that merges the rows of all ranks during the training, or None")
 
-    @property
-    def ts(self):
-        "Current local time, in the format of the column `ts`."
-        return now()
+    ts = property(lambda self: now(), doc="Current local time, in the format of the column `ts`.")
 
     def __setitem__(self, name, value):
         if is_url(self.dir): raise OSError(url_home_message(self.dir))
@@ -367,7 +352,7 @@ class tracker(AppendedRun):
             value: New value of the metadata
         """
         self.about.amend(kind, value)
-        self.file.write_metadata_with(self.about.write)
+        self.file.files.first = self.about.write
 
     def end(self,
         **more # Further values for the general metadata (kind 'base') of the run
@@ -434,17 +419,17 @@ def new_run(kind, name=None, resume=False, home=None, store='jsonl', ranks=1, so
 
     `resume`: True to continue the run `name`. `store`, `ranks`, `source`: as in `tracker`.
     Raise FileExistsError if `name` exists, unless `resume`, and OSError if `home` cannot be written."""
-    exact = name is not None
+    exact,place = name is not None,folder('torchember', home)
     check_store(store)
-    if is_url(folder('torchember', home)): raise OSError(url_home_message(folder('torchember', home)))
+    if is_url(place): raise OSError(url_home_message(place))
     # only a `home` given by the user is checked now; the default home is checked at the first write
-    for part in ('log', 'data') if home is not None else (): check_writable(folder('torchember', home)/part)
+    for part in ('log', 'data') if home is not None else (): check_writable(place/part)
     if name is None:
         if resume: raise ValueError("resume=True needs name=, the name of the run to continue.")
         base = run_name(kind)
         name = next(n for i in count(1) if not exists(n := base if i==1 else f'{base}_{i}', home))
     elif exists(safe_name(name, 'run'), home) and not resume:
-        raise FileExistsError(f"The run {name!r} exists already in {folder('torchember', home)}. Choose another name=, or continue the run with resume=True.")
+        raise FileExistsError(f"The run {name!r} exists already in {place}. Choose another name=, or continue the run with resume=True.")
     if resume and (old := emberTracker(name, home)).older():
         raise FileExistsError(f"The run {name!r} was recorded by an older torchember ({'0.2' if old.folder else '0.1'}). It can be read, but not continued. "
             "Choose another name=.")

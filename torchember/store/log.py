@@ -19,7 +19,7 @@ from torchember.store.lines import longest_line
 from torchember.store.listeners import DirectListener, Listener, Listeners, running
 from torchember.store.log_file import JsonLines, LatestStep
 from torchember.store.parts import rows_per_group, summarize_parts
-from torchember.store.rotation import ParquetLog
+from torchember.store.rotation import Rotation
 
 # %% ../../nbs/30_store/13_log.ipynb #1874225e
 class Writer:
@@ -199,19 +199,16 @@ class LogFiles:
     # position, and then the queued lines from memory
     grace = 10.
 
-    def __init__(self, disk, first, note, hold):
+    def __init__(self, disk, first, note, hold, rotation=None):
         """Manage the files of a log. `disk`: `JsonLines` object that writes all rows. `first`: function to call once when the file has rows, or None.
 
         `hold`: function that is called with True if another write is needed, else with False.
-        """
-        self.disk,self.first,self.note,self.hold = disk,first,note,hold
+        `rotation`: `Rotation` that converts lines to Parquet, or None."""
+        self.disk,self.first,self.note,self.hold,self.rotation = disk,first,note,hold,rotation
         self.step = LatestStep()
         self.is_refused,self.retry_at = False,0
 
-    @property
-    def latest(self):
-        "Path of the file with the latest step."
-        return self.disk.path.with_name(f'{self.disk.path.name}_latest')
+    latest = property(lambda self: self.disk.path.with_name(f'{self.disk.path.name}_latest'), doc="Path of the file with the latest step.")
 
     @property
     def is_due(self):
@@ -233,7 +230,7 @@ class LogFiles:
             if self.first is not None and self.disk.written_rows: self.call_first()
             if self.step.is_due(now): self.step.write(self.latest)
         except OSError as e: return self.keep_rows(e)
-        if time.monotonic()>self.retry_at+self.grace: self.disk.after_flush()
+        if self.rotation and time.monotonic()>self.retry_at+self.grace: self.rotation.rotate_if_due(self.disk)
         self.is_refused = False
         # plan another write if a closed step is not yet in the file of the latest step
         self.hold(self.step.stale and self.step.closed)
@@ -252,10 +249,6 @@ class LogFiles:
         "Create the log file before it gets rows, and call the function `first`. Raise OSError if the file cannot be created."
         if self.disk.fresh: self.disk.create()
         if self.first is not None: self.call_first()
-
-    def call_at_next_write(self, first):
-        "Call the function `first` once, at the next write of rows."
-        self.first = first
 
     def call_first(self):
         "Call the function `first`, and forget it. After an OSError, keep `first`, to repeat the call at the next write."
@@ -277,9 +270,9 @@ class Log:
         "Create a log that is not on disk yet. `first`: function to call when the file has rows. Other arguments: as in `tracker`."
         self.messages = Messages()
         self.note = self.messages.note
-        args = dict(fresh=fresh, exact=exact, sync=fsync=='step', note=self.note)
-        self.disk = ParquetLog(path, group=rows_per_group(ranks), **args) if store=='parquet' else JsonLines(path, **args)
-        self.files = LogFiles(self.disk, first, self.note, self.hold)
+        self.disk = JsonLines(path, fresh, exact, fsync=='step', self.note)
+        self.rotation = Rotation(self.note, rows_per_group(ranks)) if store=='parquet' else None
+        self.files = LogFiles(self.disk, first, self.note, self.hold, self.rotation)
         self.batches,self.listeners,self.fsync = Batches(self.note),Listeners(self.note),fsync
         self.busy = False # True while rows are being written
         self.seconds = 0. # CPU time of writing, in seconds
@@ -327,7 +320,8 @@ class Log:
                 self.busy = False
                 # CPU time, not wall time, because training continues while this thread waits for the disk
                 self.seconds += time.thread_time()-began
-        self.disk.in_background() # release the lock before this call, because starting a process takes milliseconds
+        # release the lock before this call, because starting a process takes milliseconds
+        if self.rotation: self.rotation.run_child(self.path)
         self.messages.show()
 
     def add(self, ready):
@@ -341,10 +335,6 @@ class Log:
     def create_file(self):
         "Create the file of the log now, and write the metadata of the run. Raise OSError if this fails."
         with self.disk.lock: self.files.create()
-
-    def write_metadata_with(self, first):
-        "Set the function that writes changed metadata. The next write of rows will call this function."
-        self.files.call_at_next_write(first)
 
     def add_listener_time(self, seconds):
         "Add the CPU time that a listener took, in seconds, to the CPU time of writing."
@@ -368,8 +358,8 @@ class Log:
 
     def finish(self):
         "Finish a run with Parquet storage: convert the last JSON lines of the log to Parquet."
-        if not self.is_ours: return
-        self.disk.finish()
+        if not self.is_ours or self.rotation is None: return
+        self.rotation.finish(self.disk)
         self.messages.show()
 
     def close(self):

@@ -11,7 +11,7 @@ from collections import deque
 
 from torchember.ground.messages import printable
 from torchember.store.anywhere import file_size, file_exists, path_exists, is_url, open_file
-from torchember.store.base import open_without_links, read_meta, replace
+from torchember.store.base import open_without_links, replace
 from torchember.store.lines import line_blocks, is_step, parse
 from torchember.store.parts import blocks_of_run, layouts_in_parts, call_with_current_files, summarize_parts
 
@@ -164,10 +164,7 @@ class JsonLines:
         "Number of rows that are not in the file: queued and dropped rows."
         return sum(n for _,n in self.waiting)+self.dropped
 
-    @property
-    def is_ours(self):
-        "True in the process that created the log, False in a process forked from it."
-        return self.pid==os.getpid()
+    is_ours = property(lambda self: self.pid==os.getpid(), doc="True in the process that created the log, False in a process forked from it.")
 
     @property
     def exists(self):
@@ -199,10 +196,6 @@ class JsonLines:
         "Return the layouts (tuples of keys) of the log's rows from its Parquet parts. Return None if some rows are not in parts."
         return layouts_in_parts(self.path)
 
-    def metadata(self, kind):
-        "Return the run's metadata of one kind, such as 'base', from its file."
-        return read_meta(self.path.parent.parent/'data'/f'{kind}_{self.path.name}.json')
-
     def complete_file(self):
         "Return (path, size in bytes) of the log if its file is complete. Return None if lines are only in memory so far, or there is no file."
         if not (self.fresh or self.unwritten_lines()[1]) and file_exists(self.path):
@@ -213,7 +206,3 @@ class JsonLines:
         if not (self.is_ours and self.written_rows) or self.waiting: return None
         return {'steps': self.tail()+1, **({} if self.earlier else {'rows': self.written_rows,
             'bytes': self.complete_file()[1]})}
-
-    def after_flush(self): "Do nothing. A subclass can override this to convert lines after a flush, while the lock is held."
-    def in_background(self): "Do nothing. A subclass can override this to start a process after a flush, without holding the lock."
-    def finish(self): "Do nothing. A subclass can override this to convert the last lines at the end of the run."

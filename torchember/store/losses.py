@@ -32,5 +32,4 @@ def valid_losses(meta) -> list:
 
 def read_loss_entries(t) -> list: # t: the run, a `tracker`
     "Return the descriptions of a run's loss terms from its metadata; [] if the run has none."
-    try: return valid_losses(t.about.get('losses') or t[f'losses_{t.fname}'])
-    except (KeyError, ValueError, OSError): return [] # the file does not exist, or cannot be read
+    return valid_losses(t.read_metadata('losses'))

@@ -89,13 +89,11 @@ def valid_entries(meta):
 
 def read_parameters(t): # t: the run, a `tracker`
     "Return the descriptions of a run's parameters from its metadata; [] if the run has none."
-    try: return valid_entries(t.about.get('parameters') or t[f'parameters_{t.fname}'])
-    except (KeyError, ValueError, OSError): return [] # the file does not exist, or cannot be read
+    return valid_entries(t.read_metadata('parameters'))
 
 def read_training_facts(t): # t: the run, a `tracker`
     "Read the metadata of a run, and return facts about its training as in `facts_in`; {} if there are none."
-    try: return facts_in(t.about.get('parameters') or t[f'parameters_{t.fname}'])
-    except (KeyError, ValueError, OSError): return {} # the file does not exist, or cannot be read
+    return facts_in(t.read_metadata('parameters'))
 
 def facts_in(meta):
     """Return a dict of facts about the training, such as the state of autocast. `meta`: metadata of the kind 'parameters'.

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from copy import copy
 from functools import cached_property
 from io import BytesIO
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from secrets import token_hex
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +20,7 @@ import numpy as np
 from torchember.ground.messages import printable
 from torchember.ground.needs import pa, pd, pq
 from torchember.store.anywhere import StoreError, file_size, path_exists, is_url, open_file, open_regular
-from torchember.store.base import read_meta, replace
+from torchember.store.base import file_in_progress, read_meta, replace
 from torchember.store.columns import ColumnBlock, Missing, missing, none
 from torchember.store.lines import line_blocks
 
@@ -108,7 +107,7 @@ def rows_per_group(logs):
 def write_part(table, path, group=group_rows):
     "Write an Arrow table to a Parquet file atomically: readers never see an incomplete file. `group`: rows in a row group."
     if is_url(path): return replace(path, part_bytes(table, group))
-    with part_in_progress(path) as temp:
+    with file_in_progress(path) as temp:
         write_table(table, temp, group)
         check_part(temp, path, len(table))
 
@@ -129,15 +128,6 @@ def write_options(kinds, names):
     floats = [k for k,kind in kinds.items() if kind=='double' and '.' not in k]
     return dict(compression='zstd', use_byte_stream_split=floats or False,
         use_dictionary=[n for n in names if n not in floats])
-
-@contextmanager
-def part_in_progress(path):
-    "Provide a temporary file name for a `with` block. At the end of the block, rename the file to `path`. After an error, remove the file."
-    temp = path.with_name(f'.part-{token_hex(8)}')
-    try:
-        yield temp
-        os.replace(temp, path)
-    finally: temp.unlink(missing_ok=True)
 
 def check_part(temp, path, rows):
     "Check that the Parquet file `temp` has `rows` rows, else raise OSError. First flush it to the disk. `path`: name for the message."
@@ -240,6 +230,8 @@ class Part:
             raise ValueError(another_run_message(path, f.header.get('run')))
         mine = [f.of[id] for id in entries]
         self.header = f.header|dict(start=0, end=sum(s.end-s.start for s in mine), torn=sum(s.torn for s in mine))
+        # layouts: keys of the rows and types of their values; kinds: column name -> kind, such as 'double', which determines the storage type
+        self.layouts,self.kinds = f.layouts,f.kinds
         self.known,self.first = {},skip # known: columns that were read before
         self.numbers = np.sort([f.number[id] for id in entries])
         # for each row group: index (in `numbers`) of the first selected log that may have rows in the group
@@ -251,15 +243,9 @@ class Part:
     # length: number of bytes that these rows had as JSON lines
     def __len__(self): return self.header['end']-self.header['start']
 
-    @property
-    def layouts(self):
-        "Layouts of the rows: their keys and the types of their values."
-        return self.about.layouts
+    def __enter__(self): return self
 
-    @property
-    def kinds(self):
-        "Dict: column name -> kind, such as 'double'. The kind determines the storage type of the column."
-        return self.about.kinds
+    def __exit__(self, *error): self.file.close()
 
     @cached_property
     def logs(self):
@@ -272,10 +258,7 @@ class Part:
         "Boolean mask of the rows in the selected row groups: True for a row of a selected log."
         return np.isin(self.logs, self.numbers)
 
-    @property
-    def rows(self):
-        "Number of rows of the selected logs in the selected row groups."
-        return int(self.mask.sum())
+    rows = property(lambda self: int(self.mask.sum()), doc="Number of rows of the selected logs in the selected row groups.")
 
     def read(self, columns):
         "Read columns of the selected row groups from the file. Return a dict: column name -> Arrow array."
@@ -444,9 +427,9 @@ def part_file(path, entry):
     if 'holder' in entry: path = path.with_name(f"{path.name.rpartition('.rank')[0]}.rank{entry['holder']}")
     return folder_of(path)/entry['file']
 
-def open_part(path, entry, run, steps=None, skip=0):
-    "Open a Parquet part of the log `path`. `run`: id of the log in its list of parts; `steps`, `skip`: as in `Part`."
-    return Part(part_file(path, entry), {run: entry}, steps, skip)
+def open_part(path, entry, run, skip=0):
+    "Open a Parquet part of the log `path`. `run`: id of the log in its list of parts; `skip`: as in `Part`."
+    return Part(part_file(path, entry), {run: entry}, skip=skip)
 
 def read_part_list(path):
     "Read the list of a log's Parquet parts (`parts.json`). Return None for a log without parts. Raise ValueError for an invalid list."
@@ -532,6 +515,24 @@ def read_up_to(path, listing, files, end):
     parts = [p for p in listing['parts'] if p['end']<=listing['removed']+end]
     return parts, [(path, (parts[-1]['end'] if parts else 0)-listing['removed'])]
 
+# %% ../../nbs/30_store/09_parts.ipynb #6ca58c02
+def line_spans(listing, files): # listing, files: the results of `parts_and_lines`
+    "Return for each file of JSON lines of a log: (file, position of its first byte in the whole log, position of its end)."
+    # a log continues in the next file, because a file is renamed before its conversion to Parquet
+    ends = accumulate((0 if f is None else size_or_zero(f) for f,_ in files), initial=(listing or {}).get('removed', 0))
+    return [(f, start, end) for (f,_),(start,end) in zip(files, pairwise(ends), strict=True)]
+
+def read_spans(spans, start, end):
+    "Return the bytes of a log from position `start` to `end`, or fewer bytes if files no longer have them. `spans`: result of `line_spans`."
+    places = [(f, first, max(start, first), min(end, last)) for f,first,last in spans]
+    return b''.join(read_bytes(f, a-first, b-a) for f,first,a,b in places if a<b)
+
+def read_bytes(path, start, n):
+    "Return `n` bytes of a file from byte `start`, or fewer bytes if the file is shorter."
+    with open_file(path) as f:
+        f.seek(start)
+        return f.read(n)
+
 # %% ../../nbs/30_store/09_parts.ipynb #b9998055
 def read_first_block(blocks):
     "Read the first block, and return an iterator over all blocks. The file is then open, and stays readable even after its removal."
@@ -551,8 +552,7 @@ def blocks_of_run(path, more=b'', end=None, after=(0, 0)):
             for before,p in zip(accumulate((p['rows'] for p in parts), initial=0), parts, strict=False):
                 if p['end']<=done: continue
                 # a part with an earlier start was merged from several parts. Skip the rows of the parts that were yielded before the merge
-                part = open_part(path, p, listing['id'], skip=given-before if p['start']<done else 0)
-                with part.file: yield part
+                with open_part(path, p, listing['id'], given-before if p['start']<done else 0) as part: yield part
                 done,given = p['end'],before+p['rows']
         except FileNotFoundError:
             if read_part_list(path)==listing: raise

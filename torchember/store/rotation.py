@@ -14,7 +14,6 @@ from torchember.ground.messages import printable, unknown
 from torchember.ground.needs import needs
 from torchember.store import compaction
 from torchember.store.compaction import compact_renamed, rotate
-from torchember.store.log_file import JsonLines
 from torchember.store.parts import group_rows, parts_and_lines, size_or_zero
 
 # %% ../../nbs/30_store/12_rotation.ipynb #fccbb7a6
@@ -142,20 +141,3 @@ class Rotation:
             compact_renamed(disk.path)
             self.ready = False
         except Exception as e: self.retry_later(e, f'compact({name!r}) tries again')
-
-# %% ../../nbs/30_store/12_rotation.ipynb #0a5341fe
-class ParquetLog(JsonLines):
-    "Log whose JSON lines are converted to Parquet parts during the run."
-    def __init__(self, *args, group=group_rows, **kwargs): # args, kwargs: arguments of `JsonLines`; group: number of rows in a Parquet row group
-        super().__init__(*args, **kwargs)
-        self.rotation = Rotation(self.note, group)
-
-    def after_flush(self):
-        "Rename the file of JSON lines for its conversion, if the file is large enough. The caller holds the lock."
-        self.rotation.rotate_if_due(self)
-    def in_background(self):
-        "Start or check the child process that converts lines to Parquet. The caller does not hold the lock."
-        self.rotation.run_child(self.path)
-    def finish(self):
-        "Convert the remaining lines to Parquet at the end of the run."
-        self.rotation.finish(self)

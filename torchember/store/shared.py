@@ -15,10 +15,11 @@ import numpy as np
 
 from torchember.ground.messages import printable
 from torchember.ground.needs import pa, pq
+from torchember.store.base import file_in_progress
 from torchember.store.columns import Missing, missing, none
 from torchember.store.compaction import lock_folder, sync_part_list, write_part_list
-from torchember.store.parts import (Layouts, LogShare, Part, arrow_type, check_part, column_statistics, folder_of, unused_column_name,
-    group_rows, row_groups, largest_exact, many_logs, part_file, part_in_progress, read_part_list, write_options)
+from torchember.store.parts import (Layouts, LogShare, arrow_type, check_part, column_statistics, folder_of, unused_column_name,
+    group_rows, row_groups, largest_exact, many_logs, open_part, part_file, read_part_list, write_options)
 
 # %% ../../nbs/30_store/10_shared.ipynb #73e6ebae
 def shared_kind(parts, k):
@@ -57,8 +58,7 @@ class LogRows:
     def parts(self):
         "Yield the Parquet parts that belong only to this log. Each yielded part is open for reading."
         for p in self.own:
-            part = Part(part_file(self.path, p), {self.listing['id']: p})
-            with part.file: yield part
+            with open_part(self.path, p, self.listing['id']) as part: yield part
 
     def rows_of_steps(self):
         "Return arrays with the steps of the log and the number of rows of each step. A row without a step belongs to the step before the row."
@@ -148,7 +148,7 @@ class SharedFiles:
         "Write one shared file with the rows of several windows. `every`: for each window, an array with the number of rows from each log."
         name = next(n for n in (f'steps-{i:05}.parquet' for i in range(10**6)) if n not in self.taken)
         path,before = self.folder/name,[log.taken for log in self.logs]
-        with part_in_progress(path) as temp:
+        with file_in_progress(path) as temp:
             with pq.ParquetWriter(temp, self.schema, **write_options(self.kinds, self.schema.names)) as f:
                 for window in every:
                     tables = [t for log,n in zip(self.logs, window, strict=True) for t in log.take(n)]
@@ -189,8 +189,7 @@ def has_steps(path, listing):
     "Return True if the step is a whole number in all rows of a log."
     for p in listing['parts']:
         if 'holder' in p: continue
-        part = Part(part_file(path, p), {listing['id']: p})
-        with part.file:
+        with open_part(path, p, listing['id']) as part:
             if part.kinds.get('step')!='int64': return False
     return True
 

@@ -63,8 +63,7 @@ def activations_in(value): # value: metadata of the kind 'structure'
 
 def tree_in(t):
     "Return the module tree of a run. Return None if the tree cannot be read. `t`: tracker of the run."
-    try: return valid_tree(t.about.get('structure') or t.about[f'structure_{t.fname}'])
-    except (KeyError, ValueError, OSError): return None
+    return valid_tree(t.read_metadata('structure'))
 
 # %% ../../nbs/30_store/04_table.ipynb #b2543b34
 def tree_table(title, tree, rows, most=200):
