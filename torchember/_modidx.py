@@ -5533,6 +5533,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                   'torchember/measure/readers/numba.py'),
                                                   'torchember.measure.readers.numba.end_address': ( '20_measure/numba.html#end_address',
                                                                                                     'torchember/measure/readers/numba.py'),
+                                                  'torchember.measure.readers.numba.entry_point': ( '20_measure/numba.html#entry_point',
+                                                                                                    'torchember/measure/readers/numba.py'),
                                                   'torchember.measure.readers.numba.fill_next_row': ( '20_measure/numba.html#fill_next_row',
                                                                                                       'torchember/measure/readers/numba.py'),
                                                   'torchember.measure.readers.numba.float16': ( '20_measure/numba.html#float16',

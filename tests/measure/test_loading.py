@@ -248,3 +248,19 @@ def test_cached_kernels_of_two_processes_are_not_confused(tmp_path):
     # bfloat16 and float16 are each the second dtype of their process
     for dtypes in (['float32'], ['float32', 'bfloat16'], ['float32', 'float16']): ones(*dtypes)
     assert ones('bfloat16', 'float16')==ones('float16', 'bfloat16')==['1.0', '1.0']
+
+
+def test_a_second_process_compiles_nothing():
+    "A second process loads the machine code of all number formats from the cache on disk, also that of integers."
+    load_all = '''
+from numba.core.ccallback import CFunc
+from torchember.measure.readers import numba
+compile_anew = CFunc._compile_uncached
+def compile_and_tell(self):
+    print(self._pyfunc.__name__)
+    return compile_anew(self)
+CFunc._compile_uncached = compile_and_tell
+for fmt in numba.entries: numba.kernel(fmt)
+'''
+    run(load_all)
+    assert run(load_all)==[]

@@ -10,6 +10,7 @@ __all__ = ['counters32', 'counters64', 'blocks32', 'blocks64', 'count', 'best_wi
 import ctypes, inspect, itertools, math, os, sys, threading, zlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
+from types import FunctionType
 
 import numpy as np
 from llvmlite import ir
@@ -572,27 +573,6 @@ def compile_memory_reader(blocks, work, widen=None):
 through_float32,through_float64 = compile_memory_reader(blocks32, np.float32),compile_memory_reader(blocks64, np.float64)
 through_bfloat16,through_float16 = compile_memory_reader(blocks32, np.float32, from_bfloat16),compile_memory_reader(blocks32, np.float32, from_float16)
 
-def converting(blocks, work, name):
-    "Compile a function that reads contiguous integers by converting them to the float dtype `work`. `name`: name of the integer dtype."
-    (add_block,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
-    def read_integers(x, n, dims, sizes, strides, how, out, desk):
-        "Read contiguous integers block by block to measure them. Each block is converted to floats first."
-        x,out = carray(x, (n,)),carray(out, (wide,))
-        room,found,counting = array_at(desk, ROOM, min(n, block), work),array_at(desk, FOUND, 11, np.float64),count_arrays(desk)
-        for start in range(0, n, block):
-            v = room[:min(block, n-start)]
-            for i in range(v.size): v[i] = work(x[start+i])
-            add_block(v, v.view(bits), end_address(room), room, found, counting, how, out)
-        finish(n, how, out)
-    # make the name unique, because numba's cache confuses functions with equal names and signatures
-    read_integers.__qualname__ += f'_{name}'
-    inner = njit(nogil=True)(read_integers)
-    def read_converted(x, n, dims, sizes, strides, how, out, desk):
-        "Measure a tensor of integers: convert its elements to floats, and add them to the summary vector `out`."
-        inner(x, n, dims, sizes, strides, how, out, desk)
-    read_converted.__name__ += f'_{name}'
-    return read_converted
-
 def float32(x, n, dims, sizes, strides, how, out, desk):
     "Measure a tensor of float32 numbers: add its elements to the summary vector `out`."
     through_float32(x, n, dims, sizes, strides, how, out, desk)
@@ -608,6 +588,30 @@ def bfloat16(x, n, dims, sizes, strides, how, out, desk):
 def float16(x, n, dims, sizes, strides, how, out, desk):
     "Measure a tensor of float16 numbers: add its elements to the summary vector `out`."
     through_float16(x, n, dims, sizes, strides, how, out, desk)
+
+def entry_point(reader, name):
+    """Return a copy of the function `float32` that calls another compiled reader.
+
+    `reader` is a global variable of the copy. As a variable of an enclosing function, it would be part of the key in
+    numba's cache, and its key is different in each process."""
+    return FunctionType(float32.__code__, {'through_float32': reader, '__name__': __name__, '__builtins__': __builtins__}, name)
+
+def converting(blocks, work, name):
+    "Compile a function that reads contiguous integers by converting them to the float dtype `work`. `name`: name of the integer dtype."
+    (add_block,finish),bits = blocks,np.int64 if work is np.float64 else np.int32
+    def read_integers(x, n, dims, sizes, strides, how, out, desk):
+        "Read contiguous integers block by block to measure them. Each block is converted to floats first."
+        x,out = carray(x, (n,)),carray(out, (wide,))
+        room,found,counting = array_at(desk, ROOM, min(n, block), work),array_at(desk, FOUND, 11, np.float64),count_arrays(desk)
+        for start in range(0, n, block):
+            v = room[:min(block, n-start)]
+            for i in range(v.size): v[i] = work(x[start+i])
+            add_block(v, v.view(bits), end_address(room), room, found, counting, how, out)
+        finish(n, how, out)
+    # make the name unique, because numba's cache confuses functions with equal names and signatures
+    read_integers.__qualname__ += f'_{name}'
+    return entry_point(njit(nogil=True)(read_integers), f'read_{name}')
+
 entries = dict(float32=(float32, types.float32), float64=(float64, types.float64), bfloat16=(bfloat16, types.uint16), float16=(float16, types.uint16))
 # integers that float32 cannot represent exactly are converted to float64, as in `format_for`
 entries |= {k: (converting(blocks64, np.float64, k), getattr(types, k)) for k in ('int64', 'int32')}
