@@ -52,8 +52,7 @@ class RecordedRun:
     fname = property(lambda self: self.t.fname, doc="Name of the run")
     mt_log = property(lambda self: self.recorder.calls.log,
         doc="Modules that the root's last recorded pass entered and left, in order")
-    current_mt = property(lambda self: self.recorder.calls.current,
-        doc="`moduleTrack` of the module that is being recorded, or was recorded last")
+    current_mt = property(lambda self: self.recorder.calls.current, doc="`moduleTrack` of the module that is being recorded, or was recorded last")
 
     def __init__(self, t, recorder): self.t,self.recorder = t,recorder
 

@@ -168,8 +168,7 @@ class Merge:
         lost = merge_other_columns(out, d, plan.whole, {*derived, *tensor_columns, *shard_columns, *merged_columns})
         if lost: self.messages.append(f"{join_names(lost)}: the values differ between ranks and cannot be merged. To see the values of each rank: "
             "read(run, per_rank=True).")
-        if rows_of_norms(out).size:
-            self.table = fill_norms(out, d, plan.whole, WholeModelNorms(out, wholes, plan, self.column('global_shape')))
+        if rows_of_norms(out).size: self.table = fill_norms(out, d, plan.whole, WholeModelNorms(out, wholes, plan, self.column('global_shape')))
 
     def merge_statistics(self, wholes, changed, uncounted):
         "Merge the statistics of shards: compute them from the merged summaries, and write them into the table."
@@ -235,8 +234,7 @@ class Merge:
         groups,sums = rows_by_group(plan.whole),np.unique(plan.whole[plan.partial])
         out.loc[sums, [c for c in self.rows.columns if c in derived]] = np.nan
         means = self.column('mean', np.nan).to_numpy(float)*self.factor
-        def make_term(i):
-            return Term(float(means[i]), float(self.count[i]), plan.roles_of(i), int(plan.rank[i]))
+        def make_term(i): return Term(float(means[i]), float(self.count[i]), plan.roles_of(i), int(plan.rank[i]))
         if 'mean' in out: out.loc[sums, 'mean'] = [mean_of_sum([*map(make_term, groups[o])], plan.axes) for o in sums]
         if 'exponents' in out: out['exponents'] = out['exponents'].astype(object).where(~np.isin(np.arange(plan.n), sums), None)
         self.messages.append(f"{len(sums)} rows describe tensors that are summed over ranks, but were measured on each rank before this sum, such as "

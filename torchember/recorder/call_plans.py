@@ -72,8 +72,7 @@ class PlannedPass:
         self.words = self.cells = None # words: array of integers that compiled code reads and writes; cells: memoryview of `words`
         self.held = () # objects whose addresses are in `words`, kept alive until the pass ends
         self.written = 0 # number of rows that compiled code wrote
-        # True if only `Gradients` must get the inputs, and the outputs, from Python code
-        self.only_gradients = [False, False]
+        self.only_gradients = {} # 'input', 'output' -> True if only `Gradients` needs the inputs (outputs) besides compiled code
         self.unplanned = 0 # sum of the numbers of recorded modules, over all passes before compiled code was loaded
         self.box = None # `token` of the black box whose module numbers are written in the plans
 
@@ -114,9 +113,9 @@ class PlannedPass:
         for i,o in zip((k.OUTERMOST, k.PASS, k.STACK, k.LOG, k.CALLS, k.HERE, k.CLOCK, k.SEEN), self.held, strict=False): c[i] = id(o)
         ttypes = self.sources.parameter_types[self.steps.manual]
         c[k.MEASURED] = (id(seen) if self.steps.manual else -1) if ttypes else 0
-        others = [[s for s in self.sources.at_calls[1:] if needs(t, s)] for t in ('input', 'output')]
-        c[k.MORE_INPUTS],c[k.MORE_OUTPUTS] = map(bool, others)
-        self.only_gradients = [o==[self.sources.gradients] for o in others]
+        others = {t: [s for s in self.sources.at_calls[1:] if needs(t, s)] for t in ('input', 'output')}
+        c[k.MORE_INPUTS],c[k.MORE_OUTPUTS] = map(bool, others.values())
+        self.only_gradients = {t: o==[self.sources.gradients] for t,o in others.items()}
         c[k.ROWS_OF_INPUTS],c[k.ROWS_OF_OUTPUTS] = (t in self.sources.at_calls[0].ttypes for t in ('input', 'output'))
         c[k.BUSY],c[k.THREAD] = address_of(arena.cursors.busy),get_ident()
         self.begin_black_box(here)
@@ -204,9 +203,7 @@ class CallPlan:
     """Records the calls of one module by code compiled with numba, because Python code is slower.
 
     `enter`, `leave`: compiled functions, called with `address` and the arguments or the result of a call. If they do
-    not return 1, call `finish_inputs` or `finish_outputs`. If `enter` returns 0, Python code records the call
-    instead.
-    """
+    not return 1, call `finish_inputs` or `finish_outputs`. If `enter` returns 0, Python code records the call instead."""
     def __init__(self, state, names, run): # names: result of `argument_names`; run: `PlannedPass`
         self.state,self.names,self.run = state,names,run
         k = self.kinds = run.compiled
@@ -228,8 +225,7 @@ class CallPlan:
     def finish_inputs(self, code, args, kwargs):
         "Record the remaining inputs of a call that the compiled function `enter` could not record. `code`: result of `enter`."
         since,st,run = clock(),self.state,self.run
-        if code==self.kinds.MORE and run.only_gradients[0] and not kwargs and len(args)==1 and self.hooks_one('input', self.inputs, args[0], st.calls-1):
-            return run.cost.add_work(since)
+        if self.hooks_one(code, 'input', self.inputs, (*args, *kwargs.values()), st.calls-1): return run.cost.add_work(since)
         tensors,call,done = st.named_tensors('input', inputs, args, kwargs, *self.names),st.calls-1,code!=self.kinds.OTHER
         if code>=self.kinds.FIRST: done = self.measure_by_python(code, 'input', tensors, call, lambda k: self.enter(self.address, args, kwargs, k))
         if code!=self.kinds.MORE:
@@ -240,17 +236,16 @@ class CallPlan:
         if not done: run.calls.enter(st.track, call)
         run.cost.add_work(since)
 
-    def hooks_one(self, ttype, learned, x, call) -> bool:
-        "Install a gradient hook on `x` if it is the only tensor of the arguments or the result. Return False if it is not."
-        if len(learned.names)!=1 or type(x) not in ordinary: return False
-        if x.requires_grad: self.run.sources.gradients.hook_one(self.state, ttype, learned.names[0], x, call)
+    def hooks_one(self, code, ttype, learned, xs, call) -> bool:
+        "Install a gradient hook, and return True, if this completes the arguments or the result `xs`: one tensor, which compiled code has recorded."
+        if code!=self.kinds.MORE or not self.run.only_gradients[ttype] or len(xs)!=1 or len(learned.names)!=1 or type(xs[0]) not in ordinary: return False
+        if xs[0].requires_grad: self.run.sources.gradients.hook_one(self.state, ttype, learned.names[0], xs[0], call)
         return True
 
     def measure_by_python(self, code, ttype, tensors, call, go_on):
         """Measure a tensor that compiled code cannot measure, then let compiled code continue. Return True if compiled code finished the call.
 
-        `go_on`: function that continues with the tensor of a given number.
-        """
+        `go_on`: function that continues with the tensor of a given number."""
         k = 0
         while code>=self.kinds.FIRST:
             k = code-self.kinds.FIRST
@@ -285,8 +280,7 @@ class CallPlan:
         st,run,k = self.state,self.run,self.kinds
         if code==k.UNPLANNED: return st.listener.call_ends(st, st.named_tensors('output', outputs, result))
         since,call = clock(),run.calls.here.call
-        if code==k.MORE and run.only_gradients[1] and run.calls.here.stack and self.hooks_one('output', self.outputs, result, call):
-            return run.cost.add_work(since)
+        if run.calls.here.stack and self.hooks_one(code, 'output', self.outputs, (result,), call): return run.cost.add_work(since)
         if code==k.OTHER_PARAMETERS:
             self.measure_parameters()
             code = self.leave(self.address, result, 0)

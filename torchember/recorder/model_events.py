@@ -234,8 +234,7 @@ class ModelEvents(Listener):
         self.wants = WantedTypes(**{t: t in self.sources.ttypes for t in ('input_grad', 'output_grad')})
 
     step,running,planned = (property(f) for f in (lambda self: self.steps.number, lambda self: self.passes.running, lambda self: self.passes.planned))
-    lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)),
-        doc="Number of earlier steps that may be micro-batches of the open step.")
+    lasting = property(lambda self: len(self.pipe.provisional.with_weights(self.steps.state.weights)), doc="Number of steps that may be micro-batches.")
 
     def listen(self, on) -> bool:
         "Listen to module calls from now on, or no longer. Return True if calls were listened to before."
@@ -271,7 +270,6 @@ class ModelEvents(Listener):
         if not here.depth and (on := self.passes.end(here, compiled)) is not None: self.wants.switch(on)
 
     def inside(self): return self.calls.here.depth>0
-
     def records(self): return not (self.calls.here.measuring or self.calls.here.skipped)
 
     def call_begins(self, state, inputs, compiled=False):
@@ -327,8 +325,7 @@ class ModelEvents(Listener):
     def probe(self, state, name, x):
         here = self.calls.here
         if self.on and self.sources.states:
-            # number of the module's running call, because the tensor belongs to this call; else number of the last call
-            call = next((n for track,n in reversed(here.stack) if track is state.track), here.call)
+            call = next((n for track,n in reversed(here.stack) if track is state.track), here.call) # running call of the module, else the last call
             self.buffer.measure(state, 'probe', name, x, None, call, here.phase)
         if not here.depth: self.buffer.rows.forget_cached_summaries()
 
@@ -336,15 +333,13 @@ class ModelEvents(Listener):
     def gradient(self, state, ttype, tname, grad, call, phase=None, backward=0):
         if not self.on or not self.sources.states: return
         self.steps.state.note_content()
-        scale = self.sources.optimizers.scale()
-        self.buffer.measure(state, ttype, tname, grad, None, call, phase, backward, scale)
+        self.buffer.measure(state, ttype, tname, grad, None, call, phase, backward, scale := self.sources.optimizers.scale())
         if scale is None: self.sources.gradients.rows.start()
 
     @timed
     def recomputed(self, state, inputs, outputs): self.sources.gradients.recomputed(state, inputs, outputs)
 
     def memory_reused(self): self.buffer.rows.forget_cached_summaries()
-
     def failed(self, state, ttype, tname, error): self.buffer.notices.failed(state.track.name, tname, error, self.buffer.stats.get(ttype))
 
     def missed(self, state, ttype, names): report_missed(self, state, ttype, names)
