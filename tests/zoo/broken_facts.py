@@ -493,3 +493,64 @@ def heads_joined_without_a_transposition(arm):
 
 @is_broken('view_not_permute', paths='', steps=(0, 10))
 def logits_of_pixels_viewed_as_rows(arm): pixels_are_bright(arm, 482, lambda p: p.reshape(-1, 2))
+
+
+# Broken trainings: one learning rate for all parameter groups, clipping of gradients that contain the loss scale
+
+def fine_tuned(arm, seed, set_rates, lr=.1, share=.01):
+    """Train a body and a head in two parameter groups. The body has a small part of the head's learning rate.
+
+    `share`: this part; `set_rates`: function that is called with the optimizer and the share of the training that is over"""
+    torch.manual_seed(seed)
+    x,y = digits()
+    model = nn.Sequential()
+    model.body,model.head = mlp(64, 48, 32),nn.Linear(32, 10)
+    opt = torch.optim.SGD([{'params': model.body.parameters(), 'lr': share*lr}, {'params': model.head.parameters()}], lr=lr, momentum=.9)
+    te = arm(model, optimizer=opt)
+    for i,(a,b) in enumerate(batches(60, 32, x, y)):
+        set_rates(opt, i/60)
+        loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+
+
+@is_broken('rates_overwritten', steps=(0, 60))
+def a_decay_for_all_groups(arm):
+    def decay(opt, over):
+        for g in opt.param_groups: g['lr'] = .1*(1-over)
+    fine_tuned(arm, 500, decay)
+
+
+@is_broken('rates_overwritten', steps=(0, 60))
+def a_constant_rate_for_all_groups(arm):
+    def constant(opt, over):
+        for g in opt.param_groups: g['lr'] = .05
+    fine_tuned(arm, 501, constant)
+
+
+def with_scaler(arm, seed, unscale, limit=1., by_scale=False, **armed):
+    "Train a small network on digits with a `GradScaler`, and clip its gradients. `by_scale`: True to multiply the limit by the loss scale"
+    torch.manual_seed(seed)
+    x,y = digits()
+    model = mlp(64, 48, 10)
+    opt,scaler = torch.optim.SGD(model.parameters(), lr=.1),torch.amp.GradScaler('cpu')
+    te = arm(model, optimizer=opt, **({'scaler': scaler} if armed.get('known') else {}))
+    for a,b in batches(60, 32, x, y):
+        with torch.autocast('cpu', torch.bfloat16): loss = F.cross_entropy(model(a), b)
+        te.log(loss=loss)
+        opt.zero_grad()
+        scaler.scale(loss).backward()
+        if unscale: scaler.unscale_(opt)
+        nn.utils.clip_grad_norm_(model.parameters(), limit*(scaler.get_scale() if by_scale else 1))
+        scaler.step(opt)
+        scaler.update()
+
+
+@is_broken('clipped_scaled')
+def clipped_before_unscale(arm): with_scaler(arm, 510, False)
+
+
+@is_broken('clipped_scaled')
+def clipped_before_unscale_with_a_known_scaler(arm): with_scaler(arm, 511, False, known=True)

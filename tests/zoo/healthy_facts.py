@@ -4,8 +4,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from . import is_healthy
-from .broken_facts import (HeadsByHand, Peaked, Residual, RowsOfDigits, Tanh, Wide, accumulated, clipped, digits_by, one_cycle, pixels_are_bright,
-    under_autocast)
+from .broken_facts import (HeadsByHand, Peaked, Residual, RowsOfDigits, Tanh, Wide, accumulated, clipped, digits_by, fine_tuned, one_cycle,
+    pixels_are_bright, under_autocast, with_scaler)
 from .data import digits
 from .parts import batches, fit, mlp
 
@@ -668,3 +668,32 @@ def as_many_samples_as_features_of_a_head(arm):
     torch.manual_seed(483)
     model = AttentionOfRows()
     fit(arm, model, torch.optim.Adam(model.parameters(), 3e-3), batches(100, 16, *digits()))
+
+
+# Healthy trainings: parameter groups with other learning rates, clipping with a loss scale
+
+@is_healthy
+def a_decay_that_keeps_the_ratio_of_groups(arm):
+    def decay(opt, over):
+        for g,lr in zip(opt.param_groups, (.01, .1), strict=True): g['lr'] = lr*(1-over)
+    fine_tuned(arm, 520, decay, share=.1)
+
+
+@is_healthy
+def groups_that_become_equal_later(arm):
+    "Layer-wise learning rates in the first third of the training, then one learning rate for all layers"
+    def warm(opt, over):
+        for g,lr in zip(opt.param_groups, (.01, .1), strict=True): g['lr'] = lr if over<.3 else .1
+    fine_tuned(arm, 521, warm, share=.1)
+
+
+@is_healthy
+def clipped_after_unscale(arm): with_scaler(arm, 522, True)
+
+
+@is_healthy
+def clipped_by_a_limit_times_the_loss_scale(arm): with_scaler(arm, 523, False, by_scale=True)
+
+
+@is_healthy
+def clipped_to_a_small_norm_after_unscale(arm): with_scaler(arm, 524, True, limit=.2)

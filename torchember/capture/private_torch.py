@@ -15,9 +15,9 @@ __all__ = ['newest', 'missing', 'count_dispatch_modes', 'count_function_modes', 
            'node_operation_name', 'saved', 'as_signed', 'is_freed_node', 'node_shape', 'has_spectral_norm',
            'operation_arguments', 'is_dynamo_frame', 'never_compile', 'warn_no_hooks', 'add_hook',
            'register_ordered_effect', 'never_merge', 'keep_in_order', 'has_step_hooks', 'loss_scale', 'is_unscaled',
-           'has_unscaled', 'shared_store', 'fsdp_meshes', 'group_between_shards', 'may_free_parameters', 'is_fsdp',
-           'is_flat_parameter', 'running_ddp', 'pipeline_stages', 'lists_parameters_as_torch', 'hook_callers',
-           'copy_for_dynamo', 'report_softmax']
+           'has_unscaled', 'has_scaled', 'shared_store', 'fsdp_meshes', 'group_between_shards', 'may_free_parameters',
+           'is_fsdp', 'is_flat_parameter', 'running_ddp', 'pipeline_stages', 'lists_parameters_as_torch',
+           'hook_callers', 'copy_for_dynamo', 'report_softmax']
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #03torch02
 import functools, gc, inspect, sys, types, weakref
@@ -475,6 +475,10 @@ def is_unscaled(scaler, optimizer) -> bool:
 def has_unscaled(scaler) -> bool:
     "Return True if a `GradScaler` has unscaled the gradients of any optimizer in this step. `scaler` may be None."
     return any(s['stage'].name!='READY' for s in getattr(scaler, '_per_optimizer_states', {}).values())
+
+def has_scaled(scaler) -> bool:
+    "Return True if a `GradScaler` has scaled a loss, and has unscaled no gradients in this step. False for a disabled scaler."
+    return scaler.is_enabled() and loss_scale(scaler) is not None and not has_unscaled(scaler)
 
 # %% ../../nbs/10_capture/05_private_torch.ipynb #05clip01
 # Name of the function that `clip_grad_norm_` calls to clip (torch 2.6 and later), or None. `ClippingWatch` replaces it

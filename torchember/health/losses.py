@@ -23,7 +23,7 @@ loss_causes = ('not_trained', 'update_too_large', 'update_too_small', 'vanishing
     'attention_logits', 'peaked_attention', 'attention_collapse', 'future_attention', 'router_collapse',
     'poor_scale', 'equal_units', 'gradients_add_up', 'weights_decay', 'collapse', 'batch_norm', 'underflow', 'scaler_skips', 'poor_input_scale',
     'same_data', 'not_finite', 'gradient_spike', 'loss_rises', 'loss_input', 'broadcast', 'target_range', 'one_class', 'constant_output', 'no_gradient',
-    'targets_out_of_reach', 'wrong_last_activation', 'outside_model', 'softmax_of_one', 'no_activation', 'clipped_always', 'raw_targets',
+    'targets_out_of_reach', 'wrong_last_activation', 'outside_model', 'softmax_of_one', 'no_activation', 'clipped_scaled', 'clipped_always', 'raw_targets',
     'dropout_too_high') # rules that can find the cause of a bad loss
 
 def model_output(h):

@@ -249,7 +249,7 @@ def find_slow_group(h, moves, usual, ratio):
 
 # %% ../../nbs/55_health/30_sizes.ipynb #21e17a7e
 @rule(severity='warning', needs=('weight', 'weight_grad'), stats=('rms', 'std'),
-    after=('not_trained', 'clipped_always', 'raw_targets', 'vanishing_gradient', 'dead_units', 'scaler_skips', 'not_finite'))
+    after=('not_trained', 'clipped_scaled', 'clipped_always', 'raw_targets', 'vanishing_gradient', 'dead_units', 'scaler_skips', 'not_finite'))
 def update_too_small(h, ratio=1e-5, drop=1e-3, least=20, many=.8):
     """Find updates that hardly change the weights: a too small learning rate, or a schedule that ends before the loss has fallen
 

@@ -66,6 +66,8 @@ class LearningRates:
         self.last,self.found = {},{}
         self.plain = {} # id of an optimizer -> last result of `plain_rates`
         self.schedules = {} # name of a learning rate -> [initial, largest learning rate] of its OneCycleLR
+        # learning rates when recording began, before the first step, of optimizers with groups that have different rates
+        self.at_start = {n: v for o in self.optimizers for n,v in self.different_rates(o).items()}
 
     def prefix(self, optimizer) -> str:
         "Return the prefix of the names of an optimizer's learning rates: 'lr', or 'lr/<number>' if there are several optimizers."
@@ -85,6 +87,11 @@ class LearningRates:
             except Unmeasurable: continue # a learning rate cannot be read while a CUDA graph is captured
             self.last[name] = new
 
+    def different_rates(self, optimizer) -> dict:
+        "Return the learning rates of the parameter groups: name -> rate. Return {} if they are equal, or not plain numbers."
+        plain = plain_rates(optimizer)
+        return rates_in(optimizer, self.prefix(optimizer)) if plain is not None and len({rate for rate,_ in plain})>1 else {}
+
     def find_schedules(self, optimizer) -> dict:
         "Return the learning rates with a largest rate in their parameter group, where OneCycleLR keeps it: name -> [initial, largest]."
         rates = list(rates_in(optimizer, self.prefix(optimizer)))
@@ -93,8 +100,8 @@ class LearningRates:
         return {n: v for n,v in both.items() if all(type(x) in (float, int) for x in v)}
 
     def facts(self, found) -> dict: # found: result of `every_parameter`
-        "Return the facts for the metadata: the initial and the largest learning rate of schedules."
-        return {'schedules': self.schedules} if self.schedules else {}
+        "Return the facts for the metadata: the initial and the largest learning rate of schedules, and different learning rates at the start."
+        return {k: v for k,v in {'schedules': self.schedules, 'rates_at_start': self.at_start}.items() if v}
 
     def take(self) -> dict: # name of a learning rate -> number, or `Pending` while the device has not sent it
         "Take the changed learning rates of the current step out of this object, and return them."

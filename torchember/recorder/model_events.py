@@ -383,7 +383,7 @@ class OptimizerEvents(Listener):
         "Handle the clipping of gradients: measure the gradients of these parameters before they are clipped."
         with self.lock:
             if not self.pipe.gate.on: return
-            self.sources.checks.clips.note_clip(parameters, self.pipe.remover.refused.parameters, self.pipe.steps.number)
+            self.sources.checks.note_clip(parameters, self.pipe.remover.refused.parameters, self.pipe.steps.number)
             if 'unclipped_grad' not in self.sources.ttypes: return
             self.pipe.steps.state.note_content()
             ids = {id(p) for p in parameters}

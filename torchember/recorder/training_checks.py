@@ -6,7 +6,7 @@
 __all__ = ['TrainingChecks']
 
 # %% ../../nbs/40_recorder/49_training_checks.ipynb #31a69290
-from .early_clips import EarlyClips
+from .early_clips import EarlyClips, ScaledClips
 from .left_gradients import ClearedGradients, DiscardedGradients, LeftoverGradients
 from .outside import OutsideParameters
 from .output_graph import GraphSearch
@@ -16,7 +16,7 @@ from .reshapes import ExchangedDimensions
 class TrainingChecks:
     "The checks of a training loop and of the operations of a model."
     def __init__(self, optimizers=(), failed=None): # optimizers: known optimizers; failed: called with an exception of the search in the autograd graph
-        self.left,self.clips = LeftoverGradients(optimizers),EarlyClips()
+        self.left,self.clips,self.scaled = LeftoverGradients(optimizers),EarlyClips(),ScaledClips()
         self.cleared,self.discarded = ClearedGradients(),DiscardedGradients()
         self.graph = GraphSearch(OutsideParameters(optimizers), ExchangedDimensions(), failed)
 
@@ -33,14 +33,20 @@ class TrainingChecks:
         "Note that a backward pass begins. `parameters`: those whose gradients are checked; `step`: number of the training step."
         for check in (self.left, self.clips): check.note_backward(parameters, step)
 
+    def note_clip(self, clipped, parameters, step):
+        "Note that gradients will be clipped. For the arguments, see `EarlyClips.note_clip`."
+        self.clips.note_clip(clipped, parameters, step)
+        self.scaled.note_clip(clipped)
+
     def note_gradients(self, optimizer, refused, step, unchanged):
         """Note that the gradients for a step of an optimizer are complete. `refused`: the `RefusedPasses`; `step`: number of the training step.
 
         `unchanged`: True if the optimizer has not changed any weight in this step yet."""
         if unchanged: self.cleared.note_step(optimizer, refused)
         self.discarded.note_step(refused, step)
+        self.scaled.note_step(optimizer)
 
     def facts(self, found) -> dict: # found: result of `every_parameter`
         "Return the facts of all checks for the metadata of the run."
-        every = self.left,self.clips,self.graph.outside,self.cleared,self.graph.reshapes,self.discarded
+        every = self.left,self.clips,self.scaled,self.graph.outside,self.cleared,self.graph.reshapes,self.discarded
         return {k: v for check in every for k,v in check.facts(found).items()}
