@@ -34,8 +34,8 @@ class GradientRows:
 
     def start(self):
         "Let compiled code write rows in this thread from now on, if possible. Call this after Python code has written the row of a gradient."
-        k,buffer = objects(),self.buffer
-        if k is None or buffer.on_device: return
+        buffer = self.buffer
+        if buffer.on_device or (k := objects()) is None: return
         if self.words is None:
             self.compiled,self.write = k,k.entries()[6]
             self.words = new_run_words(k)
