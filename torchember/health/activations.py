@@ -218,8 +218,8 @@ def saturated(h, slope=.05):
     fed = h.outputs.get(layer) if layer is not None else None
     cause = f" Its input, the output of {fed.title}, has an rms of {fmt(median(fed.rms[-5:]))}." if fed is not None and fed is not s else ''
     what = s.title if s.ttype=='output' else f'The {kind} before {s.title}'
-    yield s.finding(at, f"{what} is saturated from step {step} on: its mean slope is {fmt(left)} (largest possible: {full_slope[kind]:g}).{cause} "
-        "Hardly any gradient passes through this activation.",
+    yield s.finding(at, f"{what} is saturated from step {step} on: its outputs are nearly all at a limit, where the derivative of {kind} is almost 0 (mean: "
+        f"{fmt(left)}, largest possible: {full_slope[kind]:g}).{cause} Hardly any gradient passes through it.",
         s.path if layer is None else layer, severity='error' if h.progress.is_bad else None, ttype='output',
         advice=("Divide the learning rate by 10, or normalize before this module (BatchNorm, LayerNorm)." if step!=h.steps[0] else
         "Use smaller initial weights before this module: torch.nn.init.xavier_uniform_(layer.weight). Also "

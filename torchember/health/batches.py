@@ -195,8 +195,9 @@ def find_changed(h, s, maker, tensors, share):
     return other, 'zero' if s.zero[at].all() else 'constant' if is_constant(s)[at].all() else 'earlier' if all(earlier) else 'other'
 
 # Kind of a changed tensor (result of `find_changed`) -> phrase about its values
-instead = {'zero': "the input is all zeros", 'constant': "all values of the input are equal", 'earlier': "the input is an output of an earlier step",
-    'other': "the statistics of the two tensors differ"}
+instead = {'zero': "the input is all zeros", 'constant': "all values of the input are equal",
+    'earlier': "the input is an output of an earlier step, so the code probably reuses a stored tensor",
+    'other': "the statistics of the two tensors differ, so other code has probably changed or replaced the tensor"}
 
 @rule(severity='warning', needs=('input', 'output'), after=('constant_batch',))
 def hand_over(h, share=.7, rare=.1):

@@ -55,7 +55,8 @@ def report_vanishing(h, gs, size, lost, lasting, depth):
     s,first,top = gs[keys[lost[0]]],size[lost[0]],finite_max(size[len(size)//2:])
     half = len(size)//2
     largest = gs[keys[half+int(np.nanargmax(size[half:]))]].label
-    zero = "" if first else "First check if the outputs of the next layers are always zero: overview(run, ttype='output'). "
+    zero = "" if first else ("First draw the outputs with torchember: overview(run, ttype='output'). If those of the layers after "
+        f"`{s.path}` are always zero, lower the learning rate, or use LeakyReLU or GELU in place of ReLU. ")
     return report_gradients(h, s, f"Gradients vanish in the backward pass: the rms of the gradient of {s.title} is "
         f"{fmt(first) if first else 'exactly zero'}, and that of `{largest}` is {fmt(top)}. In {len(lost)} of {len(keys)} layers, the rms of the gradient is "
         f"less than {depth:g} times that of `{largest}`.", s.steps[0], s.steps[-1], severity=None if is_harmed(h) else 'warning',

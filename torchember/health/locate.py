@@ -119,7 +119,7 @@ def describe_line(spot):
     "Describe a line of code as text: file name and line number. A notebook cell has no file name."
     if spot.file is None: return 'no line of your code'
     file = os.path.basename(spot.file)
-    return f"line {spot.line} of a cell" if file.startswith('<') or 'ipykernel' in spot.file else f'{printable(file)}:{spot.line}'
+    return f"line {spot.line} of a notebook cell" if file.startswith('<') or 'ipykernel' in spot.file else f'{printable(file)}:{spot.line}'
 
 def source_line(spot):
     "Return the source code of the line of a `CodeSpot`."

@@ -81,9 +81,9 @@ def find_wrong_scale(h, out, times=3, share=.6):
         confidence=confidence_from(plain_median(gap), times if plain_median(gap)>1 else 1/times, off.mean()))
 
 # %% ../../nbs/55_health/42_modes.ipynb #9f68f32c
-running_advice = ("Check the momentum of the BatchNorm. The default is 0.1. With a smaller momentum, the running statistics need more steps to fit the data. "
-    "Prepare the data in the same way for training and evaluation. Use a separate BatchNorm for each kind of data, "
-    "and GroupNorm for small batches.")
+running_advice = ("First check the momentum of this BatchNorm. If it is smaller than 0.1, the default, set it to 0.1: then the running statistics "
+    "follow the data in fewer steps. Then check that training and evaluation prepare the data in the same way. If batches come from different data "
+    "sets, use a separate BatchNorm for each. If batches are small, use GroupNorm.")
 
 def uses_batch_statistics(h, out):
     "Return True if a module normalizes by statistics of the batch, so that the mean of its output is the mean of its bias."
@@ -363,8 +363,8 @@ def train_eval(h, away=3., far=30.):
     why,advice = ("The evaluation data differ, or are prepared in another way.",
         "Prepare the data in the same way for training and evaluation, with the same normalization.") if of_data else (
         "With the same data, this ratio should be near 1.",
-        "Check your own Dropout layers (which must divide by 1-p in training) and your own normalization layers. "
-        "Then check that the data are prepared in the same way for training and evaluation.")
+        "If you wrote the class of a Dropout layer yourself, check that it divides by 1-p in training, and does nothing in evaluation. Check "
+        "normalization layers that you wrote. Then check that the data are prepared in the same way for training and evaluation.")
     name = s.ttype if s.tname=='output_0' else f'{s.ttype} `{s.tname}`'
     yield s.finding(at, f"In evaluation, the rms of the {name} of {s.title} is {format_ratio(times)} its rms in training, from step {s.steps[at]} on. {why}",
         times=times, confidence=confidence_from(times, away if times>1 else 1/away), advice=advice)

@@ -40,7 +40,8 @@ def view_not_permute(h):
     others = [p for *_,p in found[1:] if p not in (None, path)]
     more = f" So do {len(found)-1:,} other reshapes{f', before {list_names([*dict.fromkeys(others)])}' if others else ''}." if len(found)>2 else (
         f" So does another reshape{f', before {list_names(others)}' if others else ''}." if len(found)==2 else '')
-    mixed = 'samples' if before[0]!=after[0] else 'positions or features'
+    # a new row stays inside one sample if its number of elements divides that of a sample
+    mixed = 'samples' if np.prod(before[1:])%np.prod(after[1:]) else 'positions or features'
     code = code_of_exchange(before, after)
     yield finding(path or '', f"{where}, a tensor of shape {before} is reshaped to {after}. This exchanges the sizes of dimensions, but does not move the "
         f"elements, so values of different {mixed} are mixed.{more}", h.steps[0], h.steps[-1], ttype='output', stands=True, look='overview(run)',

@@ -98,9 +98,10 @@ def schedule_not_reached(h, share=.5, least=5):
         if gaps.min()<least or np.ptp(gaps)>1 or (peak := calls_to_peak(v, low, high)) is None: continue
         if (planned := planned_calls(peak, total)) is None: continue
         every = int(plain_median(gaps))
-        yield finding('', f"The learning rate `{n.name}` is at most {fmt(v.max())}, and never comes near {fmt(high)}, the largest rate of its schedule. "
-            f"Its curve shows that the schedule expects about {planned:,} calls of scheduler.step(), as many as the run has steps ({total:,}). But the "
-            f"learning rate changes only every {every} steps. At this pace, it would reach {fmt(high)} after {round(peak)*every:,} steps.",
+        yield finding('', f"scheduler.step() seems to be called too rarely: the learning rate `{n.name}` changes only every {every} steps, but its curve "
+            f"shows that the schedule was created for about {planned:,} calls, as many as the run has steps ({total:,}). So `{n.name}` is at most "
+            f"{fmt(v.max())}, and never comes near {fmt(high)}, the largest rate of the schedule. At this pace, it would reach {fmt(high)} after "
+            f"{round(peak)*every:,} steps.",
             h.steps[0], h.steps[-1], ttype='scalar', look="overview(run)", largest=float(v.max()), planned=planned, every=every,
             advice="Call scheduler.step() after each optimizer.step(), inside the loop over batches. To change the learning rate once per epoch, create the "
             "schedule with total_steps=number of epochs.")

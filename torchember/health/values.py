@@ -277,7 +277,7 @@ def find_lost_gradients(h, share, many):
     if len(zero)+len(tiny)<max(2, many*len(grads)) and len(zero)<len(grads): return None
     s = (zero or tiny)[0]
     size = f"is exactly zero in {'all' if s.zero.all() else f'{s.zero.sum()} of'} {len(s)} recorded steps" if zero else \
-        f'has values up to {fmt(median(s.abs_max))} only (median of the steps)'
+        f'has absolute values of at most {fmt(median(s.abs_max))} in a typical step'
     of_all = f"of {len(grads)} weight tensors are nearly always"
     lost = f" The gradients of {len(zero)} {of_all} zero: float16 has no numbers between 0 and 6e-08." if zero else ''
     low = f" The gradients of {len(tiny)} {of_all} below 6.1e-05, where float16 loses digits." if tiny else ''

@@ -142,11 +142,11 @@ def explain_cut_off(h, known, part, own):
     if not known.learn or not len(h.steps): return None
     what = describe_part(part, own)
     if later := find_trained_users(h, own, known.learn): return (
-        f"{what} is called, but never gets a gradient. Later modules ({list_names(later)}) get gradients, "
-        "so the autograd graph is cut between this part and these modules.",
+        f"{what} never gets a gradient, although the module is called. Later modules ({list_names(later)}) get gradients, "
+        "so the autograd graph is cut between the module and these modules.",
         # only a warning if the optimizer lacks parameters: torch.no_grad() may then freeze them on purpose
         'error' if all(p.get('optimizer') for p in own) else 'warning',
-        "Search the code between this part and these modules for .detach(), .data, .item(), .numpy(), torch.no_grad() and torch.tensor(...). "
+        "Search the code between the module and these modules for .detach(), .data, .item(), .numpy(), torch.no_grad() and torch.tensor(...). "
         "Also search for operations without a gradient: argmax, round and comparisons (>).")
     return (f"{what} requires gradients, but never gets any, because the loss does not depend on this part of the model.",
         # severity 'info' for a called module, because its output may have another purpose than the loss
@@ -158,7 +158,7 @@ def explain_not_called(part, own):
     "Explain a module that is not called in any step. Return a sentence, the severity of the finding, and advice."
     return (f"{describe_part(part, own)} is never called, so it has no effect.", 'warning',
         "Call this module in forward(), or remove it from the model. Its parameters get no gradients, so forward() "
-        "does not use them in another way.")
+        "does not use them without the module either.")
 
 # %% ../../nbs/55_health/25_wiring.ipynb #4303e381
 frozen_names = ('pos', 'embed', *untrained_names) # words in the names of modules that are usually frozen on purpose
@@ -412,8 +412,8 @@ def explain_stopped(h, part, own, s, by_mistake=False):
     what = f"{describe_part(part, own)} was trained at first, but"
     if not s.frozen: return (
         f"{what} does not change from step {s.step} on, while other weights change. {stop_reasons[s.gradient]}", 'info',
-        "Search for requires_grad_(False), detach() or a mask. Check the learning rate of the parameter group of this part, and that the module is called. "
-        "If this is intended, change nothing.")
+        "Search for code that stops the training of this part: requires_grad_(False), detach(), or a mask that sets its gradients to zero. Check the learning "
+        "rate of its parameter group, and that the module is called. If the part should not be trained, change nothing.")
     moves,goes_on = "The values of this part no longer change.",h.loss is not None and h.loss.steps[-1]>s.step
     if s.still_moves: moves = "The values of this part still change through momentum or weight decay, because the gradient is zero and not None."
     held = " The optimizer still has these parameters."*(s.p.get('optimizer') is True)
