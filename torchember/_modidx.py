@@ -3091,6 +3091,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                               'torchember/health/modes.py'),
                                          'torchember.health.modes.find_never_train_mode': ( '55_health/modes.html#find_never_train_mode',
                                                                                             'torchember/health/modes.py'),
+                                         'torchember.health.modes.find_repeated_eval': ( '55_health/modes.html#find_repeated_eval',
+                                                                                         'torchember/health/modes.py'),
                                          'torchember.health.modes.find_tiny_batch': ( '55_health/modes.html#find_tiny_batch',
                                                                                       'torchember/health/modes.py'),
                                          'torchember.health.modes.find_wrong_scale': ( '55_health/modes.html#find_wrong_scale',

@@ -145,6 +145,16 @@ def loaded_in_evaluation_mode(arm):
 
 
 @is_broken('train_eval')
+def evaluated_within_each_epoch(arm):
+    "The model is switched to training mode at the start of each epoch of 25 steps, and evaluated after every tenth step"
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(.5), nn.Linear(64, 10))
+    def before(i, m):
+        if i%25==0: m.train()
+        if i%10==5: m.eval() # The fault: no call of train() after the evaluation
+    classify(arm, model, torch.optim.Adam(model.parameters(), 1e-3), n=150, before=before)
+
+
+@is_broken('train_eval')
 def normalised_after_the_first_look(arm):
     "The first pass of a model with the old `spectral_norm` is an evaluation, in which the weights are not normalized yet"
     sn = nn.utils.spectral_norm

@@ -14,6 +14,15 @@ from .parts import mlp
 
 
 @is_healthy
+def evaluated_within_each_epoch_and_switched_back(arm):
+    "The model is evaluated after every tenth step, and switched back to training mode"
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Dropout(.5), nn.Linear(64, 10))
+    def before(i, m):
+        if i%10==5: look(m)
+    classify(arm, model, torch.optim.Adam(model.parameters(), 1e-3), n=150, before=before)
+
+
+@is_healthy
 def new_head_for_a_new_task(arm):
     "At step 60 the labels change, and the last layer is initialized again"
     x,y = digits()

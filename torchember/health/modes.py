@@ -236,13 +236,31 @@ def flag_training_mode(h, out):
     if 'BatchNorm' not in out.kind or w is None or len(w)!=len(out): return None
     return abs(out['mean']-(b['mean'] if b is not None and len(b)==len(out) else 0))<2e-3*out.rms
 
+def find_repeated_eval(working, least=3, share=.2):
+    """Return the index of the first training step in evaluation mode, if such steps come again and again, several in a row. Otherwise return None.
+
+    working: mask of the steps in training mode
+    least: least number of such stretches, of steps in a stretch (median), and of steps before the first one
+    share: least fraction of steps in evaluation mode
+    """
+    edges = np.diff(np.r_[False, ~working, False].astype(int))
+    starts,ends = np.flatnonzero(edges==1),np.flatnonzero(edges==-1)
+    return starts[0] if len(starts)>=least and starts[0]>=least and plain_median(ends-starts)>=least and (~working).mean()>=share else None
+
 def find_missing_train_call(h, least=5):
-    "Find a missing call of `model.train()` after an evaluation: the model stays in evaluation mode. Yield findings."
+    "Find a missing call of `model.train()` after an evaluation: the model stays in evaluation mode, or does so until the next epoch. Yield findings."
     for path,out in h.outputs.items():
         if len(out)<3*least or 'mean' not in out or (working := flag_training_mode(h, out)) is None: continue
+        how = 'drops no values' if 'Dropout' in out.kind else 'normalizes with its running statistics'
+        # the metadata show that the model was in evaluation mode, so the probability of the Dropout was not just changed
+        if '' in h.modes.get('eval', ()) and (first := find_repeated_eval(working)) is not None:
+            n = int((~working).sum())
+            yield out.finding(first, f"In {n:,} of {len(out):,} training steps, the model trains in evaluation mode: {out.title} {how} in these steps, for the first "
+                f"time in step {out.steps[first]}.", '', stands=True, advice="Call model.train() after each evaluation, before the next step, and not only "
+                "at the start of an epoch.", module=path, steps=n)
+            continue
         at = find_lasting_start(~working)
         if at is None or at<least or working[:at].mean()<.9 or len(out)-at<least: continue
-        how = 'drops no values' if 'Dropout' in out.kind else 'normalizes with its running statistics'
         yield out.finding(at, f"From step {out.steps[at]} on, the model trains in evaluation mode: {out.title} {how} in {len(out)-at} "
             "training steps.", '', stands=True, advice="Call model.train() after each evaluation, before the next step.",
             module=path, steps=int(len(out)-at))
