@@ -255,8 +255,8 @@ def find_missing_train_call(h, least=5):
         # the metadata show that the model was in evaluation mode, so the probability of the Dropout was not just changed
         if '' in h.modes.get('eval', ()) and (first := find_repeated_eval(working)) is not None:
             n = int((~working).sum())
-            yield out.finding(first, f"In {n:,} of {len(out):,} training steps, the model trains in evaluation mode: {out.title} {how} in these steps, for the first "
-                f"time in step {out.steps[first]}.", '', stands=True, advice="Call model.train() after each evaluation, before the next step, and not only "
+            yield out.finding(first, f"In {n:,} of {len(out):,} training steps, the model trains in evaluation mode: {out.title} {how} in these steps, for the "
+                f"first time in step {out.steps[first]}.", '', stands=True, advice="Call model.train() after each evaluation, before the next step, and not only "
                 "at the start of an epoch.", module=path, steps=n)
             continue
         at = find_lasting_start(~working)
