@@ -117,7 +117,7 @@ class LossTerm(NamedTuple):
     # True if prediction and target have different shapes, so that torch has broadcast one of them
     broadcast:bool = False
     ignore_index:int|None = None # `ignore_index` of the loss, as in `nn.CrossEntropyLoss`: samples with this label do not count
-    class_weights:bool = False # True if the loss weights classes or elements, as with `weight=`
+    class_weights:bool = False # True if the loss multiplies classes or elements by weights, as with `weight=`
     weighted:bool = False # True if the loss is multiplied by a tensor, as in a policy gradient
     result_shape:tuple|None = None # Shape of the element-wise loss before `mean` or `sum`, after a broadcast
     end:str = '' # Autograd operation of the model's last layer, such as 'Addmm' or 'Convolution'

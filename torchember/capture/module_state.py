@@ -221,7 +221,7 @@ class ModuleState:
         if call is not None and getattr(self.wants, ttype): self.pending.expect(ttype, names, call, self.listener)
 
     def grads_arrived(self, ttype, named):
-        "Report to the listener that gradients arrived, from compiled code or from the recomputation of a checkpoint."
+        "Report to the listener that gradients were computed, by compiled code or in the recomputation of a checkpoint (activation checkpointing)."
         for n,g in named: self.listener.gradient(self, ttype, n, g, *self.pending.next_call(ttype, n, self.calls))
 
     def probed(self, named):

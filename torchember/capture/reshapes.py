@@ -37,7 +37,7 @@ def order_before_merge(fine, coarse):
     return next((order for order in exchanged_orders(len(fine)) if merges_to([fine[i] for i in order], coarse)), None)
 
 def keeps_order(before, after) -> bool:
-    "Return True if a reshape may first split dimensions, and then merge neighbouring dimensions. Then it may be meant as it is."
+    "Return True if a reshape can be done by splitting dimensions, and then merging neighbouring dimensions. Then it may be meant as it is."
     bounds = sorted({*accumulate(before, mul), *accumulate(after, mul)})
     return all(b%a==0 for a,b in pairwise(bounds))
 

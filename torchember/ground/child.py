@@ -11,7 +11,7 @@ from importlib.util import find_spec
 
 # %% ../../nbs/05_ground/50_child.ipynb #3ba3d7c3
 def interpreter_flags():
-    "Return the command line flags of this Python process for a child process, and `-P` (no imports from the current folder)."
+    "Return the command line flags to start a child process: those of this Python process, and `-P` (no imports from the current folder)."
     f = sys.flags
     letters = dict(I=f.isolated, E=f.ignore_environment, s=f.no_user_site, S=f.no_site, O=f.optimize,
         B=f.dont_write_bytecode, b=f.bytes_warning)

@@ -256,8 +256,8 @@ def find_missing_train_call(h, least=5):
         if '' in h.modes.get('eval', ()) and (first := find_repeated_eval(working)) is not None:
             n = int((~working).sum())
             yield out.finding(first, f"In {n:,} of {len(out):,} training steps, the model trains in evaluation mode: {out.title} {how} in these steps, for the "
-                f"first time in step {out.steps[first]}.", '', stands=True, advice="Call model.train() after each evaluation, before the next step, and not only "
-                "at the start of an epoch.", module=path, steps=n)
+                f"first time in step {out.steps[first]}.", '', stands=True, advice="Call model.train() after each evaluation, before the next step, and not "
+                "only at the start of an epoch.", module=path, steps=n)
             continue
         at = find_lasting_start(~working)
         if at is None or at<least or working[:at].mean()<.9 or len(out)-at<least: continue

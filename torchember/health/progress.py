@@ -71,7 +71,7 @@ class LossProgress:
         self.loss,self.steps,self.values = loss,np.zeros(0, int),np.zeros(0)
         # fell: decrease of the loss, as a fraction of the loss at the start
         self.start = self.end = self.best = self.noise = self.fell = math.nan
-        self.unclear = '' # reason of the verdict 'means nothing': 'names', 'sign' or 'reward'
+        self.unclear = '' # why the trend of the loss cannot be judged (verdict 'means nothing'): 'names', 'sign' or 'reward'
         if loss is None: self.verdict = 'none'; return
         ok = np.isfinite(loss.values)
         self.steps,self.values = loss.steps[ok],loss.values[ok]

@@ -154,7 +154,7 @@ def rank_waits(h):
     if not timed_out and not all(e.was_killed for e in ends): return
     first,last = min(ends, key=lambda e: (e.place[:2], e.rank)),max(ends, key=lambda e: (e.place[:2], -e.rank))
     if first.place==last.place: last = next(e for e in ends if e.place!=first.place)
-    # ranks several steps apart run independently, so different ends are no fault
+    # ranks that are several steps apart run independently, so it is no fault if they end at different steps
     if first.step!=last.step and last.step-first.step>1: return
     waits = timed_out[0] if timed_out else first
     other = last if waits.place!=last.place else first

@@ -88,7 +88,7 @@ def both_halves(gram):
     return gram.triu()+gram.triu(1).T
 
 def feature_gram(x, at):
-    "Return (mean of each feature, Gram matrix (C, C) of the features minus their means). `at`: dimension of the features."
+    "Return (mean of each feature, Gram matrix (C, C) of the centered features). `at`: index of the dimension of the features."
     y = x.movedim(at, -1)
     n,C = x.numel()//x.shape[at],x.shape[at]
     shift = rough_mean(y)
@@ -359,7 +359,7 @@ def bracket(nodes, i, size, most):
     return low, min(max(near, low), high), high
 
 def estimate_covariance(x, at, n, C, steps=96, probes=16):
-    "Estimate the covariance of a matrix too large to form: return a `Covariance` with a spectrum estimated by `lanczos`."
+    "Estimate a covariance matrix that is too large to form: return a `Covariance` with a spectrum estimated by `lanczos`."
     multiply,trace,mean = centred_product(x, at, n, C)
     if not trace>0: return Covariance(n, mean, 0., spectrum=Spectrum(np.zeros(C), 0., 0., C, n))
     size = min(n, C)

@@ -66,7 +66,7 @@ def write_cpu_row(x, tap, call):
     if has_version: arena.seen[id(x)] = weakref.ref(x),version,at,groups,row,tap,tap.turn,None
 
 def read_vector(x, tap):
-    "Read the summary vector of a CPU tensor: from `Arena.seen` if it has a valid vector, else by measuring the tensor."
+    "Return the summary vector of a CPU tensor: from `Arena.seen` if it has a valid vector, else by measuring the tensor."
     arena,has_version = tap.arena,not x.is_inference()
     version = x._version if has_version else 0
     known,here,groups = arena.seen.get(id(x)) if has_version else None,address(x),tap.format.groups

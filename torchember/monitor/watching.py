@@ -378,7 +378,7 @@ class Watch(Listener):
         self.failed,self.on = False,True
 
     def explain_missing(self, ttype):
-        "Explain a missing tensor: return the reason why it was not captured in this step. Return None if no quantity needs it."
+        "Return the reason why a tensor was not captured in this step. Return None if no quantity is computed from this tensor."
         if self.captured is None: return None
         name,p,c,request = self.view._name,self.passes.predictor,self.captured,self.captured.requests[ttype]
         if ttype in c.changed:

@@ -66,7 +66,7 @@ other_attention = ("No attention was found in {modules}, although other modules 
     "This is reported once.")
 
 def tracks_without_attention(tracks, measured) -> list:
-    """Return the `moduleTrack`s of all modules with an attention class name in which no attention call was found.
+    """Return the `moduleTrack`s of all modules whose class name suggests attention, but in which no attention call was found.
 
     `tracks`: called modules; `measured`: set of display names of modules with measured calls. Modules inside of, and around, other such
     modules are left out.

@@ -83,7 +83,7 @@ class OtherModels:
 
 # %% ../../nbs/40_recorder/79_model_events.ipynb #b625c6a3
 class PassEvents:
-    "Handles the start and end of passes. All methods except `after_end` are called under the recorder's lock."
+    "Handles the start and end of forward passes. All methods except `after_end` are called under the recorder's lock."
     def __init__(self, pipe, only_training:bool=False): # only_training: True to record no evaluations and no passes without gradients
         self.pipe,self.steps,self.sources,self.calls,self.cost = pipe,pipe.steps,pipe.sources,pipe.buffer.calls,pipe.cost
         self.only_training,self.functions,self.other_models = only_training,FunctionCalls(),OtherModels(pipe.sources)

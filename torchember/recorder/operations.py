@@ -57,7 +57,7 @@ linear_operations = linear_layers | moves | selections | {'Add', 'Sub', 'Neg', '
     'AdaptiveAvgPool2D', 'ConstantPadNd'}
 
 def is_linear_operation(graph, node) -> bool:
-    "Return True if the result of an operation is a linear function of its arguments other than parameters of the model."
+    "Return True if the result of an operation is linear in its inputs, while the parameters of the model are constant."
     word = node_operation_name(node)
     if word in ('Mul', 'Div'): # by a number
         others = [x for x in (saved(node, 'other'), saved(node, 'self')) if x is not None]

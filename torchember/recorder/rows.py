@@ -19,7 +19,7 @@ from .row import one_row
 from .step_scalars import StepScalars
 
 # %% ../../nbs/40_recorder/60_rows.ipynb #6a6696ef
-last = np.iinfo(np.int64).max # largest event number, for rows at the end of a step
+last = np.iinfo(np.int64).max # event number of rows that are made at the end of a step: the largest integer, so that they are the last rows
 VALUE,TS,STEP,MARKS = b'\0',b'\1',b'\2',b'\3' # placeholders in the templates of log lines
 
 def template(names, key, dtype:str, parts, marks) -> bytes|None:

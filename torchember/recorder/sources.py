@@ -208,7 +208,7 @@ class Sources:
     # ---- The following methods are called at the end of a step
 
     def measure_at_end(self, changed=True):
-        "Measure buffers and followed tensors at the end of a step. `changed`: False if the step had only evaluations, which change no buffers."
+        "Measure buffers and tensors that the user follows at the end of a step. `changed`: False if the step had only evaluations: they change no buffers."
         if not self.states: return
         for source in self.at_step_end if changed else (): source.measure_all(self.states)
         self.followed.measure_all(self.states[0])

@@ -31,7 +31,7 @@ class TotalCounts(NamedTuple):
     total = property(lambda self: self.counts.sum()+self.below+self.above, doc="Number of all values.")
 
 def total_counts(df) -> TotalCounts:
-    "Add up the exponent counts of rows."
+    "Add up the exponent counts (numbers of elements for each binary exponent) of rows."
     if not with_counts(df).any():
         raise ValueError("These rows have no exponent counts. To record them next time: torchEmber(..., stats='numerics'), or stats=[..., 'exponents'].")
     exponents,counts = count_columns(df)

@@ -75,7 +75,7 @@ def list_modules(structure, paths:list, root:str='model') -> list: # structure: 
 
 # %% ../../../nbs/60_show/96_page_data.ipynb #096c71ed
 most_values = 3_000_000 # maximum number of statistics in a page; they take about 8 MB
-most_steps = 24 # maximum number of steps whose exponent counts are in a page
+most_steps = 24 # maximum number of steps for which a page contains exponent counts
 most_counts = 100_000 # maximum of (number of tensors with exponent counts) * (number of their steps)
 favourites = ('std', 'rms', 'abs_max', 'mean', 'zero_frac', 'max', 'min', 'abs_mean', 'l2', 'ratio', 'kurtosis',
     'entropy', 'logit_max', 'first_token', 'top_share')
